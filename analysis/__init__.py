@@ -1,0 +1,1 @@
+"""Run records to tables, plots and a report; reads files, and never imports torch."""
