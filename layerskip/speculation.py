@@ -1,0 +1,214 @@
+"""Knows the closed formulas of speculative decoding and its costs; refuses to know models.
+
+Words used throughout: `alpha` is the probability that one draft token is accepted (independent of
+the others), `draft_length` the tokens drafted in a round, `draft_cost` (c) the cost of one draft
+step in target steps, v(n) the cost of a verify pass over n positions in target steps. The
+acceptance rate r = accepted / drafted tokens is another number than alpha.
+
+Pure Python: the controllers, the search's simulator and the analysis all call these functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SOURCES = ("measured", "analytic", "given")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
+
+
+def _check_length(draft_length: int, least: int = 0) -> None:
+    if draft_length < least:
+        raise ValueError(f"draft_length must be at least {least}, got {draft_length}")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0.0):
+        raise ValueError(f"{name} must be finite and positive, got {value}")
+
+
+def expected_tokens(alpha: float, draft_length: int) -> float:
+    """Expected tokens per verify pass, bonus included: (1 - a^(g+1)) / (1 - a).
+
+    Leviathan et al. 2023, arXiv 2211.17192, eq. 1; g + 1 at alpha = 1.
+    """
+    _check_alpha(alpha)
+    _check_length(draft_length)
+    # The sum of the series is exact at and near alpha = 1, where the quotient is 0 / 0.
+    return math.fsum(alpha**position for position in range(draft_length + 1))
+
+
+def acceptance_rate(alpha: float, draft_length: int) -> float:
+    """Expected accepted / drafted tokens: a (1 - a^g) / ((1 - a) g)."""
+    _check_length(draft_length, least=1)
+    return (expected_tokens(alpha, draft_length) - 1.0) / draft_length
+
+
+def alpha_from_acceptance_rate(rate: float, draft_length: int) -> float:
+    """The alpha whose `acceptance_rate` at this draft length is `rate` (by bisection)."""
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"rate must be in [0, 1], got {rate}")
+    low, high = 0.0, 1.0
+    for _ in range(60):  # halves the interval below float64's resolution
+        middle = (low + high) / 2
+        if acceptance_rate(middle, draft_length) < rate:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def speedup(
+    alpha: float,
+    draft_length: int,
+    draft_cost: float,
+    verify_cost: Callable[[int], float] | None = None,
+) -> float:
+    """Expected walltime speedup over plain decoding: E[tokens] / (g c + v(g + 1)).
+
+    Leviathan et al. 2023, theorem 3.8, which has v = 1 (the default here). Draft length 0 is a
+    plain step, speedup 1.
+    """
+    tokens = expected_tokens(alpha, draft_length)
+    if draft_length == 0:
+        return 1.0
+    verify = 1.0 if verify_cost is None else verify_cost(draft_length + 1)
+    return tokens / (draft_length * draft_cost + verify)
+
+
+def speedup_bound(draft_cost: float) -> float:
+    """What no draft can exceed, whatever its acceptance: 1 / c."""
+    _check_positive("draft_cost", draft_cost)
+    return 1.0 / draft_cost
+
+
+def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> int:
+    """The draft length in 0..longest of the highest expected speedup; the shortest one of equals.
+
+    With a verify cost of 1 this is the rule "draft one more iff a^g / c > S(g - 1)"; a general
+    table may have several local optima, so that every length is tried.
+    """
+    _check_length(longest)
+    return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
+
+
+def operations_factor(alpha: float, draft_length: int, draft_operations: float) -> float:
+    """Arithmetic done per token relative to plain decoding: (g c^ + g + 1) / E[tokens].
+
+    Leviathan et al. 2023, theorem 3.11; `draft_operations` is c^, the draft's arithmetic per token
+    over the target's. Without reuse of a shared prefix.
+    """
+    return (draft_length * (draft_operations + 1.0) + 1.0) / expected_tokens(alpha, draft_length)
+
+
+def coupled_acceptance_bound(total_variation: float) -> float:
+    """Least probability that draft and target draw one token from shared noise: (1-TV) / (1+TV).
+
+    Daliri, Musco, Suresh 2024, arXiv 2408.07978.
+    """
+    if not 0.0 <= total_variation <= 1.0:
+        raise ValueError(f"total_variation must be in [0, 1], got {total_variation}")
+    return (1.0 - total_variation) / (1.0 + total_variation)
+
+
+def round_sublayer_tokens(drafted: int, kept: int, prefix: int, sublayers: int) -> int:
+    """Sublayer evaluations of one row's round, in tokens: d n_kept + (d + 1) (2L - k) + k.
+
+    `drafted` tokens (d) each run the `kept` sublayers (n_kept) of the draft; verification runs the
+    `sublayers` (2L) minus the shared `prefix` (k) over d + 1 positions, and carries the last
+    position through the prefix. A plain step (d = 0) costs 2L. Padding is not counted.
+    """
+    if drafted < 0 or not 0 <= prefix <= kept <= sublayers:
+        raise ValueError(
+            "drafted must be at least 0 and 0 <= prefix <= kept <= sublayers, "
+            f"got drafted={drafted}, kept={kept}, prefix={prefix}, sublayers={sublayers}"
+        )
+    return drafted * kept + (drafted + 1) * (sublayers - prefix) + prefix
+
+
+def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
+    """The most tokens a round may draft, never negative.
+
+    A round with d drafts emits up to d + 1 tokens, of which `tokens_left` may still be emitted, and
+    writes d + 1 positions into the cache, which has `free_slots`.
+    """
+    return max(0, min(asked, tokens_left - 1, free_slots - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs of draft steps and verify passes in units of one target step (a plain decode step)."""
+
+    draft: float
+    """c: one draft step."""
+    verify: tuple[float, ...]
+    """verify[n - 1] = v(n): one verify pass over n positions. Longer passes are extrapolated."""
+    source: str = "given"
+    """Where the numbers come from: "measured", "analytic" or "given"."""
+
+    def __post_init__(self) -> None:
+        _check_positive("draft", self.draft)
+        if not self.verify:
+            raise ValueError("verify must hold at least v(1), got an empty table")
+        for n, cost in enumerate(self.verify, start=1):
+            _check_positive(f"verify[{n - 1}]", cost)
+        if self.source not in SOURCES:
+            raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {self.source!r}")
+
+    def verify_cost(self, n: int) -> float:
+        """v(n) in target steps; beyond the table the line through its last two, never falling."""
+        if n < 1:
+            raise ValueError(f"a verify pass covers at least 1 position, got {n}")
+        known = len(self.verify)
+        if n <= known:
+            return self.verify[n - 1]
+        slope = max(0.0, self.verify[-1] - self.verify[-2]) if known > 1 else 0.0
+        return self.verify[-1] + slope * (n - known)
+
+    def round_cost(self, drafted: int) -> float:
+        """d c + v(d + 1) in target steps; a round without drafts is a plain step and costs 1."""
+        _check_length(drafted)
+        return 1.0 if drafted == 0 else drafted * self.draft + self.verify_cost(drafted + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict that `from_dict` reads back equal."""
+        return {"draft": self.draft, "verify": list(self.verify), "source": self.source}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CostTable:
+        """The table in `to_dict`'s form; ValueError or TypeError where it is not one."""
+        if not isinstance(data, Mapping):
+            raise TypeError(f"a cost table must be a mapping, got {type(data).__name__}")
+        fields = {"draft", "verify", "source"}
+        if set(data) != fields:
+            raise ValueError(f"a cost table has the keys {sorted(fields)}, got {sorted(data)}")
+        verify = data["verify"]
+        if not isinstance(verify, Sequence) or isinstance(verify, str):
+            raise TypeError(f"verify must be a list of numbers, got {type(verify).__name__}")
+        for value in (data["draft"], *verify):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"costs must be numbers, got {value!r}")
+        return cls(float(data["draft"]), tuple(float(cost) for cost in verify), data["source"])
+
+    @classmethod
+    def analytic(cls, kept: Iterable[int], sublayers: Sequence[float], head: float) -> CostTable:
+        """The table of a machine limited by reading weights, for where no clock may decide.
+
+        `sublayers` holds the weight (say, the parameter count) of each of the 2L sublayers, `head`
+        the unembedding's, `kept` the indices of the draft's sublayers. A draft step reads the kept
+        ones and the head; a verify pass reads every weight once whatever its length and whatever
+        prefix it shares, so that v(n) = 1.
+        """
+        indices = set(kept)
+        if not indices <= set(range(len(sublayers))):
+            raise ValueError(
+                f"kept must hold indices in 0..{len(sublayers) - 1}, got {sorted(indices)}"
+            )
+        draft = math.fsum(sublayers[index] for index in indices) + head
+        return cls(draft / (math.fsum(sublayers) + head), (1.0,), "analytic")

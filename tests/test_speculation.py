@@ -1,0 +1,257 @@
+"""Closed formulas against the published tables they come from."""
+
+import json
+import math
+
+import pytest
+
+from layerskip.speculation import (
+    CostTable,
+    acceptance_rate,
+    alpha_from_acceptance_rate,
+    coupled_acceptance_bound,
+    draft_limit,
+    expected_tokens,
+    operations_factor,
+    optimal_draft_length,
+    round_sublayer_tokens,
+    speedup,
+    speedup_bound,
+)
+
+LEVIATHAN_TABLE_1 = [  # alpha, draft length, operations, speed at c = c^ = 0
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+]
+LEVIATHAN_TABLE_4 = [  # alpha (rounded in the paper), draft length, c, expected speedup
+    (0.75, 7, 0.02, 3.2),
+    (0.80, 7, 0.04, 3.3),
+    (0.82, 7, 0.11, 2.5),
+    (0.62, 7, 0.02, 2.3),
+    (0.68, 5, 0.04, 2.4),
+    (0.71, 3, 0.11, 2.0),
+    (0.65, 5, 0.02, 2.4),
+    (0.73, 5, 0.04, 2.6),
+    (0.74, 3, 0.11, 2.0),
+    (0.53, 5, 0.02, 1.9),
+    (0.55, 3, 0.04, 1.8),
+    (0.56, 3, 0.11, 1.6),
+]
+OPTIMA = {  # c: (optimal draft length, speedup) at the alphas below
+    0.05: [(3, 1.63), (4, 1.92), (6, 2.35), (8, 3.09), (13, 4.67), (21, 6.60)],
+    0.1: [(2, 1.46), (3, 1.67), (4, 1.98), (6, 2.47), (10, 3.43), (15, 4.48)],
+    0.25: [(1, 1.20), (2, 1.31), (2, 1.46), (3, 1.69), (6, 2.09), (9, 2.47)],
+    0.5: [(0, 1.00), (1, 1.07), (1, 1.13), (2, 1.22), (3, 1.38), (5, 1.51)],
+    0.7: [(0, 1.00), (0, 1.00), (0, 1.00), (1, 1.06), (2, 1.13), (3, 1.20)],
+}
+OPTIMA_ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+LAYERSKIP = [  # exit, layers, drafted, acceptance rate, measured speedup (Tables 3-6)
+    (8, 32, 12, 0.689, 1.86),
+    (8, 32, 12, 0.546, 1.54),
+    (8, 32, 6, 0.671, 1.83),
+    (15, 40, 12, 0.745, 1.81),
+    (15, 40, 4, 0.677, 1.34),
+    (7, 40, 4, 0.570, 1.66),
+    (8, 32, 12, 0.778, 2.16),
+    (8, 24, 12, 0.774, 1.76),
+    (6, 32, 12, 0.45, 1.82),
+    (6, 24, 8, 0.760, 2.0),
+    (12, 24, 8, 0.976, 1.64),
+    (18, 24, 8, 0.989, 1.24),
+]
+
+
+@pytest.mark.parametrize(("alpha", "length", "operations", "speed"), LEVIATHAN_TABLE_1)
+def test_leviathan_table_1(alpha: float, length: int, operations: float, speed: float) -> None:
+    assert operations_factor(alpha, length, 0.0) == pytest.approx(operations, abs=0.005)
+    assert speedup(alpha, length, 0.0) == pytest.approx(speed, abs=0.005)
+
+
+@pytest.mark.parametrize(("alpha", "length", "cost", "expected"), LEVIATHAN_TABLE_4)
+def test_leviathan_table_4(alpha: float, length: int, cost: float, expected: float) -> None:
+    assert speedup(alpha, length, cost) == pytest.approx(expected, abs=0.07)
+
+
+@pytest.mark.parametrize("cost", OPTIMA)
+def test_integer_optimal_draft_length(cost: float) -> None:
+    costs = CostTable(cost, (1.0,))
+    for alpha, (length, value) in zip(OPTIMA_ALPHAS, OPTIMA[cost], strict=True):
+        assert optimal_draft_length(alpha, costs) == length
+        assert speedup(alpha, length, cost) == pytest.approx(value, abs=0.006)
+        one_more = 0
+        while alpha ** (one_more + 1) / cost > speedup(alpha, one_more, cost):
+            one_more += 1
+        assert one_more == length
+
+
+def test_optimal_draft_length_looks_past_a_jump_of_the_verify_cost() -> None:
+    costs = CostTable(0.05, (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0))
+    assert speedup(0.9, 1, costs.draft, costs.verify_cost) < 1.0
+    assert optimal_draft_length(0.9, costs) > 4
+    assert optimal_draft_length(0.9, costs, longest=1) == 0
+
+
+def test_speedup_exceeds_1_for_some_length_iff_alpha_exceeds_c() -> None:
+    assert optimal_draft_length(0.49, CostTable(0.5, (1.0,))) == 0
+    assert optimal_draft_length(0.51, CostTable(0.5, (1.0,))) > 0
+    assert speedup(0.6, 1, 0.5) == pytest.approx((1 + 0.6) / (1 + 0.5))
+
+
+def test_no_alpha_and_length_exceed_the_bound() -> None:
+    for cost in (0.05, 0.3, 0.9):
+        bound = speedup_bound(cost)
+        assert bound == pytest.approx(1 / cost)
+        assert max(speedup(1.0, length, cost) for length in (1, 10, 1000)) < bound
+    with pytest.raises(ValueError, match="draft_cost must be finite and positive, got 0"):
+        speedup_bound(0.0)
+
+
+def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
+    for alpha in (0.0, 0.3, 0.999):
+        for length in (0, 1, 7):
+            quotient = (1 - alpha ** (length + 1)) / (1 - alpha)
+            assert expected_tokens(alpha, length) == pytest.approx(quotient, rel=1e-12)
+    assert expected_tokens(1.0, 7) == 8.0
+    with pytest.raises(ValueError, match=r"alpha must be in \[0, 1\], got 1.2"):
+        expected_tokens(1.2, 3)
+    with pytest.raises(ValueError, match="draft_length must be at least 0, got -1"):
+        expected_tokens(0.5, -1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "length", "alpha"),
+    [
+        (0.689, 12, 0.941),
+        (0.546, 12, 0.902),
+        (0.671, 6, 0.887),
+        (0.745, 12, 0.954),
+        (0.677, 4, 0.850),
+        (0.570, 4, 0.787),
+    ],
+)
+def test_alpha_from_acceptance_rate(rate: float, length: int, alpha: float) -> None:
+    assert alpha_from_acceptance_rate(rate, length) == pytest.approx(alpha, abs=0.0006)
+    assert acceptance_rate(alpha_from_acceptance_rate(rate, length), length) == pytest.approx(rate)
+
+
+def test_acceptance_rate_at_the_ends() -> None:
+    assert alpha_from_acceptance_rate(0.0, 5) == pytest.approx(0.0, abs=1e-12)
+    assert alpha_from_acceptance_rate(1.0, 5) == pytest.approx(1.0)
+    assert acceptance_rate(0.37, 1) == pytest.approx(0.37)
+    with pytest.raises(ValueError, match="draft_length must be at least 1, got 0"):
+        acceptance_rate(0.5, 0)
+    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\], got -0.1"):
+        alpha_from_acceptance_rate(-0.1, 3)
+
+
+@pytest.mark.parametrize(("exit_layer", "layers", "drafted", "rate", "measured"), LAYERSKIP)
+def test_layerskip_tables_lie_just_below_the_prediction(
+    exit_layer: int, layers: int, drafted: int, rate: float, measured: float
+) -> None:
+    """The predictor knows no overhead, so that published speedups reach .78 to 1.02 of it."""
+    alpha = alpha_from_acceptance_rate(rate, drafted)
+    predicted = speedup(alpha, drafted, exit_layer / layers)
+    assert 0.78 <= measured / predicted <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("layers", "exit_layer", "drafted", "ratio"),
+    [
+        (32, 8, 12, 0.769),
+        (32, 8, 6, 0.786),
+        (40, 15, 4, 0.70),
+        (24, 12, 7, 0.562),
+        (24, 18, 7, 0.344),
+    ],
+)
+def test_prefix_reuse_saves_the_published_share_of_verification(
+    layers: int, exit_layer: int, drafted: int, ratio: float
+) -> None:
+    kept = 2 * exit_layer
+    total = round_sublayer_tokens(drafted, kept, prefix=kept, sublayers=2 * layers)
+    without_reuse = (drafted + 1) * 2 * layers
+    assert (total - drafted * kept) / without_reuse == pytest.approx(ratio, abs=0.0006)
+
+
+def test_round_sublayer_tokens_of_a_scattered_set_and_of_a_plain_step() -> None:
+    # 8 sublayers of which 3 and 5 are left out, 2 drafts: 2 * 6 + 3 * (8 - 3) + 3.
+    assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8) == 30
+    assert round_sublayer_tokens(0, kept=6, prefix=3, sublayers=8) == 8
+    with pytest.raises(ValueError, match="prefix <= kept"):
+        round_sublayer_tokens(2, kept=3, prefix=4, sublayers=8)
+
+
+def test_draft_limit() -> None:
+    assert draft_limit(5, tokens_left=100, free_slots=100) == 5
+    assert draft_limit(5, tokens_left=4, free_slots=100) == 3
+    assert draft_limit(5, tokens_left=100, free_slots=3) == 2
+    assert draft_limit(5, tokens_left=1, free_slots=100) == 0
+    assert draft_limit(5, tokens_left=0, free_slots=0) == 0
+    assert draft_limit(0, tokens_left=9, free_slots=9) == 0
+
+
+def test_coupled_acceptance_bound() -> None:
+    assert coupled_acceptance_bound(0.0) == 1.0
+    assert coupled_acceptance_bound(1.0) == 0.0
+    assert coupled_acceptance_bound(0.2) == pytest.approx(0.8 / 1.2)
+    with pytest.raises(ValueError, match="total_variation"):
+        coupled_acceptance_bound(1.1)
+
+
+def test_cost_table_reads_and_extrapolates() -> None:
+    costs = CostTable(0.25, (1.0, 1.2, 1.25))
+    assert [costs.verify_cost(n) for n in (1, 2, 3)] == [1.0, 1.2, 1.25]
+    assert costs.verify_cost(5) == pytest.approx(1.35)
+    assert costs.round_cost(0) == 1.0
+    assert costs.round_cost(1) == pytest.approx(0.25 + 1.2)
+    assert costs.round_cost(4) == pytest.approx(4 * 0.25 + 1.35)
+    assert CostTable(0.25, (1.0,)).verify_cost(9) == 1.0
+    assert CostTable(0.25, (1.0, 1.3, 1.2)).verify_cost(9) == 1.2
+    with pytest.raises(ValueError, match="at least 1 position, got 0"):
+        costs.verify_cost(0)
+
+
+def test_cost_table_survives_json() -> None:
+    costs = CostTable(0.156, (1.0, 1.1, 1.4), "measured")
+    assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"draft": 0.0, "verify": [1.0], "source": "given"}, ValueError, "draft must be finite"),
+        ({"draft": math.nan, "verify": [1.0], "source": "given"}, ValueError, "got nan"),
+        ({"draft": 0.5, "verify": [], "source": "given"}, ValueError, "empty table"),
+        ({"draft": 0.5, "verify": [1, -1], "source": "given"}, ValueError, r"verify\[1\]"),
+        ({"draft": 0.5, "verify": [math.inf], "source": "given"}, ValueError, "got inf"),
+        ({"draft": 0.5, "verify": [1.0], "source": "guess"}, ValueError, "got 'guess'"),
+        ({"draft": 0.5, "verify": [1.0]}, ValueError, "has the keys"),
+        ({"draft": "0.5", "verify": [1.0], "source": "given"}, TypeError, "got '0.5'"),
+        ({"draft": 0.5, "verify": [True], "source": "given"}, TypeError, "got True"),
+        ({"draft": 0.5, "verify": "1", "source": "given"}, TypeError, "list of numbers"),
+        ([0.5], TypeError, "must be a mapping, got list"),
+    ],
+)
+def test_cost_table_refuses(data: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CostTable.from_dict(data)  # type: ignore[arg-type]
+
+
+def test_analytic_costs_are_shares_of_the_weights() -> None:
+    # Llama-3.2-1B: 16 layers of 60.8M, attention 17.2% of a layer, head 21.3% of the total.
+    attention, mlp = 60.8 * 0.172, 60.8 * 0.828
+    sublayers = [attention, mlp] * 16
+    head = 16 * 60.8 * 0.213 / (1 - 0.213)
+    costs = CostTable.analytic(range(8), sublayers, head)
+    assert costs.draft == pytest.approx(0.409, abs=0.002)
+    assert costs.verify_cost(8) == 1.0
+    assert costs.source == "analytic"
+    without_half_the_mlps = [i for i in range(32) if i % 4 != 1]
+    scattered = CostTable.analytic(without_half_the_mlps, sublayers, head)
+    assert speedup_bound(scattered.draft) == pytest.approx(1.48, abs=0.01)
+    with pytest.raises(ValueError, match=r"0\.\.31, got"):
+        CostTable.analytic([32], sublayers, head)
