@@ -1,0 +1,334 @@
+"""Skip configs: resolution, numbering, equality, JSON, and every way a file can be wrong."""
+
+import json
+import pickle
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip.config import DecodingOptions, SkipConfig
+
+EVERYTHING = SkipConfig(
+    attention=(3, 9),
+    mlp=(4,),
+    exit_layer=10,
+    num_layers=12,
+    model="someone/some-llama",
+    model_hash="0123abcd",
+    decoding=DecodingOptions(
+        controller="confidence",
+        max_draft_length=6,
+        threshold=0.6,
+        enabled=False,
+        acceptance="rejection",
+    ),
+    costs={"draft": 0.25, "verify": [1.0, 1.1, 1.2]},
+    notes={"trials": 40, "alpha": 0.8, "best": [1, 2]},
+)
+
+
+@st.composite
+def resolvable(draw: st.DrawFn) -> tuple[SkipConfig, int]:
+    """A config and a depth that it fits, with something kept."""
+    num_layers = draw(st.integers(2, 12))
+    kept_layer = draw(st.integers(0, num_layers - 1))
+    layers = st.sets(st.integers(0, num_layers - 1).filter(lambda layer: layer != kept_layer))
+    exits = st.none() | st.integers(kept_layer + 1, num_layers - 1)
+    exit_layer = draw(exits) if kept_layer + 1 < num_layers else None
+    config = SkipConfig(
+        attention=tuple(draw(layers)), mlp=tuple(draw(layers)), exit_layer=exit_layer
+    )
+    return config, num_layers
+
+
+@given(resolvable())
+def test_kept_and_skipped_split_the_sublayers(case):
+    config, num_layers = case
+    kept, skipped = config.kept(num_layers), config.skipped(num_layers)
+    assert sorted(kept + skipped) == list(range(2 * num_layers))
+    for sublayer in range(2 * num_layers):
+        layer, is_mlp = divmod(sublayer, 2)
+        beyond_exit = config.exit_layer is not None and layer >= config.exit_layer
+        left_out = beyond_exit or layer in (config.mlp if is_mlp else config.attention)
+        assert (sublayer in skipped) == left_out
+
+
+@given(resolvable())
+def test_shared_prefix_is_the_longest_unbroken_start(case):
+    config, num_layers = case
+    prefix, kept = config.shared_prefix(num_layers), config.kept(num_layers)
+    assert kept[:prefix] == tuple(range(prefix))
+    assert prefix not in kept
+
+
+@given(resolvable())
+def test_resolve_is_canonical_and_idempotent(case):
+    config, num_layers = case
+    resolved = config.resolve(num_layers)
+    assert resolved.exit_layer is None
+    assert resolved.num_layers == num_layers
+    assert resolved.resolve(num_layers) == resolved
+    assert resolved.skipped() == config.skipped(num_layers)
+    written_out = SkipConfig(attention=resolved.attention, mlp=resolved.mlp)
+    assert written_out.resolve(num_layers) == resolved
+    assert hash(written_out.resolve(num_layers)) == hash(resolved)
+
+
+@given(resolvable())
+def test_repr_can_be_evaluated(case):
+    config, num_layers = case
+    assert eval(repr(config)) == config
+    assert eval(repr(config.resolve(num_layers))) == config.resolve(num_layers)
+
+
+@given(resolvable())
+def test_json_round_trip(case):
+    config, _ = case
+    assert SkipConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_early_exit():
+    config = SkipConfig.early_exit(8)
+    assert config.exit_layer == 8
+    assert repr(config) == "SkipConfig.early_exit(8)"
+    assert config.shared_prefix(16) == 16
+    assert config.kept(16) == tuple(range(16))
+    assert config.resolve(16) == SkipConfig.layers(range(8, 16))
+    assert hash(config.resolve(16)) == hash(SkipConfig.layers(range(8, 16)))
+    assert config != SkipConfig.early_exit(7)
+
+
+def test_sets_are_sorted_and_readable():
+    config = SkipConfig(attention=(9, 3), mlp=(4,))
+    assert config.attention == (3, 9)
+    assert repr(config) == "SkipConfig(attention=(3, 9), mlp=(4,))"
+    assert repr(SkipConfig.layers((6, 5))) == "SkipConfig.layers((5, 6))"
+    assert repr(SkipConfig()) == "SkipConfig()"
+    assert SkipConfig.layers((5, 6)).skipped(8) == (10, 11, 12, 13)
+
+
+def test_skipping_nothing_is_legal():
+    assert SkipConfig().shared_prefix(3) == 6
+    assert SkipConfig().kept(3) == (0, 1, 2, 3, 4, 5)
+
+
+def test_only_the_sets_count_for_equality():
+    bare = SkipConfig(attention=(3, 9), mlp=(4,), exit_layer=10)
+    assert bare == EVERYTHING
+    assert hash(bare) == hash(EVERYTHING)
+    assert EVERYTHING.resolve(12).decoding == EVERYTHING.decoding
+
+
+def test_frozen_and_picklable():
+    with pytest.raises(AttributeError):
+        EVERYTHING.attention = ()  # type: ignore[misc]
+    copy = pickle.loads(pickle.dumps(EVERYTHING))
+    assert copy.to_dict() == EVERYTHING.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers", "message"),
+    [
+        (
+            SkipConfig.early_exit(16),
+            16,
+            r"exit_layer must be in 1\.\.15 for a 16-layer model, got 16",
+        ),
+        (
+            SkipConfig(attention=(1, 16)),
+            16,
+            r"attention indices must be in 0\.\.15 for a 16-layer model, got 16",
+        ),
+        (SkipConfig(mlp=(4,)), 4, r"mlp indices must be in 0\.\.3 for a 4-layer model, got 4"),
+        (SkipConfig.layers(range(4)), 4, "at least one sublayer"),
+        (SkipConfig(attention=(0, 1), mlp=(0, 1), exit_layer=2), 4, "at least one sublayer"),
+        (SkipConfig(num_layers=12), 16, "is for a 12-layer model, got a 16-layer model"),
+        (SkipConfig(), 0, "num_layers must be 1 or more, got 0"),
+    ],
+)
+def test_resolve_refuses(config, num_layers, message):
+    with pytest.raises(ValueError, match=message):
+        config.resolve(num_layers)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"attention": (True,)}, TypeError, "attention index must be an integer, got True"),
+        ({"mlp": (3.0,)}, TypeError, "mlp index must be an integer, got 3.0"),
+        ({"mlp": "39"}, TypeError, "mlp must be a list of layer indices, got '39'"),
+        ({"mlp": 3}, TypeError, "mlp must be a list of layer indices, got 3"),
+        ({"attention": (-1,)}, ValueError, "attention index must be 0 or more, got -1"),
+        ({"attention": (3, 5, 3)}, ValueError, "must differ from each other, got 3 twice"),
+        ({"exit_layer": 0}, ValueError, "exit_layer must be 1 or more, got 0"),
+        ({"exit_layer": False}, TypeError, "exit_layer must be an integer, got False"),
+        ({"num_layers": -2}, ValueError, "num_layers must be 1 or more, got -2"),
+        ({"model": 7}, TypeError, "model must be a string, got 7"),
+        ({"model_hash": ""}, ValueError, "model_hash must not be empty"),
+        ({"decoding": {"enabled": True}}, TypeError, "decoding must be DecodingOptions"),
+        ({"costs": {"draft": 0.2}}, ValueError, "costs must have draft and verify"),
+        ({"costs": {"draft": 0, "verify": [1]}}, ValueError, "costs.draft must be positive"),
+        ({"costs": {"draft": 0.2, "verify": []}}, TypeError, "costs.verify must be a list"),
+        ({"costs": {"draft": 0.2, "verify": ["1"]}}, TypeError, "costs.verify must be a number"),
+        ({"notes": []}, TypeError, "notes must be an object"),
+    ],
+)
+def test_construction_refuses(values, error, message):
+    with pytest.raises(error, match=message):
+        SkipConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"controller": ""}, ValueError, "controller must not be empty"),
+        ({"max_draft_length": 0}, ValueError, "max_draft_length must be 1 or more, got 0"),
+        ({"max_draft_length": 2.0}, TypeError, "max_draft_length must be an integer, got 2.0"),
+        ({"threshold": 1.5}, ValueError, r"threshold must be in 0\.\.1, got 1.5"),
+        ({"threshold": float("nan")}, ValueError, r"threshold must be in 0\.\.1, got nan"),
+        ({"threshold": True}, TypeError, "threshold must be a number, got True"),
+        ({"enabled": 1}, TypeError, "enabled must be true or false, got 1"),
+        ({"acceptance": "exact"}, ValueError, "'coupled' or 'rejection', got 'exact'"),
+    ],
+)
+def test_decoding_options_refuse(values, error, message):
+    with pytest.raises(error, match=message):
+        DecodingOptions(**values)
+
+
+def test_depth_is_needed_until_resolved():
+    with pytest.raises(ValueError, match="num_layers is not known"):
+        SkipConfig.early_exit(2).kept()
+    assert SkipConfig.early_exit(2).resolve(4).kept() == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("searched_on", "asked", "expected"),
+    [
+        ((None, None), ("a", "h"), None),
+        (("a", None), (None, "h"), None),
+        (("a", None), ("a", "h"), True),
+        (("a", None), ("b", None), False),
+        (("a", "h"), ("b", "h"), True),
+        (("a", "h"), ("a", "i"), False),
+    ],
+)
+def test_matches_compares_hashes_before_ids(searched_on, asked, expected):
+    model, model_hash = searched_on
+    assert SkipConfig(model=model, model_hash=model_hash).matches(*asked) is expected
+
+
+def test_file_round_trip_keeps_everything(tmp_path):
+    path = tmp_path / "skip.json"
+    EVERYTHING.save(path)
+    loaded = SkipConfig.load(path)
+    assert loaded == EVERYTHING
+    assert loaded.to_dict() == EVERYTHING.to_dict()
+    assert loaded.decoding == EVERYTHING.decoding
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_failed_save_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "skip.json"
+    SkipConfig.early_exit(3).save(path)
+    for notes, error in [({"x": {1, 2}}, TypeError), ({"x": float("nan")}, ValueError)]:
+        with pytest.raises(error):
+            replace(EVERYTHING, notes=notes).save(path)
+    assert SkipConfig.load(path) == SkipConfig.early_exit(3)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("layerskip.config.os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        EVERYTHING.save(tmp_path / "skip.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_draft_and_verify_files(tmp_path):
+    sets = {"attention": [5, 3], "mlp": [6]}
+    bare, named = tmp_path / "bare.json", tmp_path / "skip_layers.json"
+    bare.write_text(json.dumps(sets))
+    named.write_text(json.dumps({"llama-2-13b": sets, "llama-2-70b": {"attention": [], "mlp": []}}))
+    expected = SkipConfig(attention=(3, 5), mlp=(6,))
+    assert SkipConfig.load(bare) == expected
+    assert SkipConfig.load(f"{named}#llama-2-13b") == expected
+    with pytest.raises(ValueError, match="#llama-2-13b, #llama-2-70b; got no name"):
+        SkipConfig.load(named)
+    with pytest.raises(ValueError, match="got #llama-3"):
+        SkipConfig.load(f"{named}#llama-3")
+    with pytest.raises(ValueError, match="leave out #llama-2-13b"):
+        SkipConfig.load(f"{bare}#llama-2-13b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ('{"schema": 1, "attention": [3, 9], "ml', "not valid JSON"),
+        ("\ufeff\ufeff{}", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
+        ('{"attention": [NaN], "mlp": []}', "NaN is not a JSON number"),
+        ("[3, 9]", "must be a JSON object, got"),
+        ("null", "must be a JSON object, got None"),
+        ("{}", "must have attention, mlp or exit_layer"),
+        ('{"schema": 1, "model": "x"}', "must have attention, mlp or exit_layer"),
+        ('{"schema": 2, "sets": []}', "schema must be 1 or lower, got 2: written by a newer"),
+        ('{"schema": "1", "mlp": []}', "schema must be an integer, got '1'"),
+        ('{"schema": 0, "mlp": []}', "schema must be 1 or more, got 0"),
+        ('{"model_type": "llama"}', "may have the keys attention, .*; got model_type"),
+        ('{"mlp": [true]}', "mlp index must be an integer, got True"),
+        ('{"mlp": [2.0]}', "mlp index must be an integer, got 2.0"),
+        ('{"mlp": [1, 1]}', "got 1 twice"),
+        ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
+        ('{"mlp": {"1": 2}}', "mlp must be a list of layer indices"),
+        ('{"exit_layer": "8"}', "exit_layer must be an integer, got '8'"),
+        ('{"mlp": [], "decoding": []}', "decoding must be a JSON object"),
+        ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got gamma"),
+        ('{"mlp": [], "costs": 3}', "costs must be a JSON object, got 3"),
+    ],
+)
+def test_load_names_the_file_and_the_fault(tmp_path, text, message):
+    path = tmp_path / "skip.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        SkipConfig.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_load_refuses_what_it_cannot_read(tmp_path):
+    for path in (tmp_path / "missing.json", tmp_path):
+        with pytest.raises(ValueError, match="cannot read skip config"):
+            SkipConfig.load(path)
+    binary = tmp_path / "weights.safetensors"
+    binary.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match="not valid JSON"):
+        SkipConfig.load(binary)
+
+
+@given(
+    st.binary(max_size=40) | st.text(alphabet='{}[]":,0123456789aemlptinoxschr_ ').map(str.encode)
+)
+def test_load_of_any_bytes_is_a_config_or_a_value_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(content)
+    with suppress(ValueError):  # anything else is a fault
+        SkipConfig.load(path)
+
+
+def test_every_truncation_of_a_file_is_refused(tmp_path):
+    path = tmp_path / "skip.json"
+    EVERYTHING.save(path)
+    whole = path.read_text().rstrip()
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        with pytest.raises(ValueError, match="not valid JSON"):
+            SkipConfig.load(path)
