@@ -1,3 +1,53 @@
-"""Lossless self-speculative decoding with a subset of a model's own sublayers."""
+"""Lossless self-speculative decoding with a subset of a model's own sublayers.
+
+Names are imported when first used, so that what needs no torch (`layerskip.analysis`, the skip
+config, `layerskip --help`) does not pay for it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.config import DecodingOptions, SkipConfig
+    from layerskip.generation import (
+        DecodingStats,
+        GenerationOutput,
+        LayerSkipDecoding,
+        decode,
+        generate,
+    )
+    from layerskip.sublayers import UnsupportedModelError
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "DecodingOptions": "layerskip.config",
+    "DecodingStats": "layerskip.generation",
+    "GenerationOutput": "layerskip.generation",
+    "LayerSkipDecoding": "layerskip.generation",
+    "SkipConfig": "layerskip.config",
+    "UnsupportedModelError": "layerskip.sublayers",
+    "decode": "layerskip.generation",
+    "generate": "layerskip.generation",
+}
+
+__all__ = [
+    "DecodingOptions",
+    "DecodingStats",
+    "GenerationOutput",
+    "LayerSkipDecoding",
+    "SkipConfig",
+    "UnsupportedModelError",
+    "decode",
+    "generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,97 @@
+"""What a run ran on: versions, processors and source revision; knows no model and no run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import layerskip
+
+PACKAGES = ("torch", "transformers", "optuna", "numpy", "pandas", "accelerate", "tokenizers")
+"""Installed packages whose version can change what is generated, searched or reported."""
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a record or a bug report should say about this machine, as JSON values.
+
+    Keys: `layerskip`, `python` and `packages` (versions; None where not installed), `platform`,
+    `cpu` (`model`, usable `cores`, torch `threads`), `devices` (`type`, `name`, `memory` in bytes
+    or None), `git` (`revision` and `dirty` of the checkout that this runs from, else None).
+    """
+    import torch  # here, so that importing this module costs nothing
+
+    devices: list[dict[str, Any]] = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        devices.append({"type": "cuda", "name": properties.name, "memory": properties.total_memory})
+    if torch.backends.mps.is_available():
+        devices.append({"type": "mps", "name": platform.machine(), "memory": None})
+    return {
+        "layerskip": layerskip.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "cores": _cores(), "threads": torch.get_num_threads()},
+        "devices": devices,
+        "git": git_revision(Path(layerskip.__file__).parents[1]),
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """The result of `environment()` as lines to read or to paste into an issue."""
+    rows = [("layerskip", found["layerskip"]), ("python", found["python"])]
+    rows += [(name, version or "not installed") for name, version in found["packages"].items()]
+    rows.append(("platform", found["platform"]))
+    cpu = found["cpu"]
+    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} torch threads"))
+    for device in found["devices"]:
+        memory = "" if device["memory"] is None else f", {device['memory'] / 2**30:.1f} GiB"
+        rows.append(("device", f"{device['type']}: {device['name']}{memory}"))
+    git = found["git"]
+    if git is not None:
+        rows.append(("git", git["revision"] + (" with changes" if git["dirty"] else "")))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def git_revision(root: Path) -> dict[str, Any] | None:
+    """`revision` and `dirty` of the checkout with this root; None where it is not one."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        revision, status = (
+            subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None  # no git on this machine, or one that refuses this folder
+    return {"revision": revision, "dirty": bool(status)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

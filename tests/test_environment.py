@@ -1,0 +1,68 @@
+"""The environment: JSON values, a text to paste, and the revision of the checkout."""
+
+import json
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+
+import pytest
+import torch
+
+import layerskip
+from layerskip.environment import environment, git_revision, render
+
+
+def test_environment_is_json_and_true():
+    found = environment()
+    assert json.loads(json.dumps(found)) == found
+    assert found["layerskip"] == layerskip.__version__
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["transformers"] == metadata.version("transformers")
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    assert found["cpu"]["cores"] >= 1
+    assert len([d for d in found["devices"] if d["type"] == "cuda"]) == torch.cuda.device_count()
+
+
+def test_render_says_every_version_and_device():
+    found = {
+        "layerskip": "0.1.0",
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "optuna": None},
+        "platform": "Linux",
+        "cpu": {"model": "Some CPU", "cores": 2, "threads": 1},
+        "devices": [
+            {"type": "cuda", "name": "Some GPU", "memory": 80 * 2**30},
+            {"type": "mps", "name": "arm64", "memory": None},
+        ],
+        "git": {"revision": "0123abcd", "dirty": True},
+    }
+    assert render(found).splitlines() == [
+        "layerskip  0.1.0",
+        "python     3.11.7",
+        "torch      2.13.0",
+        "optuna     not installed",
+        "platform   Linux",
+        "cpu        Some CPU, 2 cores, 1 torch threads",
+        "device     cuda: Some GPU, 80.0 GiB",
+        "device     mps: arm64",
+        "git        0123abcd with changes",
+    ]
+    assert "git" not in render(found | {"git": None})
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_revision_tells_clean_from_dirty(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_revision(tmp_path) is None
+    git("init")
+    assert git_revision(tmp_path) is None  # no commit yet
+    git("commit", "--allow-empty", "--no-gpg-sign", "-m", "First")
+    assert git_revision(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "new.py").write_text("")
+    assert git_revision(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": True}

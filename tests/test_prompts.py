@@ -1,0 +1,97 @@
+"""Prompt files: the forms they may take, and errors that name the line."""
+
+import json
+
+import pytest
+
+from layerskip.prompts import Prompt, read_prompts
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+def write(path, *lines):
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
+    return path
+
+
+def test_json_lines_of_every_kind(tmp_path):
+    path = write(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "def f(x):\n", "category": "code", "id": "a"},
+        {"messages": CHAT},
+        "",
+        {"question_id": 81, "category": "writing", "turns": ["First", "Second"], "reference": []},
+    )
+    assert read_prompts(path) == [
+        Prompt(id="a", text="def f(x):\n", category="code"),
+        Prompt(id="2", messages=tuple(CHAT)),
+        Prompt(id="81", text="First", category="writing"),
+    ]
+
+
+def test_plain_text_is_one_prompt_a_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffOnce upon a time\r\n\r\n  {indented\u2028ünicode\n".encode())
+    assert read_prompts(path) == [
+        Prompt(id="1", text="Once upon a time"),
+        Prompt(id="3", text="  {indented\u2028ünicode"),
+    ]
+
+
+def test_json_is_recognised_whatever_the_name(tmp_path):
+    path = write(tmp_path / "prompts.txt", {"prompt": "Hello"}, {"prompt": "Bye"})
+    assert [prompt.text for prompt in read_prompts(path)] == ["Hello", "Bye"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "Hel', "not valid JSON"),
+        ("[" * 100_000, "recursion"),
+        ("Once upon a time", "not valid JSON"),
+        ('["Hello"]', r"must be a JSON object, got \['Hello'\]"),
+        ({"text": "Hello"}, r"one of prompt, messages or turns, got the keys \['text'\]"),
+        ({"prompt": "Hello", "turns": ["Hello"]}, "one of .*, got prompt and turns"),
+        ({"prompt": ""}, "prompt must not be empty"),
+        ({"prompt": " \n"}, "prompt must not be empty"),
+        ({"prompt": 3}, "prompt must be a string, got 3"),
+        ({"prompt": None}, "prompt must be a string, got None"),
+        ({"turns": []}, r"turns must be a list with at least one item, got \[\]"),
+        ({"turns": "Hello"}, "turns must be a list"),
+        ({"turns": [""]}, "the first turn must not be empty"),
+        ({"messages": {}}, "messages must be a list"),
+        ({"messages": ["Hello"]}, "a message must be a JSON object, got 'Hello'"),
+        ({"messages": [{"content": "Hello"}]}, "role of a message must be a string, got None"),
+        ({"messages": [{"role": "user", "content": ""}]}, "content of a message must not be empty"),
+        ({"prompt": "Hello", "category": 4}, "category must be a string, got 4"),
+        ({"prompt": "Hello", "id": True}, "id must be a string or an integer, got True"),
+        ({"prompt": "Hello", "id": 1}, "id must be unique, got '1' again"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, message):
+    path = write(tmp_path / "prompts.jsonl", {"prompt": "fine"}, "", line)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_prompts(path)
+    assert f"{path}, line 3: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 200
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path, content):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"prompts\.txt are empty"):
+        read_prompts(path)
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    for path in (tmp_path / "missing.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=f"cannot read prompts {path}: "):
+            read_prompts(path)
+    path = tmp_path / "latin.txt"
+    path.write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt are not UTF-8: .* at byte 3"):
+        read_prompts(path)
