@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import layerskip
+from layerskip import __version__
 
 PACKAGES = ("torch", "transformers", "optuna", "numpy", "pandas", "accelerate", "tokenizers")
 """Installed packages whose version can change what is generated, searched or reported."""
@@ -31,13 +31,13 @@ def environment() -> dict[str, Any]:
     if torch.backends.mps.is_available():
         devices.append({"type": "mps", "name": platform.machine(), "memory": None})
     return {
-        "layerskip": layerskip.__version__,
+        "layerskip": __version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "cores": _cores(), "threads": torch.get_num_threads()},
         "devices": devices,
-        "git": git_revision(Path(layerskip.__file__).parents[1]),
+        "git": git_revision(Path(__file__).parents[1]),
     }
 
 
