@@ -1,0 +1,75 @@
+"""The wheel holds the three packages under one name, the shipped models, and nothing else."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import layerskip
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "layerskip": "layerskip",
+    "layerskip/search": "search",
+    "layerskip/analysis": "analysis",
+}
+
+
+def expected_files() -> set[str]:
+    """Names in the wheel of all code and package data of this checkout."""
+    files = {"layerskip/py.typed"}
+    for package, folder in PACKAGES.items():
+        files |= {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+    models = [path for path in (ROOT / "layerskip/models").rglob("*") if path.is_file()]
+    return files | {path.relative_to(ROOT).as_posix() for path in models}
+
+
+def test_packages_are_flat_and_listed():
+    for folder in PACKAGES.values():
+        deeper = [path for path in (ROOT / folder).rglob("*.py") if path.parent.name != folder]
+        assert deeper == []
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed = {name.replace(".", "/"): tool["package-dir"][name] for name in tool["packages"]}
+    assert listed == PACKAGES
+
+
+def test_type_checkers_see_every_package():
+    for folder in ("search", "analysis"):
+        assert (ROOT / "typings/layerskip" / folder).resolve() == ROOT / folder
+
+
+def test_constraints_pin_what_is_declared():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines)
+    assert len(pinned) == len(lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    for requirement in [*project["dependencies"], *(r for extra in extras for r in extra)]:
+        name, _, lowest = requirement.partition(">=")
+        assert [int(n) for n in lowest.split(".")] <= [int(n) for n in pinned[name].split(".")]
+
+
+def test_one_version():
+    assert metadata.version("layerskip") == layerskip.__version__
+
+
+def test_wheel_holds_exactly_the_packages_and_the_models(tmp_path):
+    source = tmp_path / "source"  # building writes build/ and egg-info beside what it builds
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in PACKAGES.values():
+        shutil.copytree(ROOT / folder, source / folder)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"layerskip-{layerskip.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = archive.read(f"{wheel.name.split('-py3')[0]}.dist-info/entry_points.txt")
+    assert files == expected_files()
+    assert b"layerskip = layerskip.cli:main" in entry_points
