@@ -1,0 +1,103 @@
+"""Static key-value buffers with a length per row; knows nothing of models, tokens or laws.
+
+One buffer per attention layer, written by position. Rolling back is forgetting: the engine lowers
+a row's length, and the slots behind it are overwritten before anything reads them.
+Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RowCache:
+    """Keys and values of a batch whose rows advance at different rates.
+
+    The attention modules of `transformers` call `update(keys, values, layer_idx)` and nothing
+    else, so where to write is state, set by `place` before a pass. Slot equals position: each
+    row's first real token lies in slot 0, whatever padding stood before it.
+
+    Args:
+        rows: number of rows B.
+        slots: capacity S of every row.
+        windows: per layer, the sliding window in tokens, or None for full attention. Buffers are
+            full length all the same (that is the memory price of rollback); windows are masked.
+    """
+
+    def __init__(self, rows: int, slots: int, windows: Sequence[int | None]) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.windows = tuple(windows)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.start = 0  # first slot of the pass, where all rows share it
+        self.end = 0  # one past the last slot any row writes in this pass
+        self.count = 0  # T
+        self.index: Tensor | None = None  # (B, T) slots, where rows differ
+
+    def place(self, starts: Sequence[int], count: int) -> None:
+        """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1."""
+        self.end = max(starts) + count
+        if self.end > self.slots:
+            raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
+        self.count = count
+        self.start = starts[0]
+        if all(start == self.start for start in starts):
+            self.index = None
+        else:
+            first = torch.tensor(starts)[:, None]  # (B, 1)
+            self.index = first + torch.arange(count)  # (B, T)
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write this pass's keys and values (B, H, T, D); return all there are to attend to."""
+        if layer_idx not in self.keys:
+            # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
+            shape = (self.rows, keys.shape[1], self.slots)
+            self.keys[layer_idx] = keys.new_zeros(*shape, keys.shape[3])  # (B, H, S, D)
+            self.values[layer_idx] = values.new_zeros(*shape, values.shape[3])  # (B, H, S, D)
+        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        first = 0
+        if self.index is None:
+            all_keys[:, :, self.start : self.end] = keys
+            all_values[:, :, self.start : self.end] = values
+            window = self.windows[layer_idx]
+            if self.count == 1 and window is not None:
+                first = max(0, self.end - window)  # `needs_mask` counts on this slice
+        else:
+            rows = torch.arange(self.rows, device=keys.device)[:, None]  # (B, 1)
+            index = self.index.to(keys.device)
+            all_keys[rows, :, index] = keys.transpose(1, 2)
+            all_values[rows, :, index] = values.transpose(1, 2)
+        return all_keys[:, :, first : self.end], all_values[:, :, first : self.end]
+
+    def needs_mask(self, window: int | None) -> bool:
+        """Whether attention in this pass needs a mask beyond what `update` already leaves out.
+
+        A single token of rows in step sees exactly what `update` returns, and a pass that starts
+        at slot 0 is plainly causal, unless a window is shorter than the pass.
+        """
+        if self.index is not None:
+            return True
+        if self.count == 1:
+            return False
+        return self.start > 0 or (window is not None and self.end > window)
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
+        """Additive attention mask, (B or 1, 1, T, end): 0 where a query sees a slot."""
+        if self.index is None:
+            queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
+        else:
+            queries = self.index.to(device)  # (B, T)
+        queries = queries[:, None, :, None]  # (B or 1, 1, T, 1)
+        slots = torch.arange(self.end, device=device)  # (end,)
+        hidden = slots > queries  # (B or 1, 1, T, end)
+        if window is not None:
+            hidden = hidden | (slots <= queries - window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)  # (B or 1, 1, T, end)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -1,0 +1,219 @@
+"""From logits to laws to tokens, and the accept rules; knows nothing of models, caches or text.
+
+The law is the distribution a token is drawn from after every logits processor and warper. Exactly
+one function, `Law.scores`, makes it, for draft and target alike, fed with the history that
+`generate()` would pass for that row. Letters: B rows, N positions, K drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+# Processors of `transformers` whose output depends on the scores alone, position by position.
+_POSITIONWISE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# Processors that carry state from call to call (or need a second forward pass): a draft that is
+# thrown away would leave its mark on them.
+_STATEFUL = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "HammingDiversityLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkState",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+}
+
+
+class Law:
+    """The processed scores of any positions of any rows.
+
+    Args:
+        processors: called as `processor(input_ids, scores)`, in order; pure by contract.
+        do_sample: False makes the law one-hot at the largest score (greedy decoding).
+        rows: number of rows B of the batch.
+
+    Raises:
+        ValueError: a processor is known to keep state between calls.
+    """
+
+    def __init__(self, processors: Sequence[Processor] = (), *, do_sample: bool, rows: int) -> None:
+        for processor in processors:
+            name = type(processor).__name__
+            if name in _STATEFUL:
+                raise ValueError(
+                    f"logits processor {name} keeps state between calls, which drafting would "
+                    "corrupt; allowed are pure functions of (input_ids, scores); got a stateful "
+                    "one: remove it, or use model.generate() without layerskip"
+                )
+        self.processors = list(processors)
+        self.do_sample = do_sample
+        self.rows = rows
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether any processor may look at the tokens so far."""
+        return any(type(p).__name__ not in _POSITIONWISE for p in self.processors)
+
+    def scores(
+        self, logits: Tensor, history: Tensor, rows: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
+        """Processed scores; their softmax is the law (greedy: their argmax).
+
+        Args:
+            logits: raw logits, (N, V), any float dtype.
+            history: token ids as `generate()` holds them, pads included, (B, W).
+            rows: row of each position, length N.
+            lengths: how many leading tokens of its row's history each position has seen, length N.
+
+        Returns:
+            (N, V) float32 scores, as `generate()` would compute them for that row and length.
+        """
+        scores = logits.float()  # (N, V); generate() casts to float32 before any processor too
+        for processor in self.processors:
+            if type(processor).__name__ in _POSITIONWISE:
+                scores = processor(history[:1], scores)
+            else:
+                scores = self._with_history(processor, scores, history, rows, lengths)
+        return scores
+
+    def _with_history(
+        self,
+        processor: Processor,
+        scores: Tensor,
+        history: Tensor,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        """Call a processor once per distinct length, with every row at its true row number.
+
+        Rows that ask for nothing at this length are filled with a copy of one that does.
+        """
+        out = torch.empty_like(scores)  # (N, V)
+        for length in sorted(set(lengths)):
+            asked = {rows[i]: i for i in range(len(rows)) if lengths[i] == length}
+            filler = next(iter(asked))
+            source = [row if row in asked else filler for row in range(self.rows)]
+            positions = [asked[row] for row in source]
+            # clones: a processor may write into what it is given
+            given = history[source, :length]  # (B, length)
+            processed = processor(given, scores[positions])  # (B, V)
+            taken = list(asked)
+            out[[asked[row] for row in taken]] = processed[taken]
+        return out
+
+
+def softmax_law(scores: Tensor) -> Tensor:
+    """Probabilities of the law, (..., V) float32, from processed scores (..., V)."""
+    return torch.softmax(scores, dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Noise: a function of (key, position, purpose) alone, the same on every device and in any batch.
+
+# What a stream of noise is used for. Coupled sampling uses TARGET for draft and target alike.
+TARGET, DRAFT, ACCEPT = 0, 1, 2
+
+_MASK64 = (1 << 64) - 1
+# Multipliers of the splitmix64 finaliser (Steele, Lea, Flood 2014), as signed 64-bit integers.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """splitmix64 on a Python integer: 64 well-mixed bits."""
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
+    return value ^ (value >> 31)
+
+
+def stream_key(seed: int, row: int = 0) -> int:
+    """Key of a row's noise stream; `seeds=[s, ...]` uses `stream_key(s)` for each row."""
+    return _mix(_mix(seed & _MASK64) ^ row)
+
+
+def _uniform(
+    keys: Sequence[int], positions: Sequence[int], purpose: int, size: int, device: Any
+) -> Tensor:
+    """Uniform numbers in (0, 1 - 2^-24], fine-grained (2^-32) near zero, (N, size) float32."""
+    bases = [
+        _signed(_mix(key ^ _mix(position * 4 + purpose)))
+        for key, position in zip(keys, positions, strict=True)
+    ]
+    x = torch.tensor(bases, dtype=torch.int64, device=device)[:, None]  # (N, 1)
+    x = x + torch.arange(size, device=device) * _signed(_GOLDEN)  # (N, size)
+    # splitmix64 in wrapping int64; the masks turn the arithmetic shift into a logical one
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX2)
+    bits = (x >> 32) & 0xFFFFFFFF  # the best-mixed half
+    return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+
+
+def gumbel_noise(
+    keys: Sequence[int],
+    positions: Sequence[int],
+    vocabulary: int,
+    *,
+    purpose: int = TARGET,
+    device: Any = "cpu",
+) -> Tensor:
+    """Standard Gumbel noise over the vocabulary, (N, V) float32, finite.
+
+    `argmax(log law + noise)` is a draw from the law (Gumbel-max); with the same noise for draft
+    and target it is the coupling of Daliri, Musco, Suresh 2024 (arXiv 2408.07978).
+
+    Args:
+        keys: stream key of each of the N rows (`stream_key`).
+        positions: position of the token drawn, counted without pads.
+        purpose: TARGET, DRAFT or ACCEPT: independent streams of one key.
+    """
+    # -log1p(-u) is Exponential(1) with its resolution where it matters: near zero, at the winner
+    exponential = -torch.log1p(-_uniform(keys, positions, purpose, vocabulary, device))
+    return -exponential.log()  # (N, V)
+
+
+def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:
+    """The uniform number each accept test uses, (N,) float32."""
+    return _uniform(keys, positions, ACCEPT, 1, device)[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------
+# The rejection rule (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023).
+
+
+def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p/q) for every token, (..., V); tokens the draft cannot draw (q = 0) get 1."""
+    return torch.where(q > 0, (p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp(max=1), 1.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+ normalised, (..., V): the law of the correction after a rejection.
+
+    Where p = q no rejection can happen; rounding can leave no mass there, and p is returned.
+    """
+    excess = (p - q).clamp_min(0)  # (..., V)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

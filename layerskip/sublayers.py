@@ -1,0 +1,274 @@
+"""A `transformers` decoder as 2L residual sublayers; knows no rounds, laws or skip policies.
+
+Sublayer 2i is the attention of layer i, sublayer 2i+1 its MLP, each with its norms and residual
+add. The library's own modules are called, never copied or patched, so quantised, adapted and
+offloaded modules work, and the model stays as it was found.
+Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.cache import RowCache
+
+Block = Callable[[Tensor, "Pass"], Tensor]
+
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture, or a setting of it, is not one this engine serves exactly."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the architectures that share one decoder shape.
+
+    Attributes:
+        sandwich: each sublayer has a norm behind it too (Gemma 2, Gemma 3).
+        windows: which layers slide: "none", "all" (if `config.sliding_window` is set), or by
+            `config.layer_types`.
+        softcap: the logits pass through `config.final_logit_softcapping` (if set).
+        rope_by_type: rotary angles differ between sliding and full layers (Gemma 3).
+    """
+
+    sandwich: bool = False
+    windows: str = "none"
+    softcap: bool = False
+    rope_by_type: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "gemma": Family(),
+    "gemma2": Family(sandwich=True, windows="by type", softcap=True),
+    "gemma3_text": Family(sandwich=True, windows="by type", softcap=True, rope_by_type=True),
+    "mistral": Family(windows="all"),
+    "qwen2": Family(windows="by type"),
+    "qwen3": Family(windows="by type"),
+    "phi3": Family(windows="all"),
+}
+_ATTENTION = ("eager", "sdpa")
+
+
+class Rotary:
+    """Cosines and sines of every position of a call, by layer type: computed once, then sliced.
+
+    Args:
+        tables: layer type -> (cos, sin), each (1, S, R).
+    """
+
+    def __init__(self, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
+        self.tables = tables
+
+    def at(self, cache: RowCache) -> dict[str, tuple[Tensor, Tensor]]:
+        """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
+        if cache.index is None:
+            window = slice(cache.start, cache.end)
+            return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
+        return {
+            k: (cos[0][cache.index.to(cos.device)], sin[0][cache.index.to(sin.device)])
+            for k, (cos, sin) in self.tables.items()
+        }
+
+
+class Pass:
+    """What every sublayer of one forward pass shares: rotary angles, masks, the cache."""
+
+    def __init__(self, model: Sublayers, cache: RowCache, rotary: Rotary) -> None:
+        self.cache = cache
+        self.rope = rotary.at(cache)
+        # the eager kernel knows no causality of its own; sdpa does when it is given no mask
+        always = model.eager and cache.count > 1
+        self.masks: dict[int | None, Tensor | None] = {
+            window: cache.mask(window, model.dtype, model.device)
+            if always or cache.needs_mask(window)
+            else None
+            for window in model.distinct_windows
+        }
+
+
+class Sublayers:
+    """A causal language model opened up into its sublayers.
+
+    Args:
+        model: a `transformers` causal language model of a family in `FAMILIES`.
+
+    Raises:
+        UnsupportedModelError: naming what is not supported and what is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        kind = getattr(config, "model_type", type(model).__name__)
+        if kind not in FAMILIES or not hasattr(model, "lm_head"):
+            raise UnsupportedModelError(
+                f"architecture {kind!r} ({type(model).__name__}) is not supported; supported are "
+                f"the causal language models of {', '.join(sorted(FAMILIES))}"
+            )
+        if model.training:
+            raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
+        attention = config._attn_implementation
+        if attention not in _ATTENTION:
+            raise UnsupportedModelError(
+                f"attention implementation {attention!r} is not supported; load the model with "
+                f"attn_implementation={' or '.join(map(repr, _ATTENTION))}"
+            )
+        if getattr(config, "use_bidirectional_attention", False):
+            raise UnsupportedModelError("bidirectional attention is not supported; decoders only")
+        self.model = model
+        self.config = config
+        self.eager = attention == "eager"
+        self.family = FAMILIES[kind]
+        decoder: Any = model.get_submodule("model")
+        self.decoder = decoder
+        self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
+        self.num_layers = len(self.layers)
+        self.num_sublayers = 2 * self.num_layers
+        self.layer_types = tuple(self._layer_type(i) for i in range(self.num_layers))
+        self.windows = tuple(
+            config.sliding_window if kind == "sliding_attention" else None
+            for kind in self.layer_types
+        )
+        self.distinct_windows = tuple(dict.fromkeys(self.windows))
+        self.vocabulary: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self._check_rope()
+        embedding = decoder.embed_tokens
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.device: torch.device = self._device_of(embedding)
+        # with a model spread over devices, hidden states travel to the layer before the residual
+        places = {self._device_of(layer.input_layernorm) for layer in self.layers}
+        self._moves = len(places | {self.device}) > 1
+        self.blocks: tuple[Block, ...] = tuple(
+            block
+            for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
+            for block in (self._attention(layer, window, kind), self._mlp(layer))
+        )
+        self._softcap: float | None = (
+            config.final_logit_softcapping if self.family.softcap else None
+        )
+
+    def _layer_type(self, layer: int) -> str:
+        if self.family.windows == "by type":
+            return str(self.config.layer_types[layer])
+        sliding = self.family.windows == "all" and self.config.sliding_window is not None
+        return "sliding_attention" if sliding else "full_attention"
+
+    def _rope_types(self) -> dict[str, dict[str, Any]]:
+        parameters = self.config.rope_parameters
+        nested = all(isinstance(value, dict) for value in parameters.values())
+        return parameters if nested else {"": parameters}
+
+    def _check_rope(self) -> None:
+        for parameters in self._rope_types().values():
+            if "dynamic" in parameters.get("rope_type", "default"):
+                raise UnsupportedModelError(
+                    "rope type 'dynamic' is not supported: its angles depend on the length of the "
+                    "whole batch, so cached keys and drafts would disagree; supported are "
+                    "default, linear, llama3, yarn, and longrope on one side of its switch"
+                )
+
+    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
+        """Refuse lengths whose positions the model cannot serve exactly.
+
+        Args:
+            prompt_lengths: tokens of each prompt, pads not counted.
+            total: the longest sequence, prompt and new tokens together.
+
+        Raises:
+            ValueError: past the position limit, or across the switch of a longrope model.
+        """
+        if total > self.max_positions:
+            raise ValueError(
+                f"prompt plus new tokens must be at most {self.max_positions} tokens for this "
+                f"model, got {total} (longest prompt: {max(prompt_lengths)}); shorten the prompt "
+                "or lower max_new_tokens"
+            )
+        for parameters in self._rope_types().values():
+            if parameters.get("rope_type") != "longrope":
+                continue
+            switch = parameters["original_max_position_embeddings"]
+            if total > switch and min(prompt_lengths) <= switch:
+                raise UnsupportedModelError(
+                    f"longrope changes its angles at {switch} tokens; prompts of "
+                    f"{min(prompt_lengths)} and {total} tokens in all lie on both sides of it; "
+                    f"stay at or below {switch}, or start above it"
+                )
+
+    @staticmethod
+    def _device_of(module: nn.Module) -> torch.device:
+        """Where a module computes: its offloading hook's device, or its weights'."""
+        hook = getattr(module, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        return torch.device(device) if device is not None else next(module.parameters()).device
+
+    def _attention(self, layer: Any, window: int | None, kind: str) -> Block:
+        attend, before = layer.self_attn, layer.input_layernorm
+        after = layer.post_attention_layernorm if self.family.sandwich else None
+        device = self._device_of(before) if self._moves else None
+
+        def block(hidden: Tensor, step: Pass) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            mask = step.masks[window]
+            out = attend(
+                hidden_states=before(hidden),
+                position_embeddings=step.rope[kind],
+                attention_mask=mask if mask is None or device is None else mask.to(device),
+                past_key_values=step.cache,
+            )[0]  # (B, T, H)
+            return hidden + (out if after is None else after(out))  # (B, T, H)
+
+        return block
+
+    def _mlp(self, layer: Any) -> Block:
+        mlp = layer.mlp
+        sandwich = self.family.sandwich
+        before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+        after = layer.post_feedforward_layernorm if sandwich else None
+        device = self._device_of(before) if self._moves else None
+
+        def block(hidden: Tensor, step: Pass) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            out = mlp(before(hidden))  # (B, T, H)
+            return hidden + (out if after is None else after(out))  # (B, T, H)
+
+        return block
+
+    def new_cache(self, rows: int, slots: int) -> RowCache:
+        """An empty cache for a batch."""
+        return RowCache(rows, slots, self.windows)
+
+    def rotary(self, slots: int, total: int) -> Rotary:
+        """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
+        positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        kinds = dict.fromkeys(self.layer_types)
+        if self.family.rope_by_type:
+            return Rotary({k: self.decoder.rotary_emb(like, positions, k) for k in kinds})
+        table = self.decoder.rotary_emb(like, positions)  # (1, S, R) each
+        return Rotary(dict.fromkeys(kinds, table))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
+        return self.decoder.embed_tokens(tokens)  # type: ignore[no-any-return]
+
+    def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
+        """Carry hidden states (B, T, H) through the given sublayers, in order."""
+        for index in sublayers:
+            hidden = self.blocks[index](hidden, step)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
+        logits: Tensor = self.model.lm_head(self.decoder.norm(hidden))  # type: ignore[operator]
+        if self._softcap is not None:
+            # the order of operations and the dtype are the library's
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
