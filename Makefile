@@ -18,7 +18,7 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 .venv/installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[test]'
 	touch $@
 
