@@ -1,0 +1,190 @@
+"""Train one of the shipped models: knows their shapes, recipes and budgets; resumes by itself.
+
+    python scripts/build_data.py --work runs/train
+    python scripts/train.py demo-llama --work runs/train
+
+`demo-llama-ordinary` is demo-llama's shape, data, order and steps with the ordinary loss only.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from layerskip import training
+
+STEPS = {"demo-llama": 1000, "demo-llama-ordinary": 1000, "demo-gemma2": 1000}
+EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
+
+
+def build_model(name: str) -> PreTrainedModel:
+    """A model of the named shape with random weights, a function of nothing but the name's shape."""
+    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    shape = {
+        "vocab_size": 2048,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        # softmax(q k) as plain matrix products: on a CPU twice as fast in training as the fused one
+        "attn_implementation": "eager",
+        **tokens,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if name == "demo-gemma2":
+        config = Gemma2Config(
+            num_hidden_layers=16,
+            sliding_window=128,
+            query_pre_attn_scalar=64,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            **shape,
+        )
+        model = Gemma2ForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=24, rope_theta=10000.0, **shape))
+        with torch.no_grad():  # GPT-2's scaling of what writes to the residual stream
+            for layer in model.model.layers:
+                for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                    module.weight.mul_((2 * len(model.model.layers)) ** -0.5)
+    model.generation_config.update(**tokens)
+    return model
+
+
+def build_optimizers(
+    model: PreTrainedModel, kind: str, rate: float, adam_rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    if kind == "adamw":
+        return [torch.optim.AdamW([*matrices, *rest], lr=rate, betas=(0.9, 0.95))]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Learning-rate factor: up in 25 steps, flat, then linear to zero over the second half.
+
+    Nothing before the second half depends on the number of steps, here or in the losses: a run
+    may be resumed with another number while it is in its first half.
+    """
+    return min((step + 1) / 25, 1.0, (steps - step) / (0.5 * steps))
+
+
+def make_step_loss(
+    model: PreTrainedModel, tokens: Tensor, name: str, steps: int, tokens_per_step: int
+) -> Callable[[int], Tensor]:
+    """The loss of a step as a function of its number: data, length, exits, phase."""
+    compiled_layer = torch.compile(training._call_layer, dynamic=False)
+    early_exits = name == "demo-llama"
+
+    def loss_of(final: Tensor, early: list[Tensor], labels: Tensor, phase: str) -> Tensor:
+        logits = training.exit_logits(model, final)
+        loss = training.label_loss(logits, labels)
+        for hidden, weight in zip(early, (0.7, 0.3), strict=False):
+            exit_logits = training.exit_logits(model, hidden)
+            if phase == "labels":
+                loss = loss + weight * training.label_loss(exit_logits, labels)
+            elif phase == "laws":
+                loss = loss + weight * training.distillation_loss(exit_logits, logits)
+            else:
+                for temperature in (0.8, 1.0):
+                    loss = loss + weight * training.distillation_loss(
+                        exit_logits, logits, temperature=temperature, total_variation=0.5
+                    )
+        return loss
+
+    compiled_loss = torch.compile(loss_of, dynamic=False)
+
+    def step_loss(step: int) -> Tensor:
+        done = step / steps
+        length = 256 if done < 0.65 else 512
+        # Blocks of 512 whatever the length, so that the order of the data does not depend on it.
+        blocks = training.batch_at(tokens, step, tokens_per_step // 512, 512)
+        rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
+        exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
+        phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
+        last = model.config.num_hidden_layers
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states = training.hidden_states(
+                model, rows[:, :-1], [*exits, last], call_layer=compiled_layer
+            )
+            early = [states[e] for e in exits]
+            return compiled_loss(states[last], early, rows[:, 1:].contiguous(), phase)
+
+    return step_loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=list(STEPS))
+    parser.add_argument("--work", type=Path, default=Path("runs/train"))
+    parser.add_argument("--steps", type=int, help="default: the shipped model's")
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--rate", type=float, default=6e-3)
+    parser.add_argument("--adam-rate", type=float, default=4e-3)
+    parser.add_argument("--run", help="name of the run's folder; default: the model's name")
+    args = parser.parse_args()
+    steps = args.steps or STEPS[args.name]
+    folder = args.work / (args.run or args.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (args.work / "pids").open("a") as pids:
+        pids.write(f"{os.getpid()}\n")
+
+    torch.set_num_threads(1)
+    tokens = torch.from_numpy(np.load(args.work / "train.npy").astype(np.int64))
+    model = build_model(args.name)
+    AutoTokenizer.from_pretrained(args.work / "tokenizer").save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
+    step_loss = make_step_loss(model, tokens, args.name, steps, args.tokens_per_step)
+    progress = training.train(
+        model,
+        optimizers,
+        step_loss,
+        steps,
+        schedule=lambda step: schedule(step, steps),
+        checkpoint=folder / "checkpoint.pt",
+    )
+    started = time.time()
+    mean = 0.0
+    with (folder / "log.jsonl").open("a") as log:
+        for step, loss in progress:
+            mean = loss if mean == 0.0 else 0.95 * mean + 0.05 * loss
+            if step % 10 == 0 or step == steps:
+                line = {
+                    "step": step,
+                    "loss": round(mean, 4),
+                    "seconds": round(time.time() - started, 1),
+                    "cpu_seconds": round(time.process_time(), 1),
+                }
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
