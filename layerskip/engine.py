@@ -286,7 +286,7 @@ class Decoder:
         """Probability of each row's drawn token under the softmax of the raw logits (B, V)."""
         chosen = self._tensor([token or 0 for token in drawn])[:, None]  # (B, 1)
         raw = raw.float()
-        return (raw.gather(1, chosen)[:, 0] - raw.logsumexp(-1)).exp().tolist()  # type: ignore[no-any-return]
+        return (raw.gather(1, chosen)[:, 0] - raw.logsumexp(-1)).exp().tolist()
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, device=self.device)  # (len(tokens),)
@@ -368,8 +368,8 @@ class Decoder:
                 ends.append((row, offset))
                 final.append(residual(p[i], q))  # (V,) the correction
         drawn = self._draw(torch.stack(final).log(), ends, TARGET)
-        for (row, _), token in zip(ends, drawn, strict=True):
-            tokens[row].append(self._checked(token, row))
+        for (row, _), last in zip(ends, drawn, strict=True):
+            tokens[row].append(self._checked(last, row))
         return tokens
 
     def _checked(self, token: int | None, row: int) -> int:
@@ -405,12 +405,14 @@ class Decoder:
                 self.session.commit(row, len(emitted[row]))
                 self.controller.update(row, len(drafts[row]), len(candidates) - 1)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
-        kept = None
+        kept_scores = kept_logits = None
         if self.request.keep_scores:
             kept = [
-                [i for i, (r, j) in enumerate(positions) if r == row and j < len(emitted[row])]
-                for row in self.rows
+                [i for i, (r, offset) in enumerate(positions) if r == row and offset < len(new)]
+                for row, new in enumerate(emitted)
             ]
+            kept_scores = tuple(scores[i] for i in kept)
+            kept_logits = tuple(raw[i].float() for i in kept)
         round_ = Round(
             index=index,
             tokens=tuple(map(tuple, emitted)),
@@ -418,8 +420,8 @@ class Decoder:
             accepted=tuple(accepted),
             confidences=tuple(map(tuple, confidences)),
             finished=tuple(self.finished),
-            scores=kept and tuple(scores[i] for i in kept),
-            logits=kept and tuple(raw[i].float() for i in kept),
+            scores=kept_scores,
+            logits=kept_logits,
         )
         session = self.session
         sublayers = session.model.num_sublayers

@@ -1,0 +1,446 @@
+"""The doors: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode` beside it.
+
+Translates between the library's generation API and the engine, and refuses by name what the engine
+cannot serve exactly. Letters: B rows, W width of the padded prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.controllers import Controller, make_controller
+from layerskip.costs import analytic, cost_table
+from layerskip.engine import Decoder, DecodingStats, Request, Round
+from layerskip.laws import Law, stream_key
+from layerskip.speculation import CostTable
+from layerskip.sublayers import Sublayers
+
+DEFAULT_CONTROLLER = "expected-gain"
+LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
+
+
+__all__ = [
+    "DecodingStats",
+    "GenerationOutput",
+    "LayerSkipDecoding",
+    "Round",
+    "decode",
+    "generate",
+]
+
+
+@dataclass
+class GenerationOutput(GenerateDecoderOnlyOutput):
+    """What `generate()` returns, and how it came about.
+
+    Attributes:
+        sequences: prompts and new tokens, rows that ended early padded on the right, (B, W + n).
+        scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
+        stats: counts of the decoding.
+        rounds: what every round did.
+        costs: the cost table the controller decided with.
+    """
+
+    stats: DecodingStats | None = None
+    rounds: list[Round] | None = None
+    costs: CostTable | None = None
+
+
+class LayerSkipDecoding:
+    """Self-speculative decoding, as `model.generate(..., custom_generate=this)`.
+
+    Holds settings only: one object may serve several models and threads. Greedy output equals
+    `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
+    is a function of model, prompt, settings and seed alone, whatever is drafted.
+
+    Args:
+        skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
+        controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
+            "heuristic", or an object of the `Controller` protocol.
+        max_draft_length: the most tokens a round drafts.
+        threshold: of the controllers that have one.
+        acceptance: "coupled" (default) or "rejection".
+        enabled: False decodes plainly.
+        seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
+            torch's default generator at every call; the stats report it.
+        seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
+        costs: cost table of the controller; measured or taken from the skip config otherwise.
+        execution: "auto", "modules" or "fused", see `Sublayers`.
+
+    Settings left at None come from the skip config's `decoding` block, then from the defaults.
+    """
+
+    def __init__(
+        self,
+        skip: SkipConfig | str | os.PathLike[str] | None = None,
+        *,
+        controller: str | Controller | None = None,
+        max_draft_length: int | None = None,
+        threshold: float | None = None,
+        acceptance: str | None = None,
+        enabled: bool | None = None,
+        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
+        costs: CostTable | None = None,
+        execution: str = "auto",
+    ) -> None:
+        if skip is not None and not isinstance(skip, SkipConfig):
+            skip = SkipConfig.load(skip)
+        if seed is not None and seeds is not None:
+            raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
+        stored = (skip and skip.decoding) or DecodingOptions()
+        given = DecodingOptions(  # validates
+            controller=controller if isinstance(controller, str) else None,
+            max_draft_length=max_draft_length,
+            threshold=threshold,
+            acceptance=acceptance,  # type: ignore[arg-type]
+            enabled=enabled,
+        )
+        self.skip = skip
+        self.controller = controller or stored.controller or DEFAULT_CONTROLLER
+        self.max_draft_length = given.max_draft_length or stored.max_draft_length
+        self.threshold = stored.threshold if threshold is None else threshold
+        self.acceptance = given.acceptance or stored.acceptance or "coupled"
+        wanted = stored.enabled if enabled is None else enabled
+        self.enabled = skip is not None and wanted is not False
+        self.seed = seed
+        self.seeds = None if seeds is None else tuple(seeds)
+        self.costs = costs
+        self.execution = execution
+
+    def __repr__(self) -> str:
+        how = self.controller if isinstance(self.controller, str) else type(self.controller)
+        return f"LayerSkipDecoding({self.skip!r}, controller={how!r})"
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        layerskip_streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerationOutput | Tensor:
+        """Called by `model.generate(custom_generate=...)` with everything prepared.
+
+        transformers 5.23 drops `streamer` on this way; it does hand over `layerskip_streamer`,
+        which gets new tokens as 1-D tensors, a round at a time (batch 1).
+
+        Raises:
+            ValueError: something asked for cannot be served; the message names it.
+        """
+        config = generation_config or model.generation_config
+        streamer = model_kwargs.pop("streamer", None) or layerskip_streamer
+        attention_mask = _served(input_ids, config, model_kwargs)
+        rows, width = input_ids.shape
+        criteria = list(stopping_criteria or [])
+        eos = [c for c in criteria if type(c) is EosTokenCriteria]
+        others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        seeds = self._seeds(rows, config.do_sample)
+        keep_scores = bool(
+            config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        )
+        request = Request(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=config.max_length - width,
+            law=Law(logits_processor or [], do_sample=config.do_sample, rows=rows),
+            keys=[stream_key(*seed) for seed in seeds],
+            rejection=self.acceptance == "rejection",
+            eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
+            stop=_stop(others) if others else None,
+            keep_scores=keep_scores,
+        )
+        decoder, costs = self.decoder(model, request)
+        rounds = []
+        try:
+            for round_ in decoder.rounds():
+                rounds.append(round_)
+                if streamer is not None and round_.tokens[0]:
+                    streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
+        finally:
+            if streamer is not None:
+                streamer.end()
+        decoder.stats.seeds = tuple(seed[0] for seed in seeds)
+        sequences = _sequences(input_ids, decoder.emitted, config)  # (B, W + n)
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerationOutput(
+            sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
+            scores=_steps(rounds, "scores") if config.output_scores else None,  # type: ignore[arg-type]
+            logits=_steps(rounds, "logits") if config.output_logits else None,  # type: ignore[arg-type]
+            stats=decoder.stats,
+            rounds=rounds,
+            costs=costs,
+        )
+
+    def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
+        """The engine, ready to run a request on a model, and the costs its controller uses."""
+        opened = Sublayers(model, execution=self.execution)
+        sampling = request.law.do_sample
+        if not self.enabled or self.skip is None:
+            plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
+            skip = SkipConfig()
+            return Decoder(opened, skip, plain, request, max_draft_length=0), None
+        skip = self.skip.resolve(opened.num_layers)
+        _warn_foreign(skip, model)
+        costs = self._costs(opened, skip, request)
+        controller = self.controller
+        if isinstance(controller, str):
+            controller = make_controller(
+                controller,
+                max_draft_length=self.max_draft_length,
+                threshold=self.threshold,
+                costs=costs or CostTable(1.0, (1.0,)),
+                sampling=sampling,
+            )
+        longest = self.max_draft_length or LONGEST_DRAFT
+        return Decoder(opened, skip, controller, request, max_draft_length=longest), costs
+
+    def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
+        if self.costs is not None:
+            return self.costs
+        if skip.costs is not None:
+            return CostTable.from_dict({"source": "given"} | skip.costs)
+        if self.controller != DEFAULT_CONTROLLER:
+            return None
+        if request.rejection and request.law.do_sample:
+            return analytic(model, skip)  # with this rule a clock would decide the text
+        return cost_table(model, skip, request)
+
+    def _seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
+        """(seed, row) of each row's noise stream; none for greedy decoding."""
+        if not do_sample:
+            return []
+        if self.seeds is not None:
+            if len(self.seeds) != rows:
+                raise ValueError(f"seeds must hold one seed per row, {rows}; got {len(self.seeds)}")
+            return [(seed, 0) for seed in self.seeds]
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**31, ()))
+        return [(seed, row) for row in range(rows)]
+
+
+_HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
+
+
+def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Tensor:
+    """Refuse by name what the engine cannot serve; the attention mask (B, W) otherwise."""
+    if (config.num_beams or 1) > 1:
+        raise ValueError(
+            f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
+            "leave out custom_generate for beams"
+        )
+    if model_kwargs.pop("synced_gpus", False):
+        raise ValueError(
+            "synced_gpus is not supported: ranks would draft different lengths; "
+            "leave out custom_generate under ZeRO-3 or FSDP"
+        )
+    for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"):
+        if model_kwargs.pop(name, None) or getattr(config, name, None):
+            warnings.warn(f"{name} has no effect under layerskip", UserWarning, stacklevel=4)
+    for name in ("output_attentions", "output_hidden_states"):
+        if model_kwargs.pop(name, False) or getattr(config, name, False):
+            raise ValueError(f"{name} is not supported; leave out custom_generate to get it")
+    if "inputs_embeds" in model_kwargs:
+        raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+        raise ValueError(
+            "past_key_values is not supported: the engine keeps its own cache; pass the whole "
+            "conversation as input_ids"
+        )
+    mask = model_kwargs.pop("attention_mask", None)
+    mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
+    unknown = sorted(
+        name for name, value in model_kwargs.items() if value is not None and name not in _HARMLESS
+    )
+    if unknown:
+        raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
+    positions = model_kwargs.get("position_ids")
+    own = (mask.cumsum(-1) - 1).clamp_min(0)  # (B, W)
+    if positions is not None and not torch.equal((positions * mask).expand_as(own), own * mask):
+        raise ValueError("position_ids of your own are not supported; leave them out")
+    if mask.shape[1] == 0 or not mask.any(-1).all():
+        raise ValueError("a prompt is empty: every row needs at least one token")
+    if not mask[:, -1].all():
+        raise ValueError(
+            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left')"
+        )
+    if model_kwargs.get("use_cache") is False:
+        warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
+    return mask
+
+
+def _stop(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
+    """Stopping criteria as one question about one row; every one is asked, as `generate()` does."""
+
+    def stop(row: int, seen: Tensor) -> bool:
+        answers = [criterion(seen, None) for criterion in criteria]
+        return any(bool(torch.as_tensor(answer).all()) for answer in answers)
+
+    return stop
+
+
+def _warn_foreign(skip: SkipConfig, model: Any) -> None:
+    if skip.matches(getattr(model, "name_or_path", None) or None) is False:
+        warnings.warn(
+            f"this skip config was searched on {skip.model}, the model is {model.name_or_path}: "
+            "the output stays exact, the speedup may be gone",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _sequences(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
+    pad = getattr(config, "_pad_token_tensor", None)
+    filler = 0 if pad is None else int(pad)
+    longest = max(map(len, emitted))
+    rows = [tokens + [filler] * (longest - len(tokens)) for tokens in emitted]
+    new = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # (B, n)
+    return torch.cat([input_ids, new], dim=1)
+
+
+def _steps(rounds: list[Round], name: str) -> tuple[Tensor, ...]:
+    """Per step (B, V) from the rounds' per-row (emitted, V)."""
+    chunks = [getattr(round_, name) for round_ in rounds]
+    rows = [torch.cat([chunk[row] for chunk in chunks]) for row in range(len(chunks[0]))]
+    padded = torch.nn.utils.rnn.pad_sequence(rows)  # (n, B, V)
+    return tuple(padded)
+
+
+def generate(
+    model: Any,
+    inputs: Tensor | Mapping[str, Any],
+    *,
+    skip: SkipConfig | str | os.PathLike[str] | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> GenerationOutput:
+    """`model.generate()` with self-speculation, and with what it drops on the custom path.
+
+    Args:
+        model: a supported causal language model.
+        inputs: token ids (B, W), left-padded, or a tokenizer's output.
+        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
+        streamer: gets the new tokens as 1-D tensors, a round at a time; batch 1 only.
+        tokenizer: needed for `stop_strings`.
+        **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
+    """
+    settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
+    decoding = LayerSkipDecoding(skip, **settings)
+    ends = StoppingCriteriaList(stopping_criteria or [])
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
+        ends.append(StopStringCriteria(tokenizer, stop_strings))
+    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if kwargs.get("synced_gpus"):
+        raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
+    output = model.generate(
+        **given,
+        custom_generate=decoding,
+        streamer=streamer,
+        layerskip_streamer=streamer,
+        stopping_criteria=ends,
+        **({"return_dict_in_generate": True} | kwargs),
+    )
+    return output  # type: ignore[no-any-return]
+
+
+_SETTINGS = {
+    "controller",
+    "max_draft_length",
+    "threshold",
+    "acceptance",
+    "enabled",
+    "seed",
+    "seeds",
+    "costs",
+    "execution",
+}
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    skip: SkipConfig | str | os.PathLike[str] | None = None,
+    max_new_tokens: int = 128,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    logits_processor: Sequence[Any] = (),
+    eos_token_id: int | Sequence[int] | None = None,
+    keep_scores: bool = False,
+    **settings: Any,
+) -> Iterator[Round]:
+    """Decode round by round, in token ids; the loop without `generate()` around it.
+
+    Args:
+        input_ids: (B, W), left-padded where attention_mask (B, W) is 0.
+        skip, **settings: as for `LayerSkipDecoding`.
+        logits_processor: run before temperature, top_k and top_p.
+        eos_token_id: tokens that end a row; the model's own by default.
+
+    Yields:
+        Round 0 (the prefill's token), then each round with what it drafted, accepted and emitted.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    decoding = LayerSkipDecoding(skip, **settings)
+    rows = input_ids.shape[0]
+    processors = list(logits_processor)
+    if do_sample:
+        processors += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
+        processors += [TopKLogitsWarper(top_k)] if top_k else []
+        processors += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
+    ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    request = Request(
+        input_ids=input_ids,
+        attention_mask=_served(input_ids, model.generation_config, {"attention_mask": mask}),
+        max_new_tokens=max_new_tokens,
+        law=Law(processors, do_sample=do_sample, rows=rows),
+        keys=[stream_key(*seed) for seed in decoding._seeds(rows, do_sample)],
+        rejection=decoding.acceptance == "rejection",
+        eos=frozenset(ends),
+        keep_scores=keep_scores,
+    )
+    with torch.no_grad():
+        decoder, _ = decoding.decoder(model, request)
+        rounds = decoder.rounds()
+    while True:
+        with torch.no_grad():  # not around the yield: the caller's own grad mode stays
+            round_ = next(rounds, None)
+        if round_ is None:
+            return
+        yield round_
