@@ -5,8 +5,8 @@ Two recipes share the forward pass of this module. **LayerSkip** (Elhoushi et al
 enabled by a curriculum. **Exit self-distillation**: the law of an early exit is trained towards the
 model's own final law, held fixed, which raises the acceptance of its drafts directly.
 
-Layers are counted as in the paper, l = 0..L-1; exit E means the hidden state after E layers, E = 1..L,
-read through the shared final norm and head. So layer l of the paper's loss is exit l + 1 here.
+Layers are counted as in the paper, l = 0..L-1. Exit E = 1..L means the hidden state after E layers,
+read through the shared final norm and head; so layer l of the paper's loss is exit l + 1 here.
 Nothing random has a state: masks and batches are functions of a seed and the step, so that a run
 resumed from a checkpoint is the unbroken run.
 """
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 LayerCall = Callable[..., Tensor]
+FAMILIES = ("llama", "gemma", "gemma2")
 
 
 def layer_dropout_rates(
@@ -74,7 +75,7 @@ def gradual_curriculum(num_layers: int, step: int, total_steps: int) -> list[boo
 
 
 def exit_weights(scales: Sequence[float], enabled: Sequence[bool]) -> dict[int, float]:
-    """Exit -> normalised weight C(t, l) e(l) / sum_i C(t, i) e(i), for the exits with weight > 0."""
+    """Exit -> normalised weight C(t, l) e(l) / sum_i C(t, i) e(i), where that is above zero."""
     total = sum(scale for scale, on in zip(scales, enabled, strict=True) if on)
     if total <= 0.0:
         raise ValueError("at least one enabled layer must have a positive scale")
@@ -85,29 +86,33 @@ def exit_weights(scales: Sequence[float], enabled: Sequence[bool]) -> dict[int, 
     }
 
 
-def _call_layer(layer: nn.Module, hidden: Tensor, **inputs: Any) -> Tensor:
+def call_layer(layer: nn.Module, hidden: Tensor, **inputs: Any) -> Tensor:
     """Run one decoder layer; a top-level function so that a script can compile it once for all."""
     output: Tensor = layer(hidden, **inputs)
     return output
 
 
 def hidden_states(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     exits: Sequence[int],
     *,
     dropout: Sequence[float] | None = None,
     seed: int = 0,
-    call_layer: LayerCall = _call_layer,
+    run_layer: LayerCall = call_layer,
 ) -> dict[int, Tensor]:
     """Exit -> hidden states (B, T, D) before the final norm, by one pass of the model's own layers.
 
-    `model` is a Llama-like or Gemma-like causal LM of transformers, used through its modules and
+    `model` is a Llama, Gemma or Gemma 2 causal LM of transformers, used through its own modules and
     left as found; `input_ids` is (B, T) without pads. `dropout` holds L probabilities: each sample
     leaves each layer out by its own coin, and the layer runs on the samples that keep it only.
     """
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {FAMILIES}, got {model.config.model_type!r}")
     decoder, config = model.model, model.config
     layers = decoder.layers
+    if dropout is not None and len(dropout) != len(layers):
+        raise ValueError(f"dropout must hold {len(layers)} rates, got {len(dropout)}")
     for exit_layer in exits:
         if not 1 <= exit_layer <= len(layers):
             raise ValueError(
@@ -119,7 +124,7 @@ def hidden_states(
     rotary = decoder.rotary_emb(hidden, positions)
     mask_inputs = {
         "config": config,
-        "inputs_embeds": hidden,
+        "inputs_embeds": hidden[:1],  # masks (1, 1, T, T) that serve any number of rows
         "attention_mask": None,
         "past_key_values": None,
         "position_ids": positions,
@@ -138,10 +143,10 @@ def hidden_states(
             "position_ids": positions,
         }
         if keep is None or bool(keep[index].all()):
-            hidden = call_layer(layer, hidden, **inputs)
+            hidden = run_layer(layer, hidden, **inputs)
         elif bool(keep[index].any()):
             rows = keep[index].nonzero()[:, 0].to(hidden.device)  # (kept,)
-            hidden = hidden.index_copy(0, rows, call_layer(layer, hidden[rows], **inputs))
+            hidden = hidden.index_copy(0, rows, run_layer(layer, hidden[rows], **inputs))
         if index + 1 in exits:
             states[index + 1] = hidden
     return states
@@ -154,7 +159,7 @@ def dropout_masks(rates: Sequence[float], batch_size: int, seed: int) -> Tensor:
     return coins >= torch.tensor(rates)[:, None]
 
 
-def exit_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+def exit_logits(model: Any, hidden: Tensor) -> Tensor:
     """Float32 logits (..., V) of hidden states (..., D): shared final norm, head, final softcap."""
     logits: Tensor = model.lm_head(model.model.norm(hidden)).float()
     cap = getattr(model.config, "final_logit_softcapping", None)
@@ -167,7 +172,7 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def early_exit_loss(
-    model: nn.Module, states: Mapping[int, Tensor], labels: Tensor, weights: Mapping[int, float]
+    model: Any, states: Mapping[int, Tensor], labels: Tensor, weights: Mapping[int, float]
 ) -> Tensor:
     """LayerSkip's J: the weighted sum over exits of the cross-entropy at `labels` (B, T)."""
     losses = [w * label_loss(exit_logits(model, states[e]), labels) for e, w in weights.items()]
@@ -194,6 +199,35 @@ def distillation_loss(
     if total_variation:
         loss = loss + total_variation * 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
     return loss
+
+
+@torch.no_grad()
+def exit_quality(
+    model: Any, windows: Tensor, temperatures: Sequence[float] = (1.0, 0.8)
+) -> list[dict[str, float]]:
+    """What each exit 1..L is worth on `windows` (N, T + 1) of token ids, one dict per exit.
+
+    `loss` in nats per token; `agreement`, the share of positions whose most likely token is the
+    final layer's; `overlap@t`, the mean of 1 - TV between the exit's and the final law at
+    temperature t, which is the acceptance of one draft token. The final layer has 1 for both.
+    """
+    exits = range(1, len(model.model.layers) + 1)
+    rows: list[dict[str, float]] = [{} for _ in exits]
+    for window in windows:
+        states = hidden_states(model, window[None, :-1], exits)
+        final = exit_logits(model, states[len(exits)])  # (1, T, V)
+        for exit_layer, row in zip(exits, rows, strict=True):
+            logits = exit_logits(model, states[exit_layer])
+            values = {
+                "loss": label_loss(logits, window[None, 1:]),
+                "agreement": (logits.argmax(-1) == final.argmax(-1)).float().mean(),
+            }
+            for t in temperatures:
+                both = torch.minimum(F.softmax(logits / t, -1), F.softmax(final / t, -1))
+                values[f"overlap@{t:g}"] = both.sum(-1).mean()
+            for name, value in values.items():
+                row[name] = row.get(name, 0.0) + value.item() / len(windows)
+    return rows
 
 
 def batch_at(tokens: Tensor, step: int, batch_size: int, length: int, seed: int = 0) -> Tensor:
@@ -249,7 +283,7 @@ def train(
         loss = step_loss(step)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(f"the loss is {loss.item()} at step {step}; lower the rates")
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         for optimizer in optimizers:
             optimizer.step()

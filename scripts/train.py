@@ -32,7 +32,7 @@ EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 
 
 def build_model(name: str) -> PreTrainedModel:
-    """A model of the named shape with random weights, a function of nothing but the name's shape."""
+    """A model of the named shape with random weights, the same ones each time."""
     tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     shape = {
         "vocab_size": 2048,
@@ -97,7 +97,7 @@ def make_step_loss(
     model: PreTrainedModel, tokens: Tensor, name: str, steps: int, tokens_per_step: int
 ) -> Callable[[int], Tensor]:
     """The loss of a step as a function of its number: data, length, exits, phase."""
-    compiled_layer = torch.compile(training._call_layer, dynamic=False)
+    compiled_layer = torch.compile(training.call_layer, dynamic=False)
     early_exits = name == "demo-llama"
 
     def loss_of(final: Tensor, early: list[Tensor], labels: Tensor, phase: str) -> Tensor:
@@ -129,7 +129,7 @@ def make_step_loss(
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
-                model, rows[:, :-1], [*exits, last], call_layer=compiled_layer
+                model, rows[:, :-1], [*exits, last], run_layer=compiled_layer
             )
             early = [states[e] for e in exits]
             return compiled_loss(states[last], early, rows[:, 1:].contiguous(), phase)

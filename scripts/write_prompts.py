@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (prose is easier to read and to replace on its own lines)
 """Write the prompts file of the shipped models: knows three kinds of text; knows no model.
 
 24 prompts each of `code` (windows of the held-out sources, cut at a line end), `repetitive`

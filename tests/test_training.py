@@ -1,0 +1,287 @@
+"""Training recipes: published formulas as numbers, gradients, a run that survives a kill."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from models import prompt, tiny_model
+
+from layerskip import training
+
+FAMILIES = ["llama", "gemma", "gemma2"]
+
+
+# Formulas of LayerSkip
+
+
+def test_dropout_grows_with_depth_and_time():
+    rates = training.layer_dropout_rates(5, 0.2)
+    assert rates[0] == 0.0
+    assert rates[2] == pytest.approx(0.2 * (math.sqrt(2) - 1))
+    assert rates[-1] == pytest.approx(0.2)
+    assert training.layer_dropout_rates(5, 0.2, step=0, total_steps=101) == [0.0] * 5
+    half = training.layer_dropout_rates(5, 0.2, step=50, total_steps=101)
+    assert half == pytest.approx([rate * (math.sqrt(2) - 1) for rate in rates])
+    assert training.layer_dropout_rates(5, 0.2, step=100, total_steps=101) == pytest.approx(rates)
+
+
+def test_exit_loss_scales():
+    assert training.exit_loss_scales(4, 0.5) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
+    assert training.exit_loss_scales(4, 0.0) == [0.0, 0.0, 0.0, 3.0]
+
+
+def test_the_rotation_gives_every_layer_one_turn_per_period():
+    turns = [training.rotational_curriculum(12, 4, step) for step in range(4)]
+    assert [sum(turn[:-1]) for turn in turns] == [3, 3, 3, 2]  # 11 layers below the last
+    assert [sum(on) for on in zip(*turns, strict=True)] == [1] * 11 + [4]
+    assert [i for i, on in enumerate(turns[1]) if on] == [1, 5, 9, 11]
+    assert training.rotational_curriculum(12, 4, 5) == turns[1]
+
+
+def test_the_gradual_curriculum_has_every_layer_on_at_half_time():
+    enabled = [sum(training.gradual_curriculum(8, step, 160)) for step in range(160)]
+    assert enabled[:10] == [1] * 10  # T / (2L) = 10 steps each
+    assert enabled[10] == 2
+    assert enabled[69] == 7
+    assert enabled[70:] == [8] * 90
+    assert training.gradual_curriculum(4, 1, 8) == [False, False, True, True]
+
+
+def test_exit_weights_are_normalised_over_what_is_enabled():
+    scales = training.exit_loss_scales(4, 1.0)  # 0, 1, 3, 6
+    assert training.exit_weights(scales, [True, True, False, True]) == {2: 1 / 7, 4: 6 / 7}
+    with pytest.raises(ValueError, match="at least one enabled layer"):
+        training.exit_weights(scales, [True, False, False, False])
+
+
+# The forward pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_the_models_own(family):
+    model = tiny_model(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = prompt(20, rows=2)  # longer than Gemma 2's window
+    with torch.no_grad():
+        expected = model(tokens, output_hidden_states=True)
+        states = training.hidden_states(model, tokens, [2, 5, 6])
+    assert sorted(states) == [2, 5, 6]
+    for exit_layer in (2, 5):
+        torch.testing.assert_close(states[exit_layer], expected.hidden_states[exit_layer])
+    logits = training.exit_logits(model, states[6])
+    torch.testing.assert_close(logits, expected.logits.float())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_layers_past_the_last_exit_do_not_run():
+    model = tiny_model("llama")
+    calls = []
+
+    def run_layer(layer, hidden, **inputs):
+        calls.append(layer.self_attn.layer_idx)
+        return layer(hidden, **inputs)
+
+    training.hidden_states(model, prompt(4), [1, 3], run_layer=run_layer)
+    assert calls == [0, 1, 2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_leaves_a_layer_out_for_its_own_samples(family):
+    model = tiny_model(family)
+    tokens = prompt(12, rows=6)
+    rates = [0.0, 0.0, 0.5, 0.0, 1.0, 0.0]
+    keep = training.dropout_masks(rates, 6, seed=3)
+    assert keep[[0, 1, 3, 5]].all()
+    assert not keep[4].any()
+    assert 0 < keep[2].sum() < 6
+    states = training.hidden_states(model, tokens, range(1, 7), dropout=rates, seed=3)
+    full = training.hidden_states(model, tokens, [3])[3]
+    torch.testing.assert_close(states[3][keep[2]], full[keep[2]])
+    torch.testing.assert_close(states[3][~keep[2]], states[2][~keep[2]])
+    torch.testing.assert_close(states[5], states[4])
+
+
+def test_dropout_masks_follow_their_rates_and_seed():
+    keep = training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=1)
+    assert keep.shape == (3, 4000)
+    shares = keep.float().mean(1).tolist()
+    assert shares[0] == 1.0
+    assert shares[1] == pytest.approx(0.75, abs=0.03)
+    assert shares[2] == 0.0
+    assert torch.equal(keep, training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=1))
+    assert not torch.equal(keep, training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=2))
+
+
+# Losses
+
+
+def test_the_early_exit_loss_is_the_weighted_sum():
+    model = tiny_model("gemma2")
+    tokens = prompt(10, rows=2)
+    states = training.hidden_states(model, tokens[:, :-1], [2, 6])
+    labels = tokens[:, 1:]
+    each = {e: training.label_loss(training.exit_logits(model, states[e]), labels) for e in states}
+    loss = training.early_exit_loss(model, states, labels, {2: 0.25, 6: 0.75})
+    assert loss.item() == pytest.approx(0.25 * each[2].item() + 0.75 * each[6].item())
+    assert each[6].item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
+
+
+def test_distillation_is_kl_and_total_variation():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+    q = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
+    kl = training.distillation_loss(q.log(), p.log())
+    assert kl.item() == pytest.approx(0.5 * (0.5 * math.log(2.5) + 0.2 * math.log(0.4)))
+    tv = training.distillation_loss(q.log(), p.log(), total_variation=1.0)
+    assert tv.item() == pytest.approx(0.5 * 0.3)
+    mixed = training.distillation_loss(q.log(), p.log(), total_variation=0.25)
+    assert mixed.item() == pytest.approx(0.75 * kl.item() + 0.25 * tv.item())
+    cool = training.distillation_loss(q.log(), p.log(), temperature=0.5, total_variation=1.0)
+    squared = [(law**2 / (law**2).sum(-1, keepdim=True)) for law in (p, q)]
+    assert cool.item() == pytest.approx(0.25 * (squared[0] - squared[1]).abs().sum().item())
+
+
+def test_distillation_gives_the_final_law_no_gradient():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    states = training.hidden_states(model, prompt(8), [2, 6])
+    logits = {e: training.exit_logits(model, states[e]) for e in states}
+    training.distillation_loss(logits[2], logits[6], total_variation=0.5).backward()
+    layers = model.model.layers
+    assert all(p.grad is None for layer in layers[2:] for p in layer.parameters())
+    assert all(p.grad.abs().sum() > 0 for layer in layers[:2] for p in layer.parameters())
+
+
+def test_exit_quality_of_the_final_layer_is_the_models_own():
+    model = tiny_model("gemma2")
+    windows = prompt(14, rows=3)
+    rows = training.exit_quality(model, windows, temperatures=(1.0, 0.8))
+    assert [sorted(row) for row in rows] == [["agreement", "loss", "overlap@0.8", "overlap@1"]] * 6
+    final = rows[-1]
+    assert final["loss"] == pytest.approx(model(windows, labels=windows).loss.item(), rel=1e-5)
+    assert final["agreement"] == 1.0
+    assert final["overlap@1"] == pytest.approx(1.0)
+    with torch.no_grad():
+        states = training.hidden_states(model, windows[:, :-1], [2, 6])
+        p, q = (training.exit_logits(model, states[e]).div(0.8).softmax(-1) for e in (6, 2))
+    assert rows[1]["overlap@0.8"] == pytest.approx(1 - 0.5 * (p - q).abs().sum(-1).mean().item())
+    assert rows[1]["agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
+
+
+# Batches and the loop
+
+
+def test_an_epoch_holds_every_window_once():
+    tokens = torch.arange(1001)
+    batches = [training.batch_at(tokens, step, 5, 10) for step in range(40)]
+    assert {batch.shape for batch in batches} == {(5, 11)}
+    first, second = torch.cat(batches[:20]), torch.cat(batches[20:])
+    for epoch in (first, second):
+        assert sorted(epoch[:, 0].tolist()) == list(range(0, 1000, 10))
+        assert torch.equal(epoch - epoch[:, :1], torch.arange(11).expand(100, 11))
+    assert not torch.equal(first, second)
+    with pytest.raises(ValueError, match=r"fewer than one batch of 200"):
+        training.batch_at(tokens, 0, 200, 10)
+
+
+def learner(folder, total_steps=30, **options):
+    """A tiny early-exit model on a text of period 7, and its training run so far unstarted."""
+    model = tiny_model("llama", dtype=torch.float32, initializer_range=0.05)
+    tokens = (torch.arange(400) % 7) + 10
+    scales = training.exit_loss_scales(6, 0.3)
+
+    def step_loss(step):
+        batch = training.batch_at(tokens, step, 4, 16)
+        rates = training.layer_dropout_rates(6, 0.2, step, total_steps)
+        states = training.hidden_states(model, batch[:, :-1], range(1, 7), dropout=rates, seed=step)
+        enabled = training.rotational_curriculum(6, 3, step)
+        weights = training.exit_weights(scales, enabled)
+        loss = training.early_exit_loss(model, states, batch[:, 1:], weights)
+        logits = [training.exit_logits(model, states[e]) for e in (2, 6)]
+        return loss + training.distillation_loss(*logits, total_variation=0.5)
+
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizers = [
+        torch.optim.AdamW(matrices, lr=3e-3),
+        torch.optim.SGD(vectors, lr=1e-2, momentum=0.9),
+    ]
+    run = training.train(
+        model,
+        optimizers,
+        step_loss,
+        total_steps,
+        schedule=lambda step: min(1.0, (step + 1) / 5, (total_steps - step) / 10),
+        checkpoint=folder / "checkpoint.pt",
+        **options,
+    )
+    return model, run
+
+
+def test_training_learns(tmp_path):
+    _, run = learner(tmp_path)
+    losses = [loss for _, loss in run]
+    assert len(losses) == 30
+    assert losses[0] > 3.5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_killed_and_resumed_run_is_the_unbroken_one(tmp_path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    unbroken, run = learner(tmp_path / "whole")
+    losses = dict(run)
+    _, run = learner(tmp_path / "broken", save_seconds=0.0)
+    first = dict(itertools.islice(run, 13))
+    run.close()
+    (tmp_path / "broken" / "checkpoint.tmp").write_bytes(b"half of a later checkpoint")
+    resumed, run = learner(tmp_path / "broken")
+    second = dict(run)
+    assert sorted(second) == list(range(14, 31))
+    assert first | second == losses
+    for name, value in unbroken.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert [path.name for path in (tmp_path / "broken").iterdir()] == ["checkpoint.pt"]
+    _, run = learner(tmp_path / "broken")
+    assert list(run) == []
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    bad = training.train(
+        model,
+        [torch.optim.SGD(model.parameters(), lr=0.1)],
+        lambda step: sum(p.sum() for p in model.parameters()) * math.nan,
+        3,
+        schedule=lambda step: 1.0,
+        checkpoint=tmp_path / "checkpoint.pt",
+    )
+    with pytest.raises(FloatingPointError, match="at step 0"):
+        next(bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: training.layer_dropout_rates(4, 1.5), r"p_max must be in \[0, 1\], got 1.5"),
+        (lambda: training.rotational_curriculum(4, 0, 1), "period must be at least 1, got 0"),
+        (
+            lambda: training.hidden_states(tiny_model("llama"), prompt(4), [7]),
+            r"exits must be in 1\.\.6 for a 6-layer model, got 7",
+        ),
+        (
+            lambda: training.hidden_states(tiny_model("llama"), prompt(4), [6], dropout=[0.1]),
+            "dropout must hold 6 rates, got 1",
+        ),
+        (
+            lambda: training.hidden_states(tiny_model("qwen3"), prompt(4), [6]),
+            "model_type must be one of .*, got 'qwen3'",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
