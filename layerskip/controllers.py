@@ -1,0 +1,410 @@
+"""Knows when to stop drafting; refuses to know models, tokens and clocks.
+
+A controller serves one generate call. Each row of the batch is named by its index and its rounds
+run `limit`, then `keep_drafting` after a drafted token while fewer than the limit are drafted, then
+`update`. Rows may interleave. A drafted token is always verified: a stop decides about the next one
+only. Confidence is the probability of the drafted token under the softmax of the draft's raw logits
+at temperature 1; a confidence that is not a number stops drafting.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from layerskip.speculation import CostTable, expected_tokens, optimal_draft_length
+
+
+class Controller(Protocol):
+    """Decides how many tokens each row of a batch drafts in its next round."""
+
+    needs_confidence: bool
+    """False: the engine may draft `limit` tokens without reading anything back."""
+
+    def reset(self, rows: int) -> None:
+        """Starts a call with `rows` rows and forgets everything learned before."""
+
+    def limit(self, row: int, allowed: int) -> int:
+        """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        """Whether to draft another token, given the confidence of the one just drafted."""
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        """Reports the row's round, once, also where drafted is 0."""
+
+
+class Fixed:
+    """Drafts the same number of tokens in every round."""
+
+    needs_confidence = False
+
+    def __init__(self, max_draft_length: int = 5) -> None:
+        self.max_draft_length = max_draft_length
+
+    def reset(self, rows: int) -> None:
+        pass
+
+    def limit(self, row: int, allowed: int) -> int:
+        return min(self.max_draft_length, allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return not math.isnan(confidence)
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+class Confidence(Fixed):
+    """Stops after a token whose confidence is below a threshold.
+
+    Defaults of Kangaroo (Liu et al. 2024, arXiv 2404.18911), .6 and at most 6 tokens, because its
+    draft, too, is an early exit of the target. `transformers` has .4 and 20 for a separate small
+    model, whose drafts cost less.
+    """
+
+    needs_confidence = True
+
+    def __init__(self, threshold: float = 0.6, max_draft_length: int = 6) -> None:
+        super().__init__(max_draft_length)
+        self.threshold = threshold
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return confidence >= self.threshold
+
+
+class AdaptiveThreshold:
+    """Draft & Verify's rule: a confidence threshold that steers the acceptance rate to .9.
+
+    Zhang et al. 2024, arXiv 2309.08168, with the published code's parameters [1, .5, .9, .01, .9]:
+    after every round the acceptance rate is averaged by halves, from 0; below .9 the threshold aims
+    .01 higher, otherwise .01 lower unless the round drafted as many tokens as it may; the threshold
+    goes a tenth of the way. It starts at .8 for greedy decoding and at .5 for sampling.
+    """
+
+    needs_confidence = True
+
+    def __init__(self, threshold: float = 0.8, max_draft_length: int = 8) -> None:
+        self.initial_threshold = threshold
+        self.max_draft_length = max_draft_length
+        self.reset(1)
+
+    def reset(self, rows: int) -> None:
+        self.thresholds = [self.initial_threshold] * rows
+        self.acceptance_rates = [0.0] * rows
+
+    def limit(self, row: int, allowed: int) -> int:
+        return min(self.max_draft_length, allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return confidence >= self.thresholds[row]
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        if drafted == 0:
+            return
+        rate = 0.5 * self.acceptance_rates[row] + 0.5 * accepted / drafted
+        threshold = aim = self.thresholds[row]
+        if rate < 0.9:
+            aim += 0.01
+        elif drafted < self.max_draft_length:
+            aim -= 0.01
+        self.acceptance_rates[row] = rate
+        self.thresholds[row] = 0.9 * threshold + 0.1 * aim
+
+
+class Heuristic:
+    """The "heuristic" schedule of `transformers`: 2 more after a fully accepted draft, else 1 less.
+
+    Starts at 20 tokens, the library's default `num_assistant_tokens`, and never goes below 1. The
+    library knows no upper end; here `max_draft_length`, where given, caps the schedule itself.
+    """
+
+    needs_confidence = False
+
+    def __init__(self, max_draft_length: int | None = None) -> None:
+        self.max_draft_length = max_draft_length
+        self.reset(1)
+
+    def reset(self, rows: int) -> None:
+        self.lengths = [self._capped(20)] * rows
+
+    def limit(self, row: int, allowed: int) -> int:
+        return min(self.lengths[row], allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return not math.isnan(confidence)
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        if drafted == 0:  # nothing was drafted, so nothing was learned about drafting
+            return
+        length = self.lengths[row]
+        self.lengths[row] = self._capped(length + 2 if accepted == drafted else max(1, length - 1))
+
+    def _capped(self, length: int) -> int:
+        return length if self.max_draft_length is None else min(length, self.max_draft_length)
+
+
+_BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
+_BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
+_BINS = len(_BIN_CENTRES)
+
+# A draft's first token has no confidence before it; the row's last round stands in. Keys go on
+# where the bins end: no round yet, none accepted, some, all.
+_NO_ROUND, _NONE_ACCEPTED, _SOME_ACCEPTED, _ALL_ACCEPTED = range(_BINS, _BINS + 4)
+_KEYS = _BINS + 4
+
+# The prior. Drafts agree with their target oftener than their confidence says when it is low (the
+# target may well choose the same token for the same weak reasons) and less when it is high.
+_PRIOR_ACCEPTANCE = 0.75
+_PRIOR_WEIGHT = 6.0
+_PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
+_BIN_WEIGHT = 10.0
+_KEY_WEIGHT = 24.0
+_KEY_SLOPE = 0.25
+_EVIDENCE_START = 1.0
+_EVIDENCE_LIMIT = 6.0
+_RATE_WEIGHT = 10.0
+_RATE_DECAY = 0.98
+_PROBE_INTERVAL = 16.0
+_LOSS_ALLOWED = 2.0
+_LOSS_SHARE = 0.01
+
+
+class _Acceptance:
+    """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
+
+    `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
+    accounts of the draft, weighted by how well each predicted so far: confidences tell (the prior
+    line with its odds multiplied so that its level agrees with what was seen), or they tell nothing
+    (the same probability for all).
+    `after[key]` is for a token not drafted yet, given the confidence bin of the token before it or,
+    at the start of a draft, the outcome of the row's last round; it backs off to `next`, the same
+    without the key. Callers tell only of tokens up to the first rejection: whether a later one
+    would have been accepted is not known.
+    """
+
+    def __init__(self) -> None:
+        self._bin_seen = [0.0] * _BINS
+        self._bin_accepted = [0.0] * _BINS
+        self._key_seen = [0.0] * _KEYS
+        self._key_accepted = [0.0] * _KEYS
+        self._seen = self._accepted = 0.0  # all tokens
+        self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
+        self._evidence = _EVIDENCE_START  # log odds that confidences tell
+        self.estimate()
+
+    def estimate(self) -> None:
+        """Brings the public tables up to date with what was observed."""
+        weight, prior = _PRIOR_WEIGHT, _PRIOR_ACCEPTANCE
+        lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
+        expected_lost = self._rated - self._rated_expected + weight * (1.0 - prior)
+        won = self._rated_accepted + weight * prior
+        expected_won = self._rated_expected + weight * prior
+        shift = (won / lost) / (expected_won / expected_lost)
+        self._level = won / (self._rated + weight)
+        self._line = [p * shift / (1.0 - p + p * shift) for p in _PRIOR_BY_BIN]
+        trust = 1.0 / (1.0 + math.exp(-self._evidence))
+        self.given_confidence = [
+            (accepted + _BIN_WEIGHT * (trust * line + (1.0 - trust) * self._level))
+            / (seen + _BIN_WEIGHT)
+            for accepted, seen, line in zip(
+                self._bin_accepted, self._bin_seen, self._line, strict=True
+            )
+        ]
+        self.next = (self._accepted + weight * prior) / (self._seen + weight)
+        self.after = [
+            (accepted + _KEY_WEIGHT * (self.next + tilt)) / (seen + _KEY_WEIGHT)
+            for accepted, seen, tilt in zip(
+                self._key_accepted, self._key_seen, _KEY_TILTS, strict=True
+            )
+        ]
+
+    def observe(self, key: int, confidence_bin: int | None, accepted: bool) -> None:
+        """Tells of one verified token; `estimate` makes it count."""
+        self._key_seen[key] += 1
+        self._key_accepted[key] += accepted
+        self._seen += 1
+        self._accepted += accepted
+        if confidence_bin is None:
+            return
+        line, level = self._line[confidence_bin], self._level
+        ratio = line / level if accepted else (1.0 - line) / (1.0 - level)
+        evidence = self._evidence + math.log(ratio)
+        self._evidence = max(-_EVIDENCE_LIMIT, min(_EVIDENCE_LIMIT, evidence))
+        self._bin_seen[confidence_bin] += 1
+        self._bin_accepted[confidence_bin] += accepted
+        self._rated += 1
+        self._rated_accepted += accepted
+        self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
+
+
+_KEY_TILTS = tuple(_KEY_SLOPE * (centre - 0.7) for centre in _BIN_CENTRES) + (0.0,) * 4
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row: its round in progress, and when it drafts again after drafting was turned off."""
+
+    probe_interval: float
+    plain_steps: float
+    """Since the last round that drafted."""
+    key: int = _NO_ROUND
+    limit: int = 0
+    probing: bool = False
+    survival: float = 1.0
+    """P(all tokens drafted in this round are accepted)."""
+    bins: list[int] = field(default_factory=list)
+    """Of the confidences of this round's tokens."""
+
+
+class ExpectedGain:
+    """Drafts on while the expected gain of another token exceeds its price.
+
+    With d tokens drafted, another is drafted iff P(all d accepted) * P(next accepted) exceeds
+    (c + v(d + 2) - v(d + 1)) * S, where S is the running rate in tokens per target step, never
+    below 1 since plain decoding is always there. This is the optimum of a renewal-reward process
+    (Dinkelbach): it maximises expected tokens per expected cost. As v may jump, the gain is that of
+    the best stop among all later ones, not only of the next token. The probabilities are learned
+    during the call, and shared, like S, by the rows of the batch. S forgets over about 50 target
+    steps: a token is worth what its neighbours cost, and stretches differ.
+
+    Where no draft is expected to gain, the row decodes plainly and probes with a draft now and
+    then: again at once after a probe that paid, half as often after one that did not. The first
+    round is such a probe. The same holds, whatever is expected, while the call is behind plain
+    decoding by more than 2 target steps a row and 1% of its tokens: expectations were wrong then.
+    """
+
+    needs_confidence = True
+
+    def __init__(self, costs: CostTable, max_draft_length: int = 8) -> None:
+        self.costs = costs
+        self.max_draft_length = max_draft_length
+        self._round_costs = [costs.round_cost(drafted) for drafted in range(max_draft_length + 1)]
+        self._step_costs = [
+            after - before
+            for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
+        ]
+        self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
+        self.reset(1)
+
+    def reset(self, rows: int) -> None:
+        self._acceptance = _Acceptance()
+        best = optimal_draft_length(_PRIOR_ACCEPTANCE, self.costs, self.max_draft_length)
+        self._tokens = _RATE_WEIGHT * expected_tokens(_PRIOR_ACCEPTANCE, best)
+        self._cost = _RATE_WEIGHT * self._round_costs[best]
+        self.rate = max(1.0, self._tokens / self._cost)
+        # A probe is due at once: against the first draft only the prior could speak.
+        self._loss = 0.0
+        self._loss_allowed = _LOSS_ALLOWED * rows
+        self._rows = [_Row(self._first_interval, self._first_interval) for _ in range(rows)]
+
+    def limit(self, row: int, allowed: int) -> int:
+        state = self._rows[row]
+        state.limit = min(allowed, self.max_draft_length)
+        state.survival = 1.0
+        state.bins.clear()
+        state.probing = False
+        if self._loss > self._loss_allowed or not self._pays(state, state.key):
+            state.probing = state.plain_steps >= state.probe_interval
+            if not state.probing:
+                state.limit = 0
+        return state.limit
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        if math.isnan(confidence):
+            return False
+        state = self._rows[row]
+        confidence_bin = bisect_right(_BIN_EDGES, confidence)
+        state.bins.append(confidence_bin)
+        state.survival *= self._acceptance.given_confidence[confidence_bin]
+        return self._pays(state, confidence_bin)
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        state = self._rows[row]
+        cost = self._round_costs[drafted]
+        decay = _RATE_DECAY**cost
+        self._tokens = self._tokens * decay + accepted + 1
+        self._cost = self._cost * decay + cost
+        self.rate = max(1.0, self._tokens / self._cost)
+        self._loss += cost - accepted - 1
+        self._loss_allowed += _LOSS_SHARE * (accepted + 1)
+        if drafted == 0:
+            state.plain_steps += 1
+            return
+        key = state.key
+        for position in range(min(drafted, accepted + 1)):
+            confidence_bin = state.bins[position] if position < len(state.bins) else None
+            self._acceptance.observe(key, confidence_bin, position < accepted)
+            if confidence_bin is not None:
+                key = confidence_bin
+        self._acceptance.estimate()
+        state.plain_steps = 0.0
+        if not state.probing:
+            state.probe_interval = self._first_interval
+        elif accepted > self.rate * (cost - 1.0):
+            state.plain_steps = state.probe_interval  # it paid: look again at once
+        else:
+            state.probe_interval *= 2
+        if accepted == drafted:
+            state.key = _ALL_ACCEPTED
+        else:
+            state.key = _SOME_ACCEPTED if accepted else _NONE_ACCEPTED
+
+    def _pays(self, state: _Row, key: int) -> bool:
+        """Whether some stop later than now is expected to gain over stopping now."""
+        survival = state.survival
+        acceptance = self._acceptance.after[key]
+        gain = 0.0
+        for drafted in range(len(state.bins), state.limit):
+            survival *= acceptance
+            gain += survival - self.rate * self._step_costs[drafted]
+            if gain > 0.0:
+                return True
+            acceptance = self._acceptance.next
+        return False
+
+
+CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
+
+
+def make_controller(
+    name: str,
+    *,
+    max_draft_length: int | None = None,
+    threshold: float | None = None,
+    costs: CostTable,
+    sampling: bool = False,
+) -> Controller:
+    """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
+
+    `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
+    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs`. Raises
+    ValueError for an unknown name and for settings out of range; warns where one has no effect.
+    """
+    if name not in CONTROLLERS:
+        raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
+    if max_draft_length is not None and max_draft_length < 1:
+        raise ValueError(
+            f"max_draft_length must be at least 1, got {max_draft_length}; "
+            "to decode without drafts, turn drafting off"
+        )
+    if threshold is not None and not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"threshold must be in [0, 1], got {threshold}")
+    if threshold is not None and name not in ("confidence", "adaptive-threshold"):
+        warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
+    length = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
+    match name:
+        case "fixed":
+            return Fixed(**length)
+        case "confidence":
+            return Confidence(**length) if threshold is None else Confidence(threshold, **length)
+        case "adaptive-threshold":
+            start = threshold if threshold is not None else 0.5 if sampling else 0.8
+            return AdaptiveThreshold(start, **length)
+        case "heuristic":
+            return Heuristic(**length)
+        case _:
+            return ExpectedGain(costs, **length)
