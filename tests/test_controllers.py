@@ -384,6 +384,20 @@ def test_expected_gain_learns_overconfidence_and_forgets_it_on_reset() -> None:
     assert goes_on()
 
 
+def test_expected_gain_stays_off_while_behind_plain_decoding() -> None:
+    """One round that lost 2.8 steps outweighs any expectation; one that lost little does not."""
+    limits = {}
+    for drafted in (1, 8):
+        controller = ExpectedGain(CostTable(0.35, (1.0,)))
+        controller.reset(1)
+        controller.limit(0, 9)
+        controller.update(0, 1, 1)
+        controller.limit(0, 9)
+        controller.update(0, drafted, 0)
+        limits[drafted] = controller.limit(0, 9)
+    assert limits == {1: 8, 8: 0}
+
+
 def test_expected_gain_rows_share_what_they_learn() -> None:
     controller = ExpectedGain(CostTable(0.35, (1.0,)))
     controller.reset(2)
@@ -578,9 +592,10 @@ def test_expected_gain_beats_every_fixed_length_on_easy_and_hard_stretches() -> 
     assert mean_regret(cheap) <= -0.07
 
 
-@pytest.mark.parametrize(("length", "allowed"), [(64, 0.015), (128, 0.01)])
+@pytest.mark.parametrize(("length", "allowed"), [(64, 0.01), (128, 0.0)])
 def test_expected_gain_starts_well(length: int, allowed: float) -> None:
     cells = regrets(length, texts=12)
     assert mean_regret(cells) <= allowed
+    assert max(cell.ours for cell in cells) <= 1.07  # plain decoding is 1
     informative = [cell for cell in cells if cell.kind.split()[0] in ("calibrated", "stretches")]
     assert mean_regret(informative) <= 0.0
