@@ -1,7 +1,8 @@
-"""Tiny random models, one per supported family; knows transformers, nothing of this library."""
+"""Tiny random models, one per supported family, and prompts; knows nothing of this library."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -113,3 +114,57 @@ def prompt(length: int, *, rows: int = 1, seed: int = 0) -> torch.Tensor:
     """Seeded random token ids (rows, length), none of them the pad token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (rows, length), generator=generator)
+
+
+def lively_model(family: str, **overrides: Any) -> Any:
+    """A tiny model whose drafts are accepted and rejected, and whose greedy text varies.
+
+    Random sublayers drown the embedding, so that no draft agrees with its target, and a tied head
+    repeats the last token for ever. Here the sublayers add little to strong embeddings, and an
+    untied head behind a louder norm makes the laws uneven.
+    """
+    model = tiny_model(family, **({"tie_word_embeddings": False} | overrides))
+    gemma = family.startswith("gemma")  # norms multiply by 1 + weight, embeddings by sqrt(width)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if family in ("gemma2", "gemma3"):
+                for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+                    norm.weight.copy_((1 + norm.weight) * 0.25 - 1)
+            else:
+                layer.self_attn.o_proj.weight.mul_(0.25)
+                layer.mlp.down_proj.weight.mul_(0.25)
+        embedding = model.model.embed_tokens.weight
+        embedding.div_(embedding.std() * (model.config.hidden_size**0.5 if gemma else 1.0))
+        norm = model.model.norm.weight
+        norm.copy_((1 + norm) * 2 - 1) if gemma else norm.mul_(2)
+    return model
+
+
+def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded seeded prompts of those lengths and their attention mask, (B, W) each."""
+    width = max(lengths)
+    ids = prompt(width, rows=len(lengths), seed=seed)
+    mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
+    return ids * mask, mask  # the pad token is 0
+
+
+class Erratic:
+    """A controller that decides at random, and differently for every row and round."""
+
+    needs_confidence = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.reset(1)
+
+    def reset(self, rows: int) -> None:
+        self.draws = random.Random(self.seed)
+
+    def limit(self, row: int, allowed: int) -> int:
+        return self.draws.randint(0, allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return self.draws.random() < 0.7
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        pass

@@ -1,0 +1,304 @@
+"""The same tokens as `transformers`: every family, skip config, controller, batch and prompt.
+
+Float64, so that equality is exact. Every pair of axis values runs by default, the full product
+under `-m slow`. Ragged Gemma 2 is compared row by row without padding: the library's own eager
+attention makes NaN of fully masked pad rows in float64 (its float32 softmax sees finfo(float64).min
+as -inf), and `generate()` then returns token 0 for padded rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import layerskip
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.controllers import CONTROLLERS
+from layerskip.prompts import read_prompts
+from layerskip.speculation import CostTable
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+NEW_TOKENS = 20
+SKIPS = {
+    "early exit": SkipConfig.early_exit(4),
+    "whole layers": SkipConfig.layers((2, 4)),
+    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # the first and the last sublayer
+}
+PROMPTS = {"short": (5, 2, 4), "past the window": (WINDOW + 5, 3, WINDOW + 2)}
+AXES: dict[str, tuple[Any, ...]] = {
+    "family": FAMILIES,
+    "skip": tuple(SKIPS),
+    "controller": (*CONTROLLERS, "erratic"),
+    "rows": (1, 3),
+    "lengths": tuple(PROMPTS),
+    "execution": ("modules", "fused"),
+}
+Case = tuple[Any, ...]
+
+
+def pairs(case: Case) -> set[tuple[int, Any, int, Any]]:
+    """The pairs of axis values that a case covers."""
+    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(AXES)), 2)}
+
+
+def pairwise_cover() -> list[Case]:
+    """A small set of cases that covers every pair: always the one with the most new pairs next."""
+    everything = list(product(*AXES.values()))
+    missing = set().union(*map(pairs, everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+COVER = pairwise_cover()
+
+
+def test_the_cover_holds_every_pair_of_axis_values() -> None:
+    covered = set().union(*map(pairs, COVER))
+    for (one, values), (other, others) in combinations(enumerate(AXES.values()), 2):
+        for value, another in product(values, others):
+            assert (one, value, other, another) in covered
+    assert len(COVER) < 70
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    return lively_model(family)
+
+
+def batch(rows: int, lengths: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return ragged(PROMPTS[lengths][:rows], seed=3)
+
+
+@functools.cache
+def reference(family: str, rows: int, lengths: str) -> list[list[int]]:
+    """New tokens of the library's own greedy decoding."""
+    model, (ids, mask) = model_of(family), batch(rows, lengths)
+    batches = [(ids, mask)]
+    if family == "gemma2":  # see the module's docstring
+        batches = [(i[m.bool()][None], m[m.bool()][None]) for i, m in zip(ids, mask, strict=True)]
+    new = []
+    for i, m in batches:
+        out = model.generate(i, attention_mask=m, max_new_tokens=NEW_TOKENS, do_sample=False)
+        new += out[:, i.shape[1] :].tolist()
+    return new
+
+
+def decode(
+    family: str,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sample: bool,
+    max_new_tokens: int = NEW_TOKENS,
+    **settings: Any,
+) -> tuple[list[list[int]], Any]:
+    out = model_of(family).generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
+        max_new_tokens=max_new_tokens,
+        do_sample=sample,
+        **({"temperature": 0.8, "top_k": 20} if sample else {}),
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :].tolist(), out.stats
+
+
+@functools.cache
+def plain_sample(family: str, rows: int, lengths: str) -> list[list[int]]:
+    ids, mask = batch(rows, lengths)
+    return decode(family, ids, mask, sample=True, seeds=(11, 12, 13)[:rows])[0]
+
+
+def check(case: Case) -> None:
+    family, skip, name, rows, lengths, execution = case
+    ids, mask = batch(rows, lengths)
+    how = {"skip": SKIPS[skip], "execution": execution}
+
+    def controller() -> Any:
+        return Erratic() if name == "erratic" else name
+
+    tokens, stats = decode(family, ids, mask, sample=False, controller=controller(), **how)
+    assert tokens == reference(family, rows, lengths)
+    assert stats.num_draft_tokens > 0
+    assert stats.num_new_tokens == rows * NEW_TOKENS
+
+    seeds = (11, 12, 13)[:rows]
+    sampled, stats = decode(
+        family, ids, mask, sample=True, controller=controller(), seeds=seeds, **how
+    )
+    assert sampled == plain_sample(family, rows, lengths)
+    assert stats.num_draft_tokens > 0
+    if rows > 1:  # the middle row alone, without its pads
+        real = mask[1].bool()
+        alone, _ = decode(
+            family,
+            ids[1:2, real],
+            mask[1:2, real],
+            sample=True,
+            controller=controller(),
+            seeds=seeds[1:2],
+            **how,
+        )
+        assert alone == sampled[1:2]
+
+
+def name_of(case: Case) -> str:
+    return "-".join(str(value).replace(" ", "_") for value in case)
+
+
+@pytest.mark.parametrize("case", COVER, ids=name_of)
+def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(product(*AXES.values())), ids=name_of)
+def test_full_product(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_accepted_and_rejected(family: str, skip: str) -> None:
+    """What the cases above prove nothing without."""
+    ids, mask = batch(3, "past the window")
+    for sample in (False, True):
+        seeds = (11, 12, 13) if sample else None
+        how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "seeds": seeds}
+        _, stats = decode(family, ids, mask, sample=sample, skip=SKIPS[skip], **how)
+        assert 0.05 < stats.acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_attention_and_a_tied_head(family: str) -> None:
+    model = tiny_model(family, attention="eager", tie_word_embeddings=True)
+    ids = prompt(WINDOW + 3)
+    want = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for skip in SKIPS.values():
+        decoding = LayerSkipDecoding(skip, controller="fixed")
+        got = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=decoding)
+        assert got.tolist() == want.tolist()
+
+
+def test_a_row_gets_the_same_text_wherever_it_stands_in_a_batch() -> None:
+    lengths, order = (9, 3, 12, 6), (2, 0, 3, 1)
+    ids, mask = ragged(lengths)
+    seeds = (5, 6, 7, 8)
+    settings: dict[str, Any] = {"skip": SKIPS["scattered"], "controller": "confidence"}
+    tokens, _ = decode("llama", ids, mask, sample=True, seeds=seeds, **settings)
+    shuffled = tuple(seeds[row] for row in order)
+    again, _ = decode(
+        "llama", ids[[*order]], mask[[*order]], sample=True, seeds=shuffled, **settings
+    )
+    assert again == [tokens[row] for row in order]
+    assert len({tuple(row) for row in tokens}) == 4
+
+
+def test_text_does_not_depend_on_the_draft_but_on_the_seed() -> None:
+    ids, mask = batch(3, "short")
+    texts = []
+    for seed in (1, 2):
+        for longest, name in product((1, 4, 9), ("fixed", "heuristic")):
+            settings = {"max_draft_length": longest, "controller": name, "seed": seed}
+            text, _ = decode("gemma3", ids, mask, sample=True, skip=SKIPS["early exit"], **settings)
+            texts.append(text)
+    assert all(text == texts[0] for text in texts[:6])
+    assert all(text == texts[6] for text in texts[6:])
+    assert texts[0] != texts[6]
+
+
+# ---------------------------------------------------------------------------------------------
+# The shipped models, in float32.
+
+SHIPPED = Path(layerskip.__file__).parent / "models"
+SHIPPED_SKIPS = {
+    "demo-llama": SkipConfig.early_exit(3),
+    "demo-gemma2": SkipConfig(attention=(3, 5), mlp=(4, 7)),
+}
+RESOLUTION = 1e-4  # a margin of logits that float32 kernels of different shapes do not resolve
+
+
+def held_out(name: str, count: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A shipped model and the start of held-out prompts, all of one width."""
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / name)
+    texts = [p.text for p in read_prompts(SHIPPED / "prompts.jsonl")]
+    rows = [tokenizer(text).input_ids[:48] for text in texts]
+    assert len(rows) >= count
+    # every kind of prompt: they stand one kind after the other
+    rows = [rows[i * len(rows) // count] for i in range(count)]
+    lengths = tuple(map(len, rows))
+    ids, mask = ragged(lengths)
+    for row, tokens in enumerate(rows):
+        ids[row, mask[row].bool()] = torch.tensor(tokens)
+    return model, ids, mask
+
+
+def margin(model: Any, seen: torch.Tensor, one: int, other: int) -> float:
+    """How far apart two tokens' logits are after the tokens seen (n,)."""
+    with torch.no_grad():
+        logits = model(seen[None]).logits[0, -1]
+    return abs(float(logits[one] - logits[other]))
+
+
+def check_shipped(name: str, count: int, new_tokens: int) -> None:
+    model, ids, mask = held_out(name, count)
+    skip = SHIPPED_SKIPS[name]
+    ties = drafted = accepted = 0
+    for start in range(0, count, 10):
+        i, m = ids[start : start + 10], mask[start : start + 10]
+        ends = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+
+        def run(sample: bool, settings: dict[str, Any], i: Any = i, m: Any = m) -> Any:
+            return model.generate(
+                i,
+                attention_mask=m,
+                do_sample=sample,
+                **({"temperature": 0.8, "top_k": 0} if sample else {}),
+                **({"custom_generate": LayerSkipDecoding(**settings)} if settings else {}),
+                return_dict_in_generate=True,
+                **ends,
+            )
+
+        how = {"skip": skip, "controller": "fixed", "max_draft_length": 4, "costs": COSTS}
+        want, got = run(False, {}), run(False, how)
+        sampled, plain = run(True, how | {"seed": 4}), run(True, {"seed": 4})
+        for out in (got, sampled):
+            drafted += out.stats.num_draft_tokens
+            accepted += out.stats.num_accepted_tokens
+        for row in range(len(i)):
+            for a, b in ((got, want), (sampled, plain)):
+                differ = (a.sequences[row] != b.sequences[row]).nonzero()
+                if not len(differ):
+                    continue
+                assert a is got, "coupled sampling left the plain text"
+                place = int(differ[0])
+                seen = a.sequences[row, :place][-(place - i.shape[1] + int(m[row].sum())) :]
+                one, other = int(a.sequences[row, place]), int(b.sequences[row, place])
+                assert margin(model, seen, one, other) < RESOLUTION
+                ties += 1
+    assert ties <= count // 10
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("name", SHIPPED_SKIPS)
+def test_shipped_models_on_held_out_prompts(name: str) -> None:
+    check_shipped(name, count=50, new_tokens=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_SKIPS)
+def test_shipped_models_on_held_out_prompts_longer(name: str) -> None:
+    check_shipped(name, count=60, new_tokens=160)
