@@ -20,6 +20,8 @@ FLOORS = {
     "layerskip.config": 0,
     "layerskip.speculation": 0,
     "layerskip.cache": 1,
+    "layerskip.fused": 1,
+    "layerskip.fused": 1,
     "layerskip.laws": 1,
     "layerskip.sublayers": 2,
     "layerskip.training": 2,
@@ -30,6 +32,7 @@ FLOORS = {
     "layerskip.costs": 5,
     "layerskip.environment": 5,
     "layerskip.generation": 5,
+    "layerskip.loading": 5,
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
     "layerskip.search": 6,
