@@ -2,22 +2,25 @@
 
 Sublayer 2i is the attention of layer i, sublayer 2i+1 its MLP, each with its norms and residual
 add. The library's own modules are called, never copied or patched, so quantised, adapted and
-offloaded modules work, and the model stays as it was found.
+offloaded modules work, and the model stays as it was found. Plain weights take the lean path of
+`fused.py`, which computes the same.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layerskip import fused
 from layerskip.cache import RowCache
 
 Block = Callable[[Tensor, "Pass"], Tensor]
+EXECUTIONS = ("auto", "modules", "fused")
 
 
 class UnsupportedModelError(ValueError):
@@ -79,9 +82,9 @@ class Rotary:
 class Pass:
     """What every sublayer of one forward pass shares: rotary angles, masks, the cache."""
 
-    def __init__(self, model: Sublayers, cache: RowCache, rotary: Rotary) -> None:
+    def __init__(self, model: Sublayers, cache: RowCache, rotary: Rotary | fused.Rotary) -> None:
         self.cache = cache
-        self.rope = rotary.at(cache)
+        self.rope: Mapping[str, Any] = rotary.at(cache)
         # the eager kernel knows no causality of its own; sdpa does when it is given no mask
         always = model.eager and cache.count > 1
         self.masks: dict[int | None, Tensor | None] = {
@@ -97,12 +100,18 @@ class Sublayers:
 
     Args:
         model: a `transformers` causal language model of a family in `FAMILIES`.
+        execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
+            "auto" the lean path where it can serve the model as it is now.
+
+    Attributes:
+        execution: the one taken, "modules" or "fused".
 
     Raises:
         UnsupportedModelError: naming what is not supported and what is.
+        ValueError: "fused" was asked for and cannot serve this model; or training mode.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         config: Any = getattr(model, "config", None)
         kind = getattr(config, "model_type", type(model).__name__)
         if kind not in FAMILIES or not hasattr(model, "lm_head"):
@@ -144,13 +153,41 @@ class Sublayers:
         # with a model spread over devices, hidden states travel to the layer before the residual
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
+        self.execution = self._resolve(execution, kind)
         self.blocks: tuple[Block, ...] = tuple(
             block
             for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
-            for block in (self._attention(layer, window, kind), self._mlp(layer))
+            for block in self._layer_blocks(layer, window, kind)
+        )
+        self._head = (
+            fused.head(model)
+            if self.execution == "fused"
+            else lambda hidden: model.lm_head(decoder.norm(hidden))  # type: ignore[operator]
         )
         self._softcap: float | None = (
             config.final_logit_softcapping if self.family.softcap else None
+        )
+
+    def _resolve(self, execution: str, kind: str) -> str:
+        if execution not in EXECUTIONS:
+            raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
+        if execution == "modules":
+            return execution
+        reason = fused.refusal(self.model, self.layers, kind)
+        if execution == "fused" and reason is not None:
+            raise ValueError(
+                f"execution 'fused' cannot serve this model: {reason}; "
+                "use execution='auto' or 'modules'"
+            )
+        return "fused" if reason is None else "modules"
+
+    def _layer_blocks(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+        if self.execution == "modules":
+            return self._attention(layer, window, kind), self._mlp(layer)
+        sandwich = self.family.sandwich
+        return (
+            fused.attention(layer, window, kind, sandwich=sandwich, eager=self.eager),
+            fused.mlp(layer, sandwich=sandwich),
         )
 
     def _layer_type(self, layer: int) -> str:
@@ -216,13 +253,15 @@ class Sublayers:
             if device is not None:
                 hidden = hidden.to(device)
             mask = step.masks[window]
-            out = attend(
+            out: Tensor = attend(
                 hidden_states=before(hidden),
                 position_embeddings=step.rope[kind],
                 attention_mask=mask if mask is None or device is None else mask.to(device),
                 past_key_values=step.cache,
             )[0]  # (B, T, H)
-            return hidden + (out if after is None else after(out))  # (B, T, H)
+            if after is not None:
+                out = after(out)
+            return hidden + out  # (B, T, H)
 
         return block
 
@@ -236,8 +275,10 @@ class Sublayers:
         def block(hidden: Tensor, step: Pass) -> Tensor:
             if device is not None:
                 hidden = hidden.to(device)
-            out = mlp(before(hidden))  # (B, T, H)
-            return hidden + (out if after is None else after(out))  # (B, T, H)
+            out: Tensor = mlp(before(hidden))  # (B, T, H)
+            if after is not None:
+                out = after(out)
+            return hidden + out  # (B, T, H)
 
         return block
 
@@ -245,15 +286,19 @@ class Sublayers:
         """An empty cache for a batch."""
         return RowCache(rows, slots, self.windows)
 
-    def rotary(self, slots: int, total: int) -> Rotary:
+    def rotary(self, slots: int, total: int) -> Rotary | fused.Rotary:
         """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
         positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         kinds = dict.fromkeys(self.layer_types)
         if self.family.rope_by_type:
-            return Rotary({k: self.decoder.rotary_emb(like, positions, k) for k in kinds})
-        table = self.decoder.rotary_emb(like, positions)  # (1, S, R) each
-        return Rotary(dict.fromkeys(kinds, table))
+            tables = {k: self.decoder.rotary_emb(like, positions, k) for k in kinds}
+        else:
+            table = self.decoder.rotary_emb(like, positions)  # (1, S, R) each
+            tables = dict.fromkeys(kinds, table)
+        if self.execution == "fused":
+            return fused.Rotary(tables, self.layers[0].self_attn.head_dim)
+        return Rotary(tables)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
@@ -267,7 +312,7 @@ class Sublayers:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
-        logits: Tensor = self.model.lm_head(self.decoder.norm(hidden))  # type: ignore[operator]
+        logits: Tensor = self._head(hidden)
         if self._softcap is not None:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap

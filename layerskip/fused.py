@@ -1,0 +1,387 @@
+"""Sublayers of plain-weight decoders in few kernels; knows no passes, laws or skip policies.
+
+The arithmetic of the library's modules, in its order and dtypes, without their module calls: on a
+small model most of a decoding step is launches and Python. Nothing is copied, patched or
+re-pointed: weights are read from the model's own parameters at every call. What is not plain
+(hooks, adapters, quantised weights, several devices, patched forwards) is refused by `refusal`,
+and belongs on the module path.
+Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
+D head width, R rotary width (R <= D).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+Function = Callable[[Tensor], Tensor]
+
+# model type -> (package in transformers.models, prefix of its class names)
+_CLASSES = {
+    "llama": ("llama", "Llama"),
+    "gemma": ("gemma", "Gemma"),
+    "gemma2": ("gemma2", "Gemma2"),
+    "gemma3_text": ("gemma3", "Gemma3"),
+    "mistral": ("mistral", "Mistral"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "phi3": ("phi3", "Phi3"),
+}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Angles(NamedTuple):
+    """Rotary angles of one pass.
+
+    Attributes:
+        cos: (B or 1, 1, T, R).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R).
+        matrix: the whole rotation as one matrix (D, D), for a single position.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    matrix: Tensor | None
+
+
+class Cache(Protocol):
+    """What this path needs of the key-value cache (`cache.RowCache`)."""
+
+    start: int
+    end: int
+    count: int
+    index: Tensor | None
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Step(Protocol):
+    """What this path needs of a pass (`sublayers.Pass`)."""
+
+    cache: Any
+    rope: Mapping[str, Any]
+    masks: Mapping[int | None, Tensor | None]
+
+
+Block = Callable[[Tensor, Any], Tensor]
+
+
+# ---------------------------------------------------------------------------------------------
+# The guard.
+
+
+def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
+    """Why a model must keep the module path, or None where this path computes the same.
+
+    Hooks and weights are looked at now: open the model again after changing its modules.
+
+    Args:
+        model: the causal language model; `layers` are its decoder layers.
+        kind: the configuration's `model_type`.
+    """
+    if kind not in _CLASSES:
+        return f"model type {kind!r} has no fused blocks; these have: {', '.join(sorted(_CLASSES))}"
+    if _global_hooks():
+        return "global module hooks are registered"
+    package, prefix = _CLASSES[kind]
+    source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    for name, module, expected in _involved(model, layers, source, prefix):
+        if reason := _not_plain(module, expected):
+            return f"{name} {reason}"
+    parameters = [p for layer in layers for p in layer.parameters()]
+    places = {(p.device, p.dtype) for p in [*parameters, model.model.norm.weight]}
+    if len(places) > 1:
+        return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
+    if parameters[0].dtype not in _DTYPES:
+        return f"dtype {parameters[0].dtype} is not among {', '.join(map(str, _DTYPES))}"
+    softcap = getattr(layers[0].self_attn, "attn_logit_softcapping", None)
+    if kind == "gemma2" and softcap is not None and model.config._attn_implementation != "eager":
+        return "softcapped attention needs attn_implementation='eager'"
+    return None
+
+
+def _global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _involved(
+    model: Any, layers: Sequence[Any], source: Any, prefix: str
+) -> Iterator[tuple[str, Any, type]]:
+    """Every module whose call this path replaces, with the class it must be exactly."""
+    classes = {part: getattr(source, prefix + part) for part in ("Attention", "MLP", "RMSNorm")}
+    yield "model.norm", model.model.norm, classes["RMSNorm"]
+    yield "lm_head", model.lm_head, nn.Linear
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            where = f"layer {index} {name}"
+            if name == "self_attn":
+                yield where, module, classes["Attention"]
+            elif name == "mlp":
+                yield where, module, classes["MLP"]
+            elif name.endswith("norm"):
+                yield where, module, classes["RMSNorm"]
+            elif name.endswith("_proj"):
+                yield where, module, nn.Linear
+            elif name and name.startswith(("self_attn.", "mlp.")):
+                # an activation: any function of one tensor will do, so any class
+                yield where, module, type(module)
+
+
+def _not_plain(module: Any, expected: Any) -> str | None:
+    found = type(module)
+    if found is not expected:
+        return f"is a {found.__name__}, not a plain {expected.__name__}"
+    if module.training:
+        return "is in training mode"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
+        return "is hooked by accelerate"
+    if "forward" in vars(module) or found.forward.__module__ != found.__module__:
+        return "has a patched forward"
+    for name, weight in module.named_parameters(recurse=False):
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+            return f"has a {name} of class {type(weight).__name__}, not a plain parameter"
+        if weight.is_meta:
+            return f"has its {name} offloaded"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Norms and rotations.
+
+
+def rms_norm(module: Any) -> Function:
+    """The function of an RMSNorm module: float32 inside, whatever the model's dtype.
+
+    Llama style: normalise, cast, times weight. Gemma style (its epsilon is called `eps`):
+    normalise, times (1 + weight), cast.
+    """
+    weight: Tensor = module.weight
+    width = weight.shape[0]
+    gemma = hasattr(module, "eps")
+    dtype = weight.dtype
+    epsilon = torch.tensor(module.eps if gemma else module.variance_epsilon, device=weight.device)
+
+    def normalise(x: Tensor) -> Tensor:
+        # x / sqrt(mean(x^2) + epsilon): four small kernels, where F.rms_norm has six on a CPU
+        norm = torch.linalg.vector_norm(x, 2, -1, True)  # (..., 1)
+        return x * torch.addcmul(epsilon, norm, norm, value=1 / width).rsqrt_()
+
+    def llama(x: Tensor) -> Tensor:
+        if dtype is torch.float32:
+            return normalise(x).mul_(weight)
+        return normalise(x.float()).to(dtype).mul_(weight)
+
+    def one_plus(x: Tensor) -> Tensor:
+        if dtype is torch.float32:
+            x = normalise(x)
+            return torch.addcmul(x, x, weight)
+        x = normalise(x.float())
+        return torch.addcmul(x, x, weight.float()).to(dtype)
+
+    return one_plus if gemma else llama
+
+
+class Rotary:
+    """Rotary tables of a call in the layout of this path.
+
+    Args:
+        tables: layer type -> (cos, sin) of every position, each (1, S, R).
+        width: head width D.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[Tensor, Tensor]], width: int) -> None:
+        self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
+        cos = next(iter(self.tables.values()))[0]
+        rotary = cos.shape[-1]
+        # One matrix product rotates fewer than 4 kernels do; below float32 it would round
+        # once where the library rounds three times, and on a GPU it might run in TF32.
+        self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
+        if self._as_matrix:
+            self._swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
+            places = torch.arange(rotary)
+            self._swap[places.roll(rotary // 2), places] = 1
+            self._eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
+
+    @staticmethod
+    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = sin.shape[-1] // 2
+        return cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
+
+    def at(self, cache: Cache) -> dict[str, Angles]:
+        """The angles at the positions of the pass the cache is placed for."""
+        return {kind: self._at(*table, cache) for kind, table in self.tables.items()}
+
+    def _at(self, cos: Tensor, sin: Tensor, cache: Cache) -> Angles:
+        if cache.index is not None:
+            index = cache.index.to(cos.device)
+            return Angles(cos[0, 0, index][:, None], sin[0, 0, index][:, None], None)
+        cos, sin = cos[:, :, cache.start : cache.end], sin[:, :, cache.start : cache.end]
+        matrix = None
+        if self._as_matrix and cache.count == 1:
+            rest = self._eye.shape[0] - cos.shape[-1]
+            wide_cos, wide_sin = F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest))
+            matrix = torch.addcmul(self._eye * wide_cos, self._swap, wide_sin)  # (D, D)
+        return Angles(cos, sin, matrix)
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate queries or keys (B, N or K, T, D)."""
+    if angles.matrix is not None:
+        return x @ angles.matrix
+    rotary = angles.cos.shape[-1]
+    if rotary == x.shape[-1]:
+        return (x * angles.cos).add_(x.roll(rotary // 2, -1).mul_(angles.sin))
+    turned = x[..., :rotary]
+    turned = (turned * angles.cos).add_(turned.roll(rotary // 2, -1).mul_(angles.sin))
+    return torch.cat((turned, x[..., rotary:]), -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Blocks.
+
+
+def _linear(module: Any) -> Function:
+    return partial(F.linear, weight=module.weight, bias=module.bias)
+
+
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of (B, N, T, D) to (B, K, S, D), (B, T, N * D), keys never repeated."""
+    rows, heads, count, width = q.shape
+    groups = keys.shape[1]
+    if count == 1:  # the queries of a group are as good as tokens
+        q = q.reshape(rows, groups, heads // groups, width)  # (B, K, G, D)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(rows, 1, heads * width)
+    out = F.scaled_dot_product_attention(
+        q,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=heads != groups,
+    )  # (B, N, T, D)
+    return out.transpose(1, 2).reshape(rows, count, heads * width)
+
+
+def _eager(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The library's eager attention, in its order, with the queries of a group side by side."""
+    rows, heads, count, width = q.shape
+    groups = keys.shape[1]
+    q = q.reshape(rows, groups, -1, width)  # (B, K, G * T, D)
+    scores = torch.matmul(q, keys.transpose(2, 3)).mul_(scale)  # (B, K, G * T, S)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.view(rows, groups, -1, count, scores.shape[-1]).add_(mask[:, :, None])
+    law = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    out = torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
+    return out.transpose(1, 2).reshape(rows, count, heads * width)
+
+
+def attention(layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool) -> Block:
+    """The attention sublayer of a decoder layer, with norms and residual add."""
+    module = layer.self_attn
+    before = rms_norm(layer.input_layernorm)
+    after = rms_norm(layer.post_attention_layernorm) if sandwich else None
+    width, scale, index = module.head_dim, module.scaling, module.layer_idx
+    groups = module.num_key_value_groups
+    out_proj = _linear(module.o_proj)
+    q_norm = rms_norm(module.q_norm) if hasattr(module, "q_norm") else None
+    k_norm = rms_norm(module.k_norm) if hasattr(module, "k_norm") else None
+    if eager:
+        # Gemma 3 has the attribute too, and never passes it on
+        capped = type(module).__name__ == "Gemma2Attention"
+        cap = module.attn_logit_softcapping if capped else None
+        attend: Callable[..., Tensor] = partial(_eager, softcap=cap)
+    else:
+        attend = _sdpa
+    project: Callable[[Tensor], Sequence[Tensor]]
+    if hasattr(module, "qkv_proj"):
+        joint = _linear(module.qkv_proj)
+        keys_width = module.qkv_proj.weight.shape[0] // (groups + 2)
+        sizes = [groups * keys_width, keys_width, keys_width]
+
+        def project(x: Tensor) -> Sequence[Tensor]:
+            return torch.split(joint(x), sizes, -1)
+    else:
+        q_proj, k_proj, v_proj = map(_linear, (module.q_proj, module.k_proj, module.v_proj))
+
+        def project(x: Tensor) -> Sequence[Tensor]:
+            return q_proj(x), k_proj(x), v_proj(x)
+
+    def heads(x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            return x.view(x.shape[0], -1, 1, width)  # (B, N or K, 1, D)
+        return x.view(x.shape[0], x.shape[1], -1, width).transpose(1, 2)  # (B, N or K, T, D)
+
+    def block(hidden: Tensor, step: Step) -> Tensor:
+        q, k, v = map(heads, project(before(hidden)))
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        angles = step.rope[kind]
+        keys, values = step.cache.update(_rotate(k, angles), v, index)  # (B, K, S, D)
+        out = out_proj(attend(_rotate(q, angles), keys, values, step.masks[window], scale))
+        return hidden + (out if after is None else after(out))  # (B, T, H)
+
+    return block
+
+
+def mlp(layer: Any, *, sandwich: bool) -> Block:
+    """The MLP sublayer of a decoder layer, with norms and residual add."""
+    module = layer.mlp
+    before = rms_norm(
+        layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+    )
+    after = rms_norm(layer.post_feedforward_layernorm) if sandwich else None
+    down = _linear(module.down_proj)
+    if hasattr(module, "gate_up_proj"):
+        joint, activate = _linear(module.gate_up_proj), _activation(module.activation_fn)
+
+        def expand(x: Tensor) -> Tensor:
+            gate, up = joint(x).chunk(2, -1)
+            return activate(gate).mul_(up)
+    else:
+        gate_proj, up_proj = _linear(module.gate_proj), _linear(module.up_proj)
+        activate = _activation(module.act_fn)
+
+        def expand(x: Tensor) -> Tensor:
+            return activate(gate_proj(x)).mul_(up_proj(x))
+
+    def block(hidden: Tensor, _: Step) -> Tensor:
+        out = down(expand(before(hidden)))
+        return hidden + (out if after is None else after(out))  # (B, T, H)
+
+    return block
+
+
+def _activation(module: Any) -> Function:
+    """The function behind the two activations of the families; else the module itself."""
+    name = type(module).__name__
+    if name in ("SiLUActivation", "SiLU"):
+        return F.silu
+    if name == "GELUTanh" and isinstance(module.act, partial):
+        return module.act  # F.gelu, approximate="tanh"
+    return module  # type: ignore[no-any-return]
+
+
+def head(model: Any) -> Function:
+    """Final norm and head: (B, T, H) to raw logits (B, T, V), softcap not applied."""
+    norm, project = rms_norm(model.model.norm), _linear(model.lm_head)
+    return lambda hidden: project(norm(hidden))
