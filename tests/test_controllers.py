@@ -88,8 +88,8 @@ class TestContract:
 
     def test_keep_drafting_is_a_bool_and_false_for_nan(self, name: str) -> None:
         controller = make(name)
-        controller.reset(1)
         for confidence in (0.0, 1e-9, 0.3, 0.999, 1.0, math.nan):
+            controller.reset(1)
             controller.limit(0, 9)
             decision = controller.keep_drafting(0, confidence)
             assert isinstance(decision, bool)
@@ -396,6 +396,36 @@ def test_expected_gain_stays_off_while_behind_plain_decoding() -> None:
         controller.update(0, drafted, 0)
         limits[drafted] = controller.limit(0, 9)
     assert limits == {1: 8, 8: 0}
+
+
+def test_expected_gain_predicts_from_the_confidence_before() -> None:
+    """Tokens of both confidences are accepted; what follows them differs."""
+    controller = ExpectedGain(CostTable(0.5, (1.0,)), max_draft_length=2)
+    controller.reset(1)
+    for number in range(120):
+        controller.limit(0, 9)
+        controller.keep_drafting(0, 0.97 if number % 2 else 0.6)
+        controller.update(0, 2, 2 if number % 2 else 1)
+    decisions = []
+    for confidence in (0.6, 0.97):
+        assert controller.limit(0, 9) == 2
+        decisions.append(controller.keep_drafting(0, confidence))
+    assert decisions == [False, True]
+
+
+@pytest.mark.parametrize("telling", [True, False])
+def test_expected_gain_notices_whether_confidences_tell_anything(telling: bool) -> None:
+    """What low and high confidences were worth decides about one between, never seen before."""
+    controller = ExpectedGain(CostTable(0.55, (1.0,)))
+    controller.reset(1)
+    for number in range(60):
+        high = number % 2 == 0
+        accepted = high if telling else number % 10 < 9
+        controller.limit(0, 9)
+        controller.keep_drafting(0, 0.99 if high else 0.02)
+        controller.update(0, 1, int(accepted))
+    controller.limit(0, 9)
+    assert controller.keep_drafting(0, 0.35) is not telling
 
 
 def test_expected_gain_rows_share_what_they_learn() -> None:
