@@ -231,60 +231,62 @@ class Decoder:
         tokens = accept(drafts, positions, scores, laws)
         return self._close(index, tokens, drafts, confidences, positions, scores, picked)
 
-    def _draft(self) -> tuple[list[list[int]], list[list[float]], list[Tensor]]:
+    def _draft(self) -> tuple[list[list[int]], list[list[float]], dict[Position, Tensor]]:
         """Draft in lockstep, each row for as long as its controller says.
 
         Returns:
             Drafted tokens per row; their confidences per row, where the controller needs them;
-            for the rejection rule the draft laws (B, V) of every step.
+            for the rejection rule the draft law (V,) at every drafted position.
         """
         drafts: list[list[int]] = [[] for _ in self.rows]
         confidences: list[list[float]] = [[] for _ in self.rows]
-        laws: list[Tensor] = []
-        limits = [
-            0 if self.finished[row] else self.controller.limit(row, self._allowed(row))
-            for row in self.rows
-        ]
-        drafting = {row for row in self.rows if limits[row] > 0}
+        laws: dict[Position, Tensor] = {}
+        limits = [0 if self.finished[row] else self._limit(row) for row in self.rows]
+        drafting = [row for row in self.rows if limits[row] > 0]
         tokens = [emitted[-1] for emitted in self.emitted]
         for step in range(max(limits)):
             if not drafting:
                 break
             raw = self.session.draft_step(self._tensor(tokens), step)  # (B, V)
-            positions = [(row, step) for row in self.rows]
-            scores = self._scores(raw, positions)  # (B, V)
+            if len(drafting) < len(self.rows):
+                # the others have no history of this length, which processors would stumble over
+                raw = raw[drafting]  # (N, V)
+            positions = [(row, step) for row in drafting]
+            scores = self._scores(raw, positions)  # (N, V)
             drawn = self._draw(scores, positions, DRAFT if self.rejection else TARGET)
             if self.rejection:
-                laws.append(softmax_law(scores))
-            confidence = self._confidence(raw, drawn) if self.controller.needs_confidence else None
-            for row in sorted(drafting):
-                token = drawn[row]
+                laws.update(zip(positions, softmax_law(scores), strict=True))
+            sure = [1.0] * len(drawn)
+            if self.controller.needs_confidence:
+                sure = self._confidence(raw, drawn)
+            going_on = []
+            for row, token, confidence in zip(drafting, drawn, sure, strict=True):
                 if token is None:  # nothing to draw: the processors forbid all, or it overflowed
-                    drafting.discard(row)
                     continue
                 self._remember(row, len(drafts[row]), token)
                 drafts[row].append(token)
                 tokens[row] = token
-                sure = 1.0
-                if confidence is not None:
-                    sure = confidence[row]
-                    confidences[row].append(sure)
+                if self.controller.needs_confidence:
+                    confidences[row].append(confidence)
                 if (
-                    token in self.request.eos
-                    or len(drafts[row]) >= limits[row]
-                    or not self.controller.keep_drafting(row, sure)
+                    token not in self.request.eos
+                    and len(drafts[row]) < limits[row]
+                    and self.controller.keep_drafting(row, confidence)
                 ):
-                    drafting.discard(row)
+                    going_on.append(row)
+            drafting = going_on
         return drafts, confidences, laws
 
-    def _allowed(self, row: int) -> int:
+    def _limit(self, row: int) -> int:
+        """How many tokens the row drafts at most in its next round."""
         left = self.request.max_new_tokens - len(self.emitted[row])
         free = self.session.cache.slots - self.session.lengths[row]
-        return draft_limit(self.max_draft_length, left, free)
+        allowed = draft_limit(self.max_draft_length, left, free)
+        return min(self.controller.limit(row, allowed), allowed)
 
     def _confidence(self, raw: Tensor, drawn: list[int | None]) -> list[float]:
-        """Probability of each row's drawn token under the softmax of the raw logits (B, V)."""
-        chosen = self._tensor([token or 0 for token in drawn])[:, None]  # (B, 1)
+        """Probability of each drawn token under the softmax of the raw logits (N, V)."""
+        chosen = self._tensor([token or 0 for token in drawn])[:, None]  # (N, 1)
         raw = raw.float()
         return (raw.gather(1, chosen)[:, 0] - raw.logsumexp(-1)).exp().tolist()
 
@@ -330,7 +332,7 @@ class Decoder:
         drafts: list[list[int]],
         positions: Sequence[Position],
         scores: Tensor,
-        _: list[Tensor],
+        _: dict[Position, Tensor],
     ) -> list[list[int]]:
         """The target's own draws, up to and with the first that differs from the draft."""
         drawn = dict(zip(positions, self._draw(scores, positions, TARGET), strict=True))
@@ -345,7 +347,7 @@ class Decoder:
         drafts: list[list[int]],
         positions: Sequence[Position],
         scores: Tensor,
-        laws: list[Tensor],
+        laws: dict[Position, Tensor],
     ) -> list[list[int]]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1)."""
         p = softmax_law(scores)  # (N, V)
@@ -361,7 +363,7 @@ class Decoder:
                 ends.append((row, offset))
                 final.append(p[i])  # (V,) the bonus
                 continue
-            token, q = drafts[row][offset], laws[offset][row]  # (V,)
+            token, q = drafts[row][offset], laws[row, offset]  # (V,)
             if uniform[i] < acceptance_probability(p[i], q)[token]:
                 tokens[row].append(token)
             else:
