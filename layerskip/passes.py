@@ -90,8 +90,10 @@ class Session:
 
         Args:
             tokens: each row's last drafted token (B,), or with drafted = 0 its last emitted one.
-            drafted: tokens fed by `draft_step` in this round, the same for every row.
+            drafted: the longest draft of any row; `draft_step` may have fed one token more, where
+                nothing could be drawn after it.
         """
+        del self._boundary[drafted:]
         hidden, step = self._feed(tokens, drafted)
         if drafted:
             hidden = torch.cat(self._boundary, dim=1)  # (B, drafted + 1, H)
