@@ -256,25 +256,27 @@ def margin(model: Any, seen: torch.Tensor, one: int, other: int) -> float:
 def check_shipped(name: str, count: int, new_tokens: int) -> None:
     model, ids, mask = held_out(name, count)
     skip = SHIPPED_SKIPS[name]
+    how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
     ties = drafted = accepted = 0
+
+    def run(rows: slice, sample: bool, settings: dict[str, Any]) -> Any:
+        return model.generate(
+            ids[rows],
+            attention_mask=mask[rows],
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=sample,
+            **({"temperature": 0.8, "top_k": 0} if sample else {}),
+            **({"custom_generate": LayerSkipDecoding(**settings)} if settings else {}),
+            return_dict_in_generate=True,
+        )
+
     for start in range(0, count, 10):
-        i, m = ids[start : start + 10], mask[start : start + 10]
-        ends = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
-
-        def run(sample: bool, settings: dict[str, Any], i: Any = i, m: Any = m) -> Any:
-            return model.generate(
-                i,
-                attention_mask=m,
-                do_sample=sample,
-                **({"temperature": 0.8, "top_k": 0} if sample else {}),
-                **({"custom_generate": LayerSkipDecoding(**settings)} if settings else {}),
-                return_dict_in_generate=True,
-                **ends,
-            )
-
-        how = {"skip": skip, "controller": "fixed", "max_draft_length": 4, "costs": COSTS}
-        want, got = run(False, {}), run(False, how)
-        sampled, plain = run(True, how | {"seed": 4}), run(True, {"seed": 4})
+        rows = slice(start, start + 10)
+        i, m = ids[rows], mask[rows]
+        want, got = run(rows, False, {}), run(rows, False, how)
+        sampled, plain = run(rows, True, how | {"seed": 4}), run(rows, True, {"seed": 4})
         for out in (got, sampled):
             drafted += out.stats.num_draft_tokens
             accepted += out.stats.num_accepted_tokens

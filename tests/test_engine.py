@@ -1,0 +1,495 @@
+"""Rounds, cache, counters: what the engine does between two tokens, checked from outside."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, VOCABULARY, WINDOW, Erratic, lively_model, prompt, ragged
+from torch import Tensor, nn
+
+from layerskip.config import SkipConfig
+from layerskip.controllers import Fixed
+from layerskip.engine import Decoder, Request, Round
+from layerskip.laws import Law, stream_key
+from layerskip.passes import Session
+from layerskip.speculation import draft_limit, round_sublayer_tokens
+from layerskip.sublayers import Sublayers
+
+SKIPS = {
+    "early exit": SkipConfig.early_exit(4),
+    "whole layers": SkipConfig.layers((2, 4)),
+    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),
+    "nothing": SkipConfig(),
+}
+LENGTHS = (WINDOW + 5, 3, 6)
+
+
+def request(
+    lengths: tuple[int, ...] = LENGTHS,
+    *,
+    new_tokens: int = 20,
+    sample: bool = False,
+    processors: tuple[Any, ...] = (),
+    **settings: Any,
+) -> Request:
+    ids, mask = ragged(lengths, seed=1)
+    rows = len(lengths)
+    return Request(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        law=Law(processors, do_sample=sample, rows=rows),
+        keys=[stream_key(row) for row in range(rows)],
+        **settings,
+    )
+
+
+def decoder(
+    model: Any,
+    asked: Request,
+    *,
+    skip: str = "early exit",
+    controller: Any = None,
+    longest: int = 4,
+    execution: str = "auto",
+) -> Decoder:
+    return Decoder(
+        Sublayers(model, execution=execution),
+        SKIPS[skip].resolve(model.config.num_hidden_layers),
+        controller or Fixed(longest),
+        asked,
+        max_draft_length=longest,
+    )
+
+
+@torch.no_grad()
+def play(decoder: Decoder) -> list[Round]:
+    return list(decoder.rounds())
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return lively_model("llama")
+
+
+class Script:
+    """A controller that drafts given lengths, round after round, the same in every row."""
+
+    needs_confidence = False
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.updates: list[tuple[int, int, int]] = []
+
+    def reset(self, rows: int) -> None:
+        self.round = [0] * rows
+
+    def limit(self, row: int, allowed: int) -> int:
+        length = self.lengths[self.round[row] % len(self.lengths)]
+        self.round[row] += 1
+        return min(length, allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return True
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        self.updates.append((row, drafted, accepted))
+
+
+# ---------------------------------------------------------------------------------------------
+# The cache.
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_cache_after_every_round_equals_a_fresh_prefill(
+    family: str, skip: str, execution: str
+) -> None:
+    model = lively_model(family)
+    text = greedy_text(model, LENGTHS, 5)
+    # the library's eager attention has a float32 softmax, whatever the dtype of the model
+    tolerance = 1e-5 if family == "gemma2" else 1e-9
+    rejected = ended_early = False
+    for asked, controller in (
+        (request(new_tokens=14, eos=frozenset({text[1][4]})), Erratic()),
+        (request((4,), new_tokens=14), Fixed(3)),
+    ):
+        run = decoder(model, asked, skip=skip, controller=controller, execution=execution)
+        for round_ in run.rounds():
+            check_cache(run, tolerance)
+            rejected |= any(a < d for a, d in zip(round_.accepted, round_.drafted, strict=True))
+            ended_early |= any(round_.finished) and not all(round_.finished)
+        assert max(run.session.lengths) > WINDOW
+    assert rejected == (skip != "nothing")
+    assert ended_early
+
+
+def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
+    """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
+    session = run.session
+    for row, emitted in enumerate(run.emitted):
+        text = torch.cat([session.prompts[row], torch.tensor(emitted)])
+        # the last emitted token is fed by the next pass
+        assert session.lengths[row] == len(text) - 1
+        fresh = Session(
+            session.model, SkipConfig(), [text[:-1]], max_new_tokens=1, max_draft_length=0
+        )
+        fresh.prefill()
+        for layer in range(session.model.num_layers):
+            for name in ("keys", "values"):
+                have = getattr(session.cache, name)[layer][row, :, : len(text) - 1]
+                want = getattr(fresh.cache, name)[layer][0, :, : len(text) - 1]
+                torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None:
+    """The comparison above can fail: after a draft step, before its verification, it does."""
+    run = decoder(llama, request((6,)), skip="scattered")
+    with torch.no_grad():
+        first = next(run.rounds())
+        session = run.session
+        session.draft_step(torch.tensor(first.tokens[0]), 0)
+        run.emitted[0].append(5)
+        session.commit(0, 1)  # as if the draft's own keys and values were exact
+        with pytest.raises(AssertionError, match="not close"):
+            check_cache(run)
+
+
+# ---------------------------------------------------------------------------------------------
+# Counters.
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("skip", SKIPS)
+def test_stats_follow_from_the_rounds(llama: Any, skip: str, sample: bool) -> None:
+    asked = request(sample=sample, eos=frozenset({9, 23}))
+    run = decoder(llama, asked, skip=skip, controller=Erratic())
+    rounds = play(run)
+    stats, config = run.stats, SKIPS[skip]
+    rows = range(len(LENGTHS))
+    took_part = [(r, row) for r in rounds[1:] for row in rows if r.tokens[row]]
+    drafts = [(r.drafted[row], r.accepted[row]) for r, row in took_part]
+    assert stats.num_rounds == len(took_part)
+    assert stats.num_drafts == sum(drafted > 0 for drafted, _ in drafts)
+    assert stats.num_draft_tokens == sum(drafted for drafted, _ in drafts)
+    assert stats.num_accepted_tokens == sum(accepted for _, accepted in drafts)
+    assert stats.num_sequences == len(LENGTHS)
+    assert stats.num_new_tokens == sum(len(new) for r in rounds for new in r.tokens)
+    assert stats.accepted_per_position == [
+        sum(accepted > j for _, accepted in drafts)
+        for j in range(max(accepted for _, accepted in drafts))
+    ]
+    assert stats.acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
+    assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_drafts
+    emitted = stats.num_new_tokens - stats.num_sequences
+    assert stats.tokens_per_round == emitted / stats.num_rounds
+    # design: d n_kept + (d + 1)(2L - k) + k sublayer-tokens a round, written out
+    k, n_kept = config.shared_prefix(6), len(config.kept(6))
+    assert stats.sublayer_tokens == sum(d * n_kept + (d + 1) * (12 - k) + k for d, _ in drafts)
+    for r in rounds:
+        assert [len(c) for c in r.confidences] == list(r.drafted)
+        assert all(0.0 <= x <= 1.0 for c in r.confidences for x in c)
+    for row in rows:
+        tokens = [token for r in rounds for token in r.tokens[row]]
+        assert tokens == run.emitted[row]
+        ends = [i for i, token in enumerate(tokens) if token in asked.eos]
+        assert ends in ([], [len(tokens) - 1])
+        assert len(tokens) == asked.max_new_tokens or ends
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_sublayer_tokens_equal_those_that_hooks_count(family: str, skip: str) -> None:
+    model = lively_model(family)
+    seen = {"tokens": 0}
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen["tokens"] += hidden.shape[0] * hidden.shape[1]
+
+    hooks = [
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        for layer in model.model.layers
+        for module in (layer.self_attn, layer.mlp)
+    ]
+    run = decoder(model, request((7,)), skip=skip, controller=Script(3, 0, 1, 2))
+    with torch.no_grad():
+        rounds = run.rounds()
+        next(rounds)
+        assert seen["tokens"] == 7 * 12  # prefill runs the whole model
+        seen["tokens"] = 0
+        list(rounds)
+    assert run.stats.num_draft_tokens > 0
+    assert run.stats.sublayer_tokens == seen["tokens"]
+    for hook in hooks:
+        hook.remove()
+
+
+def test_plain_decoding_costs_every_sublayer_once_a_token(llama: Any) -> None:
+    run = decoder(llama, request((5,), new_tokens=9), longest=0)
+    rounds = play(run)
+    assert len(rounds) == 9
+    assert run.stats.num_drafts == 0
+    assert run.stats.acceptance_rate == 0.0
+    assert run.stats.mean_acceptance_length == 1.0
+    assert run.stats.sublayer_tokens == 8 * 12 == 8 * round_sublayer_tokens(0, 12, 12, 12)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends.
+
+
+def greedy_text(model: Any, lengths: tuple[int, ...], new_tokens: int) -> list[list[int]]:
+    run = decoder(model, request(lengths, new_tokens=new_tokens), longest=0)
+    play(run)
+    return run.emitted
+
+
+def test_one_new_token_makes_no_round(llama: Any) -> None:
+    run = decoder(llama, request(new_tokens=1))
+    rounds = play(run)
+    assert [r.index for r in rounds] == [0]
+    assert rounds[0].finished == (True, True, True)
+    assert run.stats.num_rounds == run.stats.sublayer_tokens == run.stats.num_draft_tokens == 0
+    assert run.stats.num_new_tokens == 3
+    assert run.stats.tokens_per_round == 0.0
+
+
+def test_lengths_bound_what_is_drafted(llama: Any) -> None:
+    """A draft of more than the tokens left less one could not be emitted."""
+    for new_tokens in range(2, 9):
+        # a draft that leaves nothing out is always right: every round emits drafted + 1
+        run = decoder(llama, request((5,), new_tokens=new_tokens), skip="nothing", longest=9)
+        rounds = play(run)
+        assert len(rounds) == 2
+        assert rounds[1].drafted == rounds[1].accepted == (new_tokens - 2,)
+        assert len(run.emitted[0]) == new_tokens
+        assert draft_limit(9, new_tokens - 1, 99) == new_tokens - 2
+
+
+def test_a_controller_that_asks_for_too_much_is_held_back(llama: Any) -> None:
+    class Greedy(Fixed):
+        def limit(self, row: int, allowed: int) -> int:
+            return allowed + 7
+
+    run = decoder(llama, request(), controller=Greedy(5))
+    rounds = play(run)
+    assert max(max(r.drafted) for r in rounds) == 4
+    assert run.emitted == greedy_text(llama, LENGTHS, 20)
+
+
+def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama: Any) -> None:
+    text = greedy_text(llama, (5,), 12)[0]
+    end = next(i for i in range(2, 9) if text[i] not in text[:i])
+    asked = request((5,), new_tokens=12, eos=frozenset({text[end], VOCABULARY + 1}))
+    controller = Script(8)
+    run = decoder(llama, asked, skip="nothing", controller=controller, longest=8)
+    rounds = play(run)
+    assert run.emitted == [text[: end + 1]]
+    # the drafted end was the last token drafted, and the bonus behind it was not emitted
+    assert rounds[1].drafted == rounds[1].accepted == (end,)
+    assert rounds[1].tokens == (tuple(text[1 : end + 1]),)
+    assert rounds[1].finished == (True,)
+    assert run.stats.num_accepted_tokens == end
+    assert run.stats.num_new_tokens == end + 1
+    assert run.session.lengths == [5 + end]
+
+
+def test_end_in_the_first_token(llama: Any) -> None:
+    text = greedy_text(llama, LENGTHS, 1)
+    run = decoder(llama, request(eos=frozenset({text[1][0]})))
+    rounds = play(run)
+    assert rounds[0].finished[1]
+    assert all(r.tokens[1] == () and r.drafted[1] == 0 for r in rounds[1:])
+    assert run.emitted[1] == text[1]
+
+
+def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama: Any) -> None:
+    text = greedy_text(llama, LENGTHS, 20)
+    asked_with: list[list[list[int]]] = [[], [], []]
+
+    def stop(row: int, seen: Tensor) -> bool:
+        asked_with[row].append(seen[0].tolist())
+        return row == 0 and seen.shape[1] == max(LENGTHS) + 4
+
+    asked = request(stop=stop)
+    controller = Script(8)
+    run = decoder(llama, asked, skip="nothing", controller=controller, longest=8)
+    rounds = play(run)
+    assert run.emitted == [text[0][:4], *text[1:]]
+    assert rounds[1].drafted[0] == 8
+    assert rounds[1].accepted[0] == len(rounds[1].tokens[0]) == 3
+    for row, histories in enumerate(asked_with):
+        start = asked.input_ids[row].tolist()
+        want = [start + run.emitted[row][: n + 1] for n in range(len(run.emitted[row]))]
+        assert histories == want
+
+
+def test_controller_is_told_every_round_of_every_row(llama: Any) -> None:
+    controller = Script(2, 0, 3)
+    run = decoder(llama, request(eos=frozenset({9})), controller=controller)
+    rounds = play(run)
+    took_part = [(row, r.drafted[row]) for r in rounds[1:] for row in range(3) if r.tokens[row]]
+    assert [(row, drafted) for row, drafted, _ in controller.updates] == took_part
+
+
+# ---------------------------------------------------------------------------------------------
+# Laws that break.
+
+
+def test_nan_logits_stop_with_a_reason(llama: Any) -> None:
+    model = lively_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = float("nan")
+    for sample in (False, True):
+        with pytest.raises(ValueError, match=r"row 0 has no token to draw.*NaN"):
+            play(decoder(model, request(sample=sample)))
+
+
+def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
+    """Half precision may overflow in a draft where the whole model does not."""
+    opened = Sublayers(llama)
+    calls = {"n": 0}
+
+    class Overflowing(Session):
+        def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
+            calls["n"] += 1
+            logits = super().draft_step(tokens, offset)
+            return logits * float("nan") if calls["n"] % 2 else logits
+
+    for sample, rejection in ((False, False), (True, False), (True, True)):
+        asked = request(sample=sample, rejection=rejection)
+        run = Decoder(opened, SKIPS["early exit"].resolve(6), Fixed(3), asked, max_draft_length=3)
+        run.session.__class__ = Overflowing
+        play(run)
+        assert run.stats.num_draft_tokens > 0
+        if not rejection:
+            plain = decoder(llama, request(sample=sample), longest=0)
+            play(plain)
+            assert run.emitted == plain.emitted
+
+
+# ---------------------------------------------------------------------------------------------
+# What is left behind, and what happens side by side.
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "weights": {k: (v.data_ptr(), v.clone()) for k, v in model.state_dict().items()},
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+        "training": [m.training for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "types": [type(m) for m in model.modules()],
+        "hooks": [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()],
+        "gradients": [p.requires_grad for p in model.parameters()],
+    }
+
+
+def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+    after = state(model)
+    for (pointer, tensor), (was, values) in zip(
+        after.pop("weights").values(), before.pop("weights").values(), strict=True
+    ):
+        assert pointer == was
+        assert torch.equal(tensor, values)
+    assert after == before
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
+    model = lively_model(family)
+    before = state(model)
+    run = decoder(model, request(sample=True), skip="scattered", execution=execution)
+    play(run)
+    check_untouched(model, before)
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_the_model_is_left_as_it_was_found_after_an_exception(llama: Any, execution: str) -> None:
+    def fail(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] > max(LENGTHS) + 3:
+            raise RuntimeError("no more")
+        return scores
+
+    before = state(llama)
+    with pytest.raises(RuntimeError, match="no more"):
+        play(decoder(llama, request(processors=(fail,)), execution=execution))
+    check_untouched(llama, before)
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_two_decoders_interleaved_give_the_same_as_alone(llama: Any, execution: str) -> None:
+    def runs() -> list[Decoder]:
+        return [
+            decoder(
+                llama, request(sample=True, new_tokens=17), skip="scattered", execution=execution
+            ),
+            decoder(llama, request((9, 4), new_tokens=15), execution=execution),
+        ]
+
+    alone = runs()
+    for run in alone:
+        play(run)
+    together = runs()
+    pending = [run.rounds() for run in together]
+    with torch.no_grad():
+        while pending:
+            pending = [rounds for rounds in pending if next(rounds, None) is not None]
+    assert [run.emitted for run in together] == [run.emitted for run in alone]
+    assert [run.stats for run in together] == [run.stats for run in alone]
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
+    opened = Sublayers(llama, execution=execution)
+
+    def run(sample: bool) -> Decoder:
+        lengths, skip = ((9, 4), "scattered") if sample else ((5, 7, 2), "early exit")
+        asked = request(lengths, sample=sample, new_tokens=30)
+        return Decoder(opened, SKIPS[skip].resolve(6), Fixed(3), asked, max_draft_length=3)
+
+    alone = [run(sample) for sample in (False, True)]
+    for one in alone:
+        play(one)
+    together = [run(sample) for sample in (False, True, False, True)]
+    threads = [threading.Thread(target=play, args=(one,)) for one in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.emitted for one in together] == [one.emitted for one in alone] * 2
+
+
+# ---------------------------------------------------------------------------------------------
+# What a decoder refuses.
+
+
+def test_positions_past_the_limit_are_refused(llama: Any) -> None:
+    limit = llama.config.max_position_embeddings
+    asked = request((limit - 3, 2), new_tokens=4)
+    with pytest.raises(ValueError, match=f"at most {limit} tokens.*got {limit + 1}"):
+        decoder(llama, asked)
+
+
+def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
+    limit = llama.config.max_position_embeddings
+    ids = prompt(limit - 6)
+    asked = Request(ids, torch.ones_like(ids), 6, Law([], do_sample=False, rows=1))
+    run = decoder(llama, asked, longest=9)
+    play(run)
+    want = llama.generate(ids, max_new_tokens=6, do_sample=False)
+    assert run.emitted == want[:, limit - 6 :].tolist()
+
+
+def test_a_full_cache_says_so(llama: Any) -> None:
+    opened = Sublayers(llama)
+    session = Session(opened, SkipConfig(), [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
+    with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
+        session.cache.place([4], 3)
