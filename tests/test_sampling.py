@@ -1,0 +1,398 @@
+"""Laws, noise and accept rules: what is drawn follows the target's law, at stated levels.
+
+Seeds are fixed, so that every test is repeatable; levels say how rarely a right sampler would fail
+with another seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import lively_model
+from scipy import stats
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from layerskip import engine
+from layerskip.config import SkipConfig
+from layerskip.controllers import Fixed
+from layerskip.engine import Decoder, Request
+from layerskip.laws import (
+    ACCEPT,
+    DRAFT,
+    TARGET,
+    Law,
+    accept_uniform,
+    acceptance_probability,
+    gumbel_noise,
+    residual,
+    softmax_law,
+    stream_key,
+)
+from layerskip.speculation import coupled_acceptance_bound
+from layerskip.sublayers import Sublayers
+
+LEVEL = 1e-6  # of every statistical test here
+
+weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=5, max_size=5).filter(
+    lambda w: sum(w) > 0
+)
+laws = st.one_of(weights, st.integers(0, 4).map(lambda i: [float(i == j) for j in range(5)])).map(
+    lambda w: torch.tensor(w, dtype=torch.float64) / math.fsum(w)
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# The rejection rule, algebraically.
+
+
+def emitted_law(p: Tensor, q: Tensor) -> Tensor:
+    """The law of what draft, accept test and correction emit together."""
+    kept = q * acceptance_probability(p, q)
+    return kept + (1 - kept.sum()) * residual(p, q)
+
+
+@settings(max_examples=300)
+@given(p=laws, q=laws)
+def test_rejection_emits_the_targets_law(p: Tensor, q: Tensor) -> None:
+    torch.testing.assert_close(emitted_law(p, q), p, rtol=0, atol=1e-12)
+    torch.testing.assert_close(emitted_law(p.float(), q.float()), p.float(), rtol=0, atol=1e-6)
+
+
+@given(p=laws)
+def test_rejection_of_an_equal_draft_accepts_everything(p: Tensor) -> None:
+    assert torch.equal(acceptance_probability(p, p), torch.ones(5, dtype=p.dtype))
+    torch.testing.assert_close(residual(p, p), p)
+
+
+def test_rejection_of_a_disjoint_draft_accepts_nothing() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0, 0]), torch.tensor([0, 0, 0.25, 0.75])
+    assert (q * acceptance_probability(p, q)).sum() == 0
+    assert torch.equal(residual(p, q), p)
+
+
+@given(p=laws, token=st.integers(0, 4))
+def test_rejection_of_a_one_hot_draft_accepts_with_its_probability(p: Tensor, token: int) -> None:
+    """Prompt lookup drafts without a law of its own."""
+    q = torch.zeros(5, dtype=p.dtype)
+    q[token] = 1
+    assert (q * acceptance_probability(p, q)).sum() == p[token]
+
+
+@given(p=laws, q=laws)
+def test_acceptance_is_one_less_total_variation(p: Tensor, q: Tensor) -> None:
+    distance = (p - q).abs().sum() / 2
+    torch.testing.assert_close((q * acceptance_probability(p, q)).sum(), 1 - distance)
+
+
+def redraw_from_the_target(p: Tensor, q: Tensor) -> Tensor:
+    """A known mistake: after a rejection, draw from p instead of the residual."""
+    return p
+
+
+def accept_always(p: Tensor, q: Tensor) -> Tensor:
+    """A known mistake: take every drafted token."""
+    return torch.ones_like(p)
+
+
+def test_known_mistakes_do_not_emit_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    torch.testing.assert_close(emitted_law(p, q), p)
+    here = emitted_law.__globals__
+    for name, wrong in (
+        ("residual", redraw_from_the_target),
+        ("acceptance_probability", accept_always),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(here, name, wrong)
+            assert (emitted_law(p, q) - p).abs().max() > 0.05
+
+
+# ---------------------------------------------------------------------------------------------
+# Noise.
+
+KEYS = [stream_key(seed, row) for seed in range(40) for row in range(5)]
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel_noise(KEYS, [7] * 200, 1000).double().flatten()
+    assert stats.kstest(noise.numpy(), stats.gumbel_r.cdf).pvalue > LEVEL
+    assert noise.isfinite().all()
+
+
+def test_noise_is_finite_and_its_tail_is_fine_at_any_size() -> None:
+    """The winner of a large vocabulary lies in the upper tail: P(largest <= x) = exp(-V e^-x)."""
+    size = 60_000
+    noise = gumbel_noise(KEYS, [0] * 200, size)
+    assert noise.dtype == torch.float32
+    assert noise.isfinite().all()
+    highest = noise.max(-1).values.double() - math.log(size)
+    assert stats.kstest(highest.numpy(), stats.gumbel_r.cdf).pvalue > LEVEL
+    assert len(highest.unique()) > 190
+
+
+def test_uniforms_are_uniform() -> None:
+    keys = [stream_key(seed) for seed in range(20_000)]
+    uniform = accept_uniform(keys, [3] * len(keys)).double()
+    assert ((uniform > 0) & (uniform < 1)).all()
+    assert stats.kstest(uniform.numpy(), "uniform").pvalue > LEVEL
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda k: ([k] * 1, [5], TARGET), lambda k: ([k], [6], TARGET)),
+        (lambda k: ([k], [5], TARGET), lambda k: ([k], [5], DRAFT)),
+        (lambda k: ([k], [5], TARGET), lambda k: ([k], [5], ACCEPT)),
+        (lambda k: ([stream_key(k)], [5], TARGET), lambda k: ([stream_key(k, 1)], [5], TARGET)),
+        (lambda k: ([stream_key(k)], [5], TARGET), lambda k: ([stream_key(k + 1)], [5], TARGET)),
+    ],
+    ids=["position", "purpose", "accept", "row", "seed"],
+)
+def test_noise_is_independent_across_what_names_it(one: Any, other: Any) -> None:
+    """Chi-square on 8 x 8 cells of pairs, and on neighbouring tokens of one draw."""
+
+    def cells(what: Any) -> np.ndarray[Any, Any]:
+        rows = []
+        for key in range(100):
+            keys, positions, purpose = what(key)
+            noise = gumbel_noise(keys, positions, 300, purpose=purpose)[0].double()
+            rows.append((torch.exp(-torch.exp(-noise)) * 8).long().clamp_max(7))
+        return torch.cat(rows).numpy()
+
+    a, b = cells(one), cells(other)
+    for left, right in ((a, b), (a[1:], a[:-1]), (a[1:], b[:-1]), (a[:-1], b[1:])):
+        table = np.zeros((8, 8))
+        np.add.at(table, (left, right), 1)
+        assert stats.chi2_contingency(table).pvalue > LEVEL
+
+
+def test_noise_depends_on_its_own_name_alone() -> None:
+    keys, positions = KEYS[:4], [9, 2, 9, 40]
+    together = gumbel_noise(keys, positions, 50)
+    for i in range(4):
+        assert torch.equal(gumbel_noise(keys[i : i + 1], positions[i : i + 1], 50)[0], together[i])
+    assert len({tuple(row.tolist()) for row in together}) == 4
+    assert len({stream_key(seed, row) for seed in range(-50, 50) for row in range(50)}) == 5000
+
+
+def test_noise_is_the_same_today_as_ever() -> None:
+    """A seed's text must not change between versions."""
+    noise = gumbel_noise([stream_key(0)], [1], 4)[0]
+    torch.testing.assert_close(noise, torch.tensor(NOISE_OF_SEED_0), rtol=0, atol=1e-5)
+
+
+NOISE_OF_SEED_0 = [-0.0548966, 0.7982703, -0.8432406, -0.6967998]
+
+
+# ---------------------------------------------------------------------------------------------
+# Coupled draws.
+
+
+def coupled_draws(scores: Tensor, count: int) -> Tensor:
+    """`count` tokens of the law of scores (V,), with the noise of seeds 0, 1, ..."""
+    noise = gumbel_noise([stream_key(seed) for seed in range(count)], [3] * count, len(scores))
+    return (scores + noise).argmax(-1)
+
+
+def test_coupled_draws_follow_the_law() -> None:
+    scores = torch.tensor([0.0, -1.0, 2.0, -4.0, float("-inf"), 0.5])
+    count = 40_000
+    seen = torch.bincount(coupled_draws(scores, count), minlength=6).double()
+    assert seen[4] == 0
+    expected = softmax_law(scores).double() * count
+    live = expected > 0
+    assert stats.chisquare(seen[live], expected[live] * count / expected.sum()).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3, 1.0, 3.0])
+def test_coupled_acceptance_reaches_its_bound(shift: float) -> None:
+    """At least (1 - TV) / (1 + TV), up to five standard errors; never above 1 - TV either."""
+    generator = torch.Generator().manual_seed(1)
+    count = 20_000
+    target = torch.randn(50, generator=generator)
+    draft = target + shift * torch.randn(50, generator=generator)
+    distance = float((softmax_law(target) - softmax_law(draft)).abs().sum() / 2)
+    agreed = float((coupled_draws(target, count) == coupled_draws(draft, count)).double().mean())
+    error = 5 * math.sqrt(0.25 / count)
+    assert coupled_acceptance_bound(distance) - error <= agreed <= 1 - distance + error
+
+
+# ---------------------------------------------------------------------------------------------
+# Laws.
+
+
+def test_law_of_a_processor_is_asked_with_the_rows_own_history() -> None:
+    """Also where rows stand at different lengths, and each row at its own number."""
+    calls: list[list[list[int]]] = []
+
+    def watch(ids: Tensor, scores: Tensor) -> Tensor:
+        calls.append(ids.tolist())
+        scores = scores + torch.arange(len(ids))[:, None] * 100  # what a row number would do
+        return scores + ids.sum(-1, keepdim=True)
+
+    law = Law([watch], do_sample=True, rows=3)
+    history = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
+    rows, lengths = [2, 0, 0, 1], [3, 2, 3, 3]
+    scores = law.scores(torch.zeros(4, 5), history, rows, lengths)
+    want = [history[r, :n].sum() + 100 * r for r, n in zip(rows, lengths, strict=True)]
+    assert scores[:, 0].tolist() == want
+    assert [len(call) for call in calls] == [3, 3]
+    assert calls[1] == history[:, :3].tolist()
+
+
+def test_law_is_float32_and_leaves_the_logits_alone() -> None:
+    def spoil(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.mul_(2)
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = torch.ones(2, 5, dtype=dtype)
+        law = Law([spoil], do_sample=False, rows=2)
+        scores = law.scores(logits, torch.zeros(2, 3, dtype=torch.long), [0, 1], [3, 3])
+        assert scores.dtype == torch.float32
+        assert (scores == 2).all()
+        assert (logits == 1).all()
+
+
+def test_processors_that_keep_state_are_refused() -> None:
+    class SynthIDTextWatermarkLogitsProcessor:
+        pass
+
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps state"):
+        Law([SynthIDTextWatermarkLogitsProcessor()], do_sample=True, rows=1)  # type: ignore[list-item]
+
+
+# ---------------------------------------------------------------------------------------------
+# End to end: the law of whole texts, enumerated through the model itself.
+
+VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 4000
+PROMPT = [1, 3, 2, 4]
+PROCESSORS: dict[str, list[Any]] = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TopKLogitsWarper(3)],
+    "top-p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)],
+    "min-p": [MinPLogitsWarper(0.15)],
+    "repetition penalty": [RepetitionPenaltyLogitsProcessor(1.8)],
+}
+# the last sublayers bend this model's laws: leaving them out makes a poor draft
+SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5))
+
+
+@functools.cache
+def small_model() -> Any:
+    model = lively_model("llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.4)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(3)
+    return model
+
+
+@functools.cache
+def exact_law(processors: str) -> dict[tuple[int, ...], float]:
+    """Probability of every text, by the model's own forward pass and the library's processors."""
+    law = {}
+    for text in product(range(VOCABULARY), repeat=NEW_TOKENS):
+        probability = 1.0
+        for place, token in enumerate(text):
+            seen = torch.tensor([[*PROMPT, *text[:place]]])
+            with torch.no_grad():
+                scores = small_model()(seen).logits[:, -1].float()
+            for processor in PROCESSORS[processors]:
+                scores = processor(seen, scores)
+            probability *= float(scores.softmax(-1)[0, token])
+            if probability == 0:
+                break
+        law[text] = probability
+    return law
+
+
+@functools.cache
+def sample_texts(
+    processors: str, *, rejection: bool
+) -> tuple[dict[tuple[int, ...], int], tuple[int, int]]:
+    """Counts of texts over seeds 0, 1, ..., in batches; drafted and accepted tokens."""
+    counts: dict[tuple[int, ...], int] = {}
+    rows = 500
+    drafted = accepted = 0
+    for first in range(0, TEXTS, rows):
+        run = Decoder(
+            Sublayers(small_model()),
+            SKIP.resolve(6),
+            Fixed(2),
+            Request(
+                torch.tensor([PROMPT]).expand(rows, -1),
+                torch.ones(rows, len(PROMPT), dtype=torch.long),
+                NEW_TOKENS,
+                Law(PROCESSORS[processors], do_sample=True, rows=rows),
+                [stream_key(first + row) for row in range(rows)],
+                rejection=rejection,
+            ),
+            max_draft_length=2,
+        )
+        with torch.no_grad():
+            for _ in run.rounds():
+                pass
+        for text in map(tuple, run.emitted):
+            counts[text] = counts.get(text, 0) + 1
+        drafted += run.stats.num_draft_tokens
+        accepted += run.stats.num_accepted_tokens
+    return counts, (drafted, accepted)
+
+
+def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of counts against a law, texts expected under 5 times pooled; 0 if impossible."""
+    if any(law[text] == 0 for text in counts):
+        return 0.0
+    expected = np.array([law[text] * TEXTS for text in law])
+    seen = np.array([counts.get(text, 0) for text in law])
+    rare = expected < 5
+    cells = [(seen[~rare], expected[~rare])]
+    if expected[rare].sum() > 0:
+        cells.append((seen[rare].sum(keepdims=True), expected[rare].sum(keepdims=True)))
+    observed, wanted = (np.concatenate(part) for part in zip(*cells, strict=True))
+    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_texts_follow_the_targets_law(processors: str, rejection: bool) -> None:
+    counts, (drafted, accepted) = sample_texts(processors, rejection=rejection)
+    law = exact_law(processors)
+    assert math.isclose(sum(law.values()), 1, rel_tol=1e-4)
+    assert sum(counts.values()) == TEXTS
+    assert 0.1 * drafted < accepted < 0.9 * drafted
+    assert p_value(counts, law) > LEVEL
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("residual", redraw_from_the_target), ("acceptance_probability", accept_always)],
+)
+def test_a_known_wrong_sampler_fails_the_same_test(
+    name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, name, wrong)
+    counts, _ = sample_texts.__wrapped__("temperature", rejection=True)
+    assert p_value(counts, exact_law("temperature")) < LEVEL
+
+
+def test_the_two_rules_share_one_law_but_not_one_text() -> None:
+    coupled, _ = sample_texts("none", rejection=False)
+    rejection, _ = sample_texts("none", rejection=True)
+    assert coupled != rejection
