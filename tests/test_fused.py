@@ -1,0 +1,252 @@
+"""The fused path against the module path: the same numbers, and a guard that keeps it honest."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import FAMILIES, WINDOW, prompt, tiny_model
+from torch import Tensor, nn
+
+from layerskip.sublayers import Pass, Sublayers
+
+# Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
+# dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
+BOUNDS = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2 * 2**-8,
+    torch.float16: 2 * 2**-11,
+}
+# ... which it seldom does; a cast in another place would change a quarter of the numbers
+DIFFERING = {torch.bfloat16: 0.02, torch.float16: 0.05}
+# prefill past the window, then one token, a verify of five, one token, a verify of eight
+PASSES = (WINDOW + 4, 1, 5, 1, 8)
+SLOTS = 48
+
+
+@torch.no_grad()
+def pairs(
+    modules: Sublayers, lean: Sublayers, *, rows: int = 1, ragged: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What both paths make of the module path's hidden states, after every sublayer and the head,
+    in every pass of `PASSES`."""
+    tokens = prompt(sum(PASSES), rows=rows)
+    both = [
+        (path, path.new_cache(rows, SLOTS), path.rotary(SLOTS, SLOTS)) for path in (modules, lean)
+    ]
+    starts = [0] * rows
+    for number, count in enumerate(PASSES):
+        for _, cache, _ in both:
+            cache.place(starts, count)
+        want_step, got_step = (Pass(*each) for each in both)
+        fed = [tokens[row, start : start + count] for row, start in enumerate(starts)]
+        hidden = modules.embed(torch.stack(fed))  # (B, T, H)
+        for block, lean_block in zip(modules.blocks, lean.blocks, strict=True):
+            got = lean_block(hidden, got_step)
+            hidden = block(hidden, want_step)
+            yield hidden, got
+        yield modules.logits(hidden), lean.logits(hidden)
+        starts = [start + count for start in starts]
+        if ragged and number == 0:
+            starts = [start - 3 * row for row, start in enumerate(starts)]
+
+
+def assert_agree(modules: Sublayers, lean: Sublayers, **batch: Any) -> None:
+    dtype = modules.dtype
+    differing = numbers = 0
+    for want, got in pairs(modules, lean, **batch):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape) == (dtype, want.shape)
+        assert (got - want).abs().max() <= BOUNDS[dtype] * want.abs().max()
+        differing += int((got != want).sum())
+        numbers += got.numel()
+    assert differing <= DIFFERING.get(dtype, 1) * numbers
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("attention", ["default", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
+    model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
+    modules, lean = Sublayers(model, "modules"), Sublayers(model)
+    assert (modules.execution, lean.execution) == ("modules", "fused")
+    assert_agree(modules, lean)
+    assert_agree(modules, lean, rows=3)
+    assert_agree(modules, lean, rows=3, ragged=True)
+
+
+@pytest.mark.parametrize("rope", ["llama3", "yarn"])
+def test_scaled_angles(rope):
+    parameters = {
+        "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {},
+    }[rope] | {
+        "rope_type": rope,
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = tiny_model("llama", rope_parameters=parameters)
+    assert_agree(Sublayers(model, "modules"), Sublayers(model))
+
+
+def test_a_wrong_norm_would_be_seen():
+    """The bound can fail: a weight that is one off, as between Llama's w and Gemma's 1 + w."""
+    model, wrong = tiny_model("gemma"), tiny_model("gemma")
+    with torch.no_grad():
+        wrong.model.layers[4].input_layernorm.weight.sub_(1)
+    with pytest.raises(AssertionError):
+        assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "fused"))
+
+
+def test_a_cast_in_another_place_would_be_seen():
+    """So can the count of differing numbers: Llama's norm with its weight applied in float32."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    wrong = Sublayers(model, "fused")
+    norm = model.model.layers[4].post_attention_layernorm
+
+    def late_cast(hidden, step):
+        scaled = F.rms_norm(hidden.float(), (32,), norm.weight.float(), norm.variance_epsilon)
+        return hidden + model.model.layers[4].mlp(scaled.to(hidden.dtype))
+
+    wrong.blocks = (*wrong.blocks[:9], late_cast, *wrong.blocks[10:])
+    with torch.no_grad():
+        counts = [
+            ((got != want).float().mean() > DIFFERING[torch.bfloat16]).item()
+            for want, got in pairs(Sublayers(model, "modules"), wrong)
+        ]
+    assert any(counts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_stays_as_it_was_found(family):
+    model = tiny_model(family)
+    before = {
+        name: (id(p), p.data_ptr(), p._version, p.clone()) for name, p in model.named_parameters()
+    }
+    owned = {name: set(vars(module)) for name, module in model.named_modules()}
+    lean = Sublayers(model, "fused")
+    assert_agree(lean, lean, rows=3, ragged=True)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == owned
+    for name, weight in model.named_parameters():
+        identity, pointer, version, value = before[name]
+        assert (id(weight), weight.data_ptr(), weight._version) == (identity, pointer, version)
+        assert torch.equal(weight, value)
+
+
+def test_weights_are_read_at_every_call():
+    model = tiny_model("qwen3")
+    lean = Sublayers(model, "fused")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    assert_agree(Sublayers(model, "modules"), lean)
+
+
+class Adapted(nn.Linear):
+    """A low-rank adapter, as a subclass of the module it adapts."""
+
+
+class QuantisedTensor(Tensor):
+    """A weight that looks plain to its module."""
+
+
+def _hook(model):
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _pre_hook(model):
+    model.model.layers[2].self_attn.q_proj.register_forward_pre_hook(lambda module, args: None)
+
+
+def _patched_forward(model):
+    norm = model.model.norm
+    norm.forward = lambda x: x
+
+
+def _patched_class(model):
+    layer = model.model.layers[0]
+    original = type(layer.mlp)
+    layer.mlp.__class__ = type(original.__name__, (original,), {"forward": lambda self, x: x})
+
+
+def _adapter(model):
+    old = model.model.layers[1].self_attn.v_proj
+    new = Adapted(old.in_features, old.out_features, bias=False, dtype=torch.float64)
+    model.model.layers[1].self_attn.v_proj = new.eval()
+
+
+def _quantised(model):
+    linear = model.model.layers[1].mlp.up_proj
+    weight = linear.weight.detach().as_subclass(QuantisedTensor)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _offloaded(model):
+    model.lm_head.to("meta")
+
+
+def _accelerated(model):
+    model.model.layers[3].self_attn._hf_hook = object()
+
+
+def _tensor_parallel(model):
+    model.model.layers[3].self_attn.o_proj._is_hooked = True
+
+
+def _training(model):
+    model.model.layers[0].self_attn.train()
+
+
+def _mixed(model):
+    model.model.layers[0].input_layernorm.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hook, "layer 2 mlp has forward hooks"),
+        (_pre_hook, "layer 2 self_attn.q_proj has forward hooks"),
+        (_patched_forward, "model.norm has a patched forward"),
+        (_patched_class, "layer 0 mlp is a LlamaMLP, not a plain LlamaMLP"),
+        (_adapter, "layer 1 self_attn.v_proj is a Adapted, not a plain Linear"),
+        (_quantised, "layer 1 mlp.up_proj has a weight of class QuantisedTensor"),
+        (_offloaded, "lm_head has its weight offloaded"),
+        (_accelerated, "layer 3 self_attn is hooked"),
+        (_tensor_parallel, "layer 3 self_attn.o_proj is hooked"),
+        (_training, "layer 0 self_attn is in training mode"),
+        (_mixed, "several dtypes"),
+    ],
+)
+def test_what_is_not_plain_keeps_the_module_path(change, reason):
+    model = tiny_model("llama")
+    assert Sublayers(model).execution == "fused"
+    change(model)
+    assert Sublayers(model).execution == "modules"
+    with pytest.raises(ValueError, match=reason):
+        Sublayers(model, "fused")
+
+
+def test_global_hooks_keep_the_module_path():
+    model = tiny_model("llama")
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        assert Sublayers(model).execution == "modules"
+    finally:
+        handle.remove()
+    assert Sublayers(model).execution == "fused"
+
+
+def test_a_hook_is_called_on_the_module_path():
+    model = tiny_model("llama")
+    seen = []
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: seen.append(1))
+    hooked = Sublayers(model)
+    assert_agree(hooked, hooked)
+    assert len(seen) == 2 * len(PASSES)
+
+
+def test_unknown_execution():
+    with pytest.raises(ValueError, match="must be one of auto, modules, fused, got 'fast'"):
+        Sublayers(tiny_model("llama"), "fast")
