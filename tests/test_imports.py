@@ -30,6 +30,7 @@ FLOORS = {
     "layerskip.engine": 4,
     "layerskip.checking": 5,
     "layerskip.costs": 5,
+    "layerskip.demo": 5,
     "layerskip.environment": 5,
     "layerskip.generation": 5,
     "layerskip.loading": 5,
