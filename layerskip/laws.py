@@ -8,6 +8,7 @@ one function, `Law.scores`, makes it, for draft and target alike, fed with the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ _STATEFUL = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
 }
+
+# Where the library's prefix constraint keeps the user's function of (row number, tokens so far).
+_ROW_QUESTION = "_prefix_allowed_tokens_fn"
+
+
+def _ask(question: Callable[[int, Tensor], Any], row: int, _: int, seen: Tensor) -> Any:
+    return question(row, seen)
 
 
 class Law:
@@ -89,9 +97,29 @@ class Law:
         for processor in self.processors:
             if type(processor).__name__ in _POSITIONWISE:
                 scores = processor(history[:1], scores)
+            elif hasattr(processor, _ROW_QUESTION):
+                scores = self._row_by_row(processor, scores, history, rows, lengths)
             else:
                 scores = self._with_history(processor, scores, history, rows, lengths)
         return scores
+
+    def _row_by_row(
+        self,
+        processor: Any,
+        scores: Tensor,
+        history: Tensor,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        """Ask a row's question once per position: of other rows there is nothing true to ask."""
+        question = getattr(processor, _ROW_QUESTION)
+        out = [
+            type(processor)(partial(_ask, question, row), 1)(
+                history[row : row + 1, :length], scores[i : i + 1]
+            )
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        ]
+        return torch.cat(out)  # (N, V)
 
     def _with_history(
         self,
