@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
 from layerskip.engine import Decoder, Request
@@ -72,7 +73,8 @@ def measure(
 ) -> CostTable | None:
     """Time draft steps and verify passes on a short context of the request's first prompt.
 
-    Every phase includes its law, its draw and the transfer to the host, as in decoding.
+    Every phase includes its law (without a user's own processors), its draw and the transfer to
+    the host, as in decoding.
 
     Args:
         now: the clock, in seconds.
@@ -86,8 +88,16 @@ def measure(
     sweeps = min(_SWEEPS, (model.max_positions - len(prompt) - max(_LENGTHS) - 2) // growth)
     if sweeps < 2:
         return None
+    # a user's own functions may know the request's texts only, and the probe is none of them
+    known = [
+        processor
+        for processor in request.law.processors
+        if type(processor).__module__.startswith("transformers.")
+        and not isinstance(processor, PrefixConstrainedLogitsProcessor)
+    ]
     probe = replace(
         request,
+        law=Law(known, do_sample=request.law.do_sample, rows=rows),
         input_ids=prompt.expand(rows, -1),
         attention_mask=torch.ones(rows, len(prompt), dtype=torch.long, device=prompt.device),
         max_new_tokens=sweeps * growth + max(_LENGTHS) + 2,
