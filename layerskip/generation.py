@@ -150,10 +150,35 @@ class LayerSkipDecoding:
         Raises:
             ValueError: something asked for cannot be served; the message names it.
         """
-        config = generation_config or model.generation_config
         streamer = model_kwargs.pop("streamer", None) or layerskip_streamer
+        try:
+            return self._decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config or model.generation_config,
+                streamer,
+                model_kwargs,
+            )
+        finally:
+            if streamer is not None:
+                streamer.end()  # whatever happened: somebody may be waiting for the next token
+
+    def _decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        config: GenerationConfig,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> GenerationOutput | Tensor:
         attention_mask = _served(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
+        if streamer is not None and rows > 1:
+            raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
         criteria = list(stopping_criteria or [])
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -174,14 +199,10 @@ class LayerSkipDecoding:
         )
         decoder, costs = self.decoder(model, request)
         rounds = []
-        try:
-            for round_ in decoder.rounds():
-                rounds.append(round_)
-                if streamer is not None and round_.tokens[0]:
-                    streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
-        finally:
+        for round_ in decoder.rounds():
+            rounds.append(round_)
             if streamer is not None:
-                streamer.end()
+                streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
         decoder.stats.seeds = tuple(seed[0] for seed in seeds)
         sequences = _sequences(input_ids, decoder.emitted, config)  # (B, W + n)
         if not config.return_dict_in_generate:
@@ -253,6 +274,12 @@ def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str,
             f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
             "leave out custom_generate for beams"
         )
+    for name in ("dola_layers", "penalty_alpha"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name} asks for another way of decoding, which is not supported; leave it out, "
+                "or leave out custom_generate"
+            )
     if model_kwargs.pop("synced_gpus", False):
         raise ValueError(
             "synced_gpus is not supported: ranks would draft different lengths; "
@@ -283,7 +310,7 @@ def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str,
     own = (mask.cumsum(-1) - 1).clamp_min(0)  # (B, W)
     if positions is not None and not torch.equal((positions * mask).expand_as(own), own * mask):
         raise ValueError("position_ids of your own are not supported; leave them out")
-    if mask.shape[1] == 0 or not mask.any(-1).all():
+    if not mask.any(-1).all():
         raise ValueError("a prompt is empty: every row needs at least one token")
     if not mask[:, -1].all():
         raise ValueError(
@@ -292,6 +319,14 @@ def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str,
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
     return mask
+
+
+def _check_shape(input_ids: Tensor) -> None:
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(
+            "input_ids must be (rows, tokens) with at least one token each, "
+            f"got shape {tuple(input_ids.shape)}"
+        )
 
 
 def _stop(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
@@ -360,8 +395,14 @@ def generate(
             raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
         ends.append(StopStringCriteria(tokenizer, stop_strings))
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if "input_ids" in given:  # the library says what else it misses
+        _check_shape(given["input_ids"])
     if kwargs.get("synced_gpus"):
         raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
+    if kwargs.pop("assistant_model", None) is not None:
+        raise ValueError(
+            "assistant_model is not supported: the model drafts for itself; leave it out"
+        )
     output = model.generate(
         **given,
         custom_generate=decoding,
@@ -415,6 +456,7 @@ def decode(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    _check_shape(input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     processors = list(logits_processor)
