@@ -64,8 +64,8 @@ class RowCache:
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
         first = 0
         if self.index is None:
-            all_keys[:, :, self.start : self.end] = keys
-            all_values[:, :, self.start : self.end] = values
+            all_keys.narrow(2, self.start, self.count).copy_(keys)
+            all_values.narrow(2, self.start, self.count).copy_(values)
             window = self.windows[layer_idx]
             if self.count == 1 and window is not None:
                 first = max(0, self.end - window)  # `needs_mask` counts on this slice
@@ -74,7 +74,8 @@ class RowCache:
             index = self.index.to(keys.device)
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
-        return all_keys[:, :, first : self.end], all_values[:, :, first : self.end]
+        seen = self.end - first
+        return all_keys.narrow(2, first, seen), all_values.narrow(2, first, seen)
 
     def needs_mask(self, window: int | None) -> bool:
         """Whether attention in this pass needs a mask beyond what `update` already leaves out.

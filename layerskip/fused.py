@@ -41,14 +41,12 @@ class Angles(NamedTuple):
     """Rotary angles of one pass.
 
     Attributes:
-        cos: (B or 1, 1, T, R).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R).
-        matrix: the whole rotation as one matrix (D, D), for a single position.
+        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
     """
 
     cos: Tensor
-    sin: Tensor
-    matrix: Tensor | None
+    sin: Tensor | None
 
 
 class Cache(Protocol):
@@ -170,24 +168,28 @@ def rms_norm(module: Any) -> Function:
     dtype = weight.dtype
     epsilon = torch.tensor(module.eps if gemma else module.variance_epsilon, device=weight.device)
 
-    def normalise(x: Tensor) -> Tensor:
-        # x / sqrt(mean(x^2) + epsilon): four small kernels, where F.rms_norm has six on a CPU
-        norm = torch.linalg.vector_norm(x, 2, -1, True)  # (..., 1)
-        return x * torch.addcmul(epsilon, norm, norm, value=1 / width).rsqrt_()
+    mean = 1 / width
+    vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
 
+    # x / sqrt(mean(x^2) + epsilon) in four small kernels, where F.rms_norm has six on a CPU
     def llama(x: Tensor) -> Tensor:
-        if dtype is torch.float32:
-            return normalise(x).mul_(weight)
-        return normalise(x.float()).to(dtype).mul_(weight)
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).mul_(weight)
+
+    def llama_cast(x: Tensor) -> Tensor:
+        x = x.float()
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).to(dtype).mul_(weight)
 
     def one_plus(x: Tensor) -> Tensor:
-        if dtype is torch.float32:
-            x = normalise(x)
-            return torch.addcmul(x, x, weight)
-        x = normalise(x.float())
-        return torch.addcmul(x, x, weight.float()).to(dtype)
+        x = x.float()
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        x = x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()
+        return addcmul(x, x, weight.float()).to(dtype)
 
-    return one_plus if gemma else llama
+    if not gemma:
+        return llama if dtype is torch.float32 else llama_cast
+    return one_plus
 
 
 class Rotary:
@@ -202,14 +204,19 @@ class Rotary:
         self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
         cos = next(iter(self.tables.values()))[0]
         rotary = cos.shape[-1]
-        # One matrix product rotates fewer than 4 kernels do; below float32 it would round
+        # One matrix product rotates faster than four kernels; below float32 it would round
         # once where the library rounds three times, and on a GPU it might run in TF32.
         self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
         if self._as_matrix:
-            self._swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
             places = torch.arange(rotary)
+            self._swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
             self._swap[places.roll(rotary // 2), places] = 1
             self._eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
+            rest = width - rotary  # dimensions that do not turn
+            self._wide = {
+                kind: (F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)))
+                for kind, (cos, sin) in self.tables.items()
+            }  # (S, D) each
 
     @staticmethod
     def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,30 +225,36 @@ class Rotary:
 
     def at(self, cache: Cache) -> dict[str, Angles]:
         """The angles at the positions of the pass the cache is placed for."""
-        return {kind: self._at(*table, cache) for kind, table in self.tables.items()}
-
-    def _at(self, cos: Tensor, sin: Tensor, cache: Cache) -> Angles:
         if cache.index is not None:
-            index = cache.index.to(cos.device)
-            return Angles(cos[0, 0, index][:, None], sin[0, 0, index][:, None], None)
-        cos, sin = cos[:, :, cache.start : cache.end], sin[:, :, cache.start : cache.end]
-        matrix = None
+            index = cache.index.to(next(iter(self.tables.values()))[0].device)
+            return {
+                kind: Angles(cos[0, 0, index][:, None], sin[0, 0, index][:, None])
+                for kind, (cos, sin) in self.tables.items()
+            }
         if self._as_matrix and cache.count == 1:
-            rest = self._eye.shape[0] - cos.shape[-1]
-            wide_cos, wide_sin = F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest))
-            matrix = torch.addcmul(self._eye * wide_cos, self._swap, wide_sin)  # (D, D)
-        return Angles(cos, sin, matrix)
+            return {
+                kind: Angles(
+                    torch.addcmul(self._eye * cos[cache.start], self._swap, sin[cache.start]), None
+                )
+                for kind, (cos, sin) in self._wide.items()
+            }
+        window = slice(cache.start, cache.end)
+        return {
+            kind: Angles(cos[:, :, window], sin[:, :, window])
+            for kind, (cos, sin) in self.tables.items()
+        }
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate queries or keys (B, N or K, T, D)."""
-    if angles.matrix is not None:
-        return x @ angles.matrix
-    rotary = angles.cos.shape[-1]
+    cos, sin = angles
+    if sin is None:
+        return x @ cos
+    rotary = cos.shape[-1]
     if rotary == x.shape[-1]:
-        return (x * angles.cos).add_(x.roll(rotary // 2, -1).mul_(angles.sin))
+        return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))
     turned = x[..., :rotary]
-    turned = (turned * angles.cos).add_(turned.roll(rotary // 2, -1).mul_(angles.sin))
+    turned = (turned * cos).add_(turned.roll(rotary // 2, -1).mul_(sin))
     return torch.cat((turned, x[..., rotary:]), -1)
 
 
@@ -250,27 +263,18 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def _linear(module: Any) -> Function:
-    return partial(F.linear, weight=module.weight, bias=module.bias)
+    linear, weight, bias = F.linear, module.weight, module.bias
+    return lambda x: linear(x, weight, bias)
 
 
-def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of (B, N, T, D) to (B, K, S, D), (B, T, N * D), keys never repeated."""
-    rows, heads, count, width = q.shape
-    groups = keys.shape[1]
-    if count == 1:  # the queries of a group are as good as tokens
-        q = q.reshape(rows, groups, heads // groups, width)  # (B, K, G, D)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(rows, 1, heads * width)
-    out = F.scaled_dot_product_attention(
-        q,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=heads != groups,
-    )  # (B, N, T, D)
-    return out.transpose(1, 2).reshape(rows, count, heads * width)
+def _sdpa(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention of (B, N, T, D) to (B, K, S, D), (B, N, T, D); keys are never repeated."""
+    grouped = q.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(
+        q, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def _eager(
@@ -278,6 +282,7 @@ def _eager(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
+    _: bool,  # a pass that is causal has a mask
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
@@ -291,8 +296,7 @@ def _eager(
     if mask is not None:
         scores.view(rows, groups, -1, count, scores.shape[-1]).add_(mask[:, :, None])
     law = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    out = torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
-    return out.transpose(1, 2).reshape(rows, count, heads * width)
+    return torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
 
 
 def attention(layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool) -> Block:
@@ -326,18 +330,27 @@ def attention(layer: Any, window: int | None, kind: str, *, sandwich: bool, eage
         def project(x: Tensor) -> Sequence[Tensor]:
             return q_proj(x), k_proj(x), v_proj(x)
 
-    def heads(x: Tensor) -> Tensor:
-        if x.shape[1] == 1:
-            return x.view(x.shape[0], -1, 1, width)  # (B, N or K, 1, D)
-        return x.view(x.shape[0], x.shape[1], -1, width).transpose(1, 2)  # (B, N or K, T, D)
-
     def block(hidden: Tensor, step: Step) -> Tensor:
-        q, k, v = map(heads, project(before(hidden)))
+        rows, count, _ = hidden.shape
+        q, k, v = project(before(hidden))
+        if count == 1:  # the queries of a group are as good as tokens: (B, K, G, D), no transposes
+            q, k, v = (
+                q.view(rows, -1, groups, width),
+                k.view(rows, -1, 1, width),
+                v.view(rows, -1, 1, width),
+            )
+        else:  # (B, N or K, T, D)
+            q, k, v = (x.view(rows, count, -1, width).transpose(1, 2) for x in (q, k, v))
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
-        angles = step.rope[kind]
+        angles, mask = step.rope[kind], step.masks[window]
         keys, values = step.cache.update(_rotate(k, angles), v, index)  # (B, K, S, D)
-        out = out_proj(attend(_rotate(q, angles), keys, values, step.masks[window], scale))
+        out = attend(
+            _rotate(q, angles), keys, values, mask, mask is None and count > 1, scale
+        )  # like q
+        if count > 1:
+            out = out.transpose(1, 2)  # (B, T, N, D)
+        out = out_proj(out.reshape(rows, count, -1))
         return hidden + (out if after is None else after(out))  # (B, T, H)
 
     return block
