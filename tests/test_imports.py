@@ -20,7 +20,6 @@ FLOORS = {
     "layerskip.speculation": 0,
     "layerskip.cache": 1,
     "layerskip.fused": 1,
-    "layerskip.fused": 1,
     "layerskip.laws": 1,
     "layerskip.sublayers": 2,
     "layerskip.training": 2,
