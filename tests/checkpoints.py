@@ -1,0 +1,31 @@
+"""Tiny random checkpoints on disk, with a tokenizer that has one word per token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import VOCABULARY, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SHAPE = {"max_position_embeddings": 64}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is the word `w<i>`; 0 is the pad token, and unknown words are 1."""
+    words = ["<pad>", "<unk>", *(f"w{i}" for i in range(2, VOCABULARY))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+
+
+def save_checkpoint(folder: Path, model: Any = None) -> Path:
+    """Write a model (by default a float32 Llama of 6 layers and 64 positions) and the tokenizer."""
+    if model is None:
+        model = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,118 @@
+"""From a name to a model: what loads, what is refused, and in which words."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import SHAPE, save_checkpoint, tiny_tokenizer
+from models import prompt, tiny_model
+from safetensors.torch import load_file, save_file
+
+from layerskip.config import SkipConfig
+from layerskip.loading import DTYPES, SHIPPED_PROMPTS, encode, load
+from layerskip.prompts import Prompt, read_prompts
+from layerskip.sublayers import UnsupportedModelError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_checkpoint(tmp_path / "tiny")
+
+
+def test_a_folder_loads_ready_to_decode(folder):
+    loaded = load(str(folder))
+    assert not loaded.model.training
+    assert loaded.model.dtype == torch.float32
+    assert loaded.model.device == torch.device("cpu")
+    assert loaded.folder == folder
+    assert loaded.describe() == f"{folder}: 0.1M parameters, float32, cpu"
+    original = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    ids = prompt(5)
+    assert torch.equal(loaded.model(ids).logits, original(ids).logits)
+
+
+def test_dtype_auto_is_float32_on_the_cpu(tmp_path):
+    model = tiny_model("llama", dtype=torch.bfloat16, **SHAPE)
+    folder = str(save_checkpoint(tmp_path, model))
+    assert load(folder).model.dtype == torch.float32
+    assert load(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load(folder, dtype="float64").model.dtype == torch.float64
+
+
+def test_the_skip_config_beside_the_checkpoint(folder):
+    assert load(str(folder)).skip_config() is None
+    SkipConfig.early_exit(2).save(folder / "layerskip.json")
+    assert load(str(folder)).skip_config() == SkipConfig.early_exit(2)
+
+
+def test_what_is_not_there(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    for name, words in [
+        (str(tmp_path / "missing"), "there is no folder"),
+        ("./missing", "there is no folder ./missing"),
+        (str(tmp_path / "empty"), "holds no checkpoint: it has no config.json"),
+        (str(folder / "config.json"), "is a file; give the folder"),
+        (" ", "name is empty"),
+        ("nobody/nothing", "cannot load model 'nobody/nothing' from the Hub"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            load(name)
+
+
+def test_unknown_dtypes_and_devices(folder):
+    with pytest.raises(ValueError, match=r"dtype must be one of auto, .*, got 'float8'"):
+        load(str(folder), dtype="float8")
+    for device in ("tpu", "cuda:99", "cpu:x", "meta:0:0"):
+        with pytest.raises(ValueError, match=f"device must be auto or one .* got '{device}'"):
+            load(str(folder), device=device)
+    assert DTYPES[0] == "auto"
+
+
+def test_an_unsupported_architecture_is_named_before_its_weights_are_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; .*gemma2.*llama"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["weights", "cut", "config", "tokenizer", "one weight"])
+def test_a_damaged_checkpoint_is_refused(folder, damage):
+    weights = folder / "model.safetensors"
+    if damage == "weights":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "config":
+        (folder / "config.json").write_text("{")
+    elif damage == "tokenizer":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    else:
+        tensors = load_file(weights)
+        del tensors["model.layers.3.mlp.up_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    words = "1 weights are missing" if damage == "one weight" else "cannot load model"
+    with pytest.raises(ValueError, match=words):
+        load(str(folder))
+
+
+def test_prompts_become_token_ids():
+    tokenizer = tiny_tokenizer()
+    assert encode(tokenizer, Prompt(id="1", text="w5 w7 w96")).tolist() == [[5, 7, 96]]
+    for text in ("", " "):
+        with pytest.raises(ValueError, match="prompt 1 is empty"):
+            encode(tokenizer, Prompt(id="1", text=text))
+
+
+def test_messages_need_a_chat_template():
+    tokenizer = tiny_tokenizer()
+    chat = Prompt(id="7", messages=({"role": "user", "content": "w5 w6"},))
+    with pytest.raises(ValueError, match=r"prompt 7 holds chat messages, .* no chat template"):
+        encode(tokenizer, chat)
+    tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %} w10"
+    assert encode(tokenizer, chat).tolist() == [[9, 5, 6, 10]]
+
+
+def test_prompts_are_shipped():
+    prompts = read_prompts(SHIPPED_PROMPTS)
+    assert len(prompts) >= 60
+    assert len({prompt.category for prompt in prompts}) == 3
