@@ -1,0 +1,935 @@
+"""The doors: what `generate()` promises holds with self-speculation, and the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from models import FAMILIES, VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    set_seed,
+)
+
+import layerskip
+from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
+from layerskip.config import DecodingOptions
+from layerskip.controllers import Fixed
+from layerskip.speculation import CostTable
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
+SKIP = SkipConfig.early_exit(4)
+LENGTHS = (9, 3, 6)
+NEW_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return lively_model("llama")
+
+
+def decoding(**settings: Any) -> LayerSkipDecoding:
+    return LayerSkipDecoding(**({"skip": SKIP, "controller": "fixed", "costs": COSTS} | settings))
+
+
+def new_tokens(out: Any, width: int) -> list[list[int]]:
+    return getattr(out, "sequences", out)[:, width:].tolist()
+
+
+# ---------------------------------------------------------------------------------------------
+# Three doors, one text.
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_three_doors_agree(llama: Any, sample: bool) -> None:
+    ids, mask = ragged(LENGTHS)
+    how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": sample}
+    warp: dict[str, Any] = {"temperature": 0.7, "top_k": 9, "top_p": 0.9} if sample else {}
+    seed = {"seed": 3}
+    one = llama.generate(ids, attention_mask=mask, custom_generate=decoding(**seed), **how, **warp)
+    two = layerskip.generate(
+        llama,
+        {"input_ids": ids, "attention_mask": mask},
+        skip=SKIP,
+        controller="fixed",
+        costs=COSTS,
+        **seed,
+        **how,
+        **warp,
+    )
+    rounds = list(
+        layerskip.decode(
+            llama, ids, mask, skip=SKIP, controller="fixed", costs=COSTS, **seed, **how, **warp
+        )
+    )
+    assert isinstance(one, Tensor)
+    assert isinstance(two, GenerationOutput)
+    assert one.tolist() == two.sequences.tolist()
+    joined = [[token for r in rounds for token in r.tokens[row]] for row in range(3)]
+    assert joined == new_tokens(one, 9)
+    assert two.rounds == rounds
+    assert two.stats is not None
+    assert two.stats.num_accepted_tokens > 0
+    assert two.stats.seeds == ((3, 3, 3) if sample else ())
+    assert two.costs == COSTS
+
+
+def test_generate_leaves_the_model_and_its_settings_alone(llama: Any) -> None:
+    config = copy.deepcopy(llama.generation_config.to_dict())
+    layerskip.generate(llama, prompt(5), skip=SKIP, costs=COSTS, max_new_tokens=4)
+    assert llama.generation_config.to_dict() == config
+    assert "generate" not in vars(llama)
+
+
+def test_a_decoding_serves_several_models_and_threads(llama: Any) -> None:
+    other = lively_model("qwen3")
+    shared = decoding(controller="expected-gain", seed=1)
+    out: dict[str, Any] = {}
+
+    def run(name: str, model: Any) -> None:
+        out[name] = model.generate(
+            prompt(7), custom_generate=shared, max_new_tokens=16, do_sample=True
+        ).tolist()
+
+    run("llama alone", llama)
+    run("qwen3 alone", other)
+    threads = [
+        threading.Thread(target=run, args=case) for case in (("llama", llama), ("qwen3", other))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert out["llama"] == out["llama alone"] != out["qwen3"] == out["qwen3 alone"]
+
+
+def test_settings_come_from_the_skip_config_unless_given() -> None:
+    stored = DecodingOptions(
+        controller="confidence", max_draft_length=3, threshold=0.2, acceptance="rejection"
+    )
+    skip = SkipConfig(exit_layer=2, decoding=stored)
+    read = LayerSkipDecoding(skip)
+    assert (read.controller, read.max_draft_length) == ("confidence", 3)
+    assert (read.threshold, read.acceptance, read.enabled) == (0.2, "rejection", True)
+    given = LayerSkipDecoding(
+        skip, controller="fixed", max_draft_length=5, acceptance="coupled", enabled=False
+    )
+    assert (given.controller, given.max_draft_length) == ("fixed", 5)
+    assert (given.acceptance, given.enabled) == ("coupled", False)
+    off = SkipConfig(exit_layer=2, decoding=DecodingOptions(enabled=False))
+    assert not LayerSkipDecoding(off).enabled
+    assert LayerSkipDecoding(off, enabled=True).enabled
+    assert not LayerSkipDecoding(None).enabled
+    assert LayerSkipDecoding(skip).controller == "confidence"
+    assert LayerSkipDecoding(SKIP).controller == "expected-gain"
+
+
+def test_a_skip_config_may_be_a_path(llama: Any, tmp_path: Path) -> None:
+    SKIP.save(tmp_path / "skip.json")
+    out = layerskip.generate(
+        llama, prompt(5), skip=tmp_path / "skip.json", controller="fixed", max_new_tokens=6
+    )
+    assert out.stats is not None
+    assert out.stats.num_draft_tokens > 0
+
+
+def test_without_a_skip_config_it_decodes_plainly(llama: Any) -> None:
+    ids = prompt(5)
+    out = layerskip.generate(llama, ids, max_new_tokens=8, do_sample=False)
+    assert out.stats is not None
+    assert out.stats.num_draft_tokens == 0
+    assert out.sequences.tolist() == llama.generate(ids, max_new_tokens=8).tolist()
+
+
+def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) -> None:
+    ids = prompt(5)
+
+    def costs(skip: SkipConfig = SKIP, **settings: Any) -> CostTable | None:
+        out = layerskip.generate(llama, ids, skip=skip, max_new_tokens=6, **settings)
+        assert isinstance(out, GenerationOutput)
+        return out.costs
+
+    stored = SkipConfig(exit_layer=4, costs={"draft": 0.3, "verify": [1.0, 1.1]})
+    assert costs(stored) == CostTable(0.3, (1.0, 1.1), "given")
+    assert costs(stored, costs=COSTS) == COSTS
+    assert costs(controller="fixed") is None
+    assert costs(enabled=False) is None
+    table = costs()
+    assert table is not None
+    assert table.source == "measured"
+    assert costs() is table  # once per process
+    # where the draft lengths decide the text no clock may decide the draft lengths
+    table = costs(acceptance="rejection", do_sample=True)
+    assert table is not None
+    assert table.source == "analytic"
+
+
+# ---------------------------------------------------------------------------------------------
+# Output.
+
+
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.4}])
+def test_scores_and_logits_equal_the_librarys(llama: Any, processors: dict[str, Any]) -> None:
+    ids, mask = ragged(LENGTHS)
+    for i, m in ((ids, mask), (ids[:1], mask[:1])):
+        how: dict[str, Any] = {
+            "attention_mask": m,
+            "max_new_tokens": NEW_TOKENS,
+            "do_sample": False,
+            "return_dict_in_generate": True,
+            "output_scores": True,
+            "output_logits": True,
+            **processors,
+        }
+        want = llama.generate(i, **how)
+        got = llama.generate(i, custom_generate=decoding(), **how)
+        assert got.sequences.tolist() == want.sequences.tolist()
+        assert got.stats.num_accepted_tokens > 0
+        for name in ("scores", "logits"):
+            assert len(got[name]) == NEW_TOKENS
+            for have, expected in zip(got[name], want[name], strict=True):
+                assert have.dtype == torch.float32
+                torch.testing.assert_close(have, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_rows_that_end_early(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    text = new_tokens(llama.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS), 9)
+    how: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "eos_token_id": [text[1][4], text[2][7]],
+    }
+    want = llama.generate(ids, **how)
+    got = llama.generate(ids, custom_generate=decoding(), **how)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    assert got.logits is None
+    lengths = [len(row) for row in emitted(got)]
+    assert min(lengths) < max(lengths) == len(got.scores) == len(want.scores)
+    for step, (have, expected) in enumerate(zip(got.scores, want.scores, strict=True)):
+        for row, length in enumerate(lengths):
+            if step < length:
+                torch.testing.assert_close(have[row], expected[row], rtol=1e-5, atol=1e-5)
+            else:
+                assert (have[row] == 0).all()
+
+
+def emitted(out: Any) -> list[list[int]]:
+    rows = len(out.sequences)
+    return [[token for r in out.rounds for token in r.tokens[row]] for row in range(rows)]
+
+
+def test_short_rows_are_padded_on_the_right(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    text = new_tokens(llama.generate(ids, attention_mask=mask, max_new_tokens=12), 9)
+    end = text[0][3]
+    for pad in (0, 96):
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": pad}
+        want = llama.generate(ids, eos_token_id=end, **how)
+        got = llama.generate(ids, eos_token_id=end, custom_generate=decoding(), **how)
+        assert got.tolist() == want.tolist()
+        assert got[0, -1] == pad
+
+
+# ---------------------------------------------------------------------------------------------
+# Logits processors, with exact histories.
+
+
+class Shift(LogitsProcessor):  # type: ignore[misc]
+    """A user's processor: reads every token so far, and the row number."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        favoured = (input_ids.sum(-1) * 7 + torch.arange(len(input_ids))) % VOCABULARY
+        return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 1.5))
+
+
+def allow_by_row(row: int, seen: Tensor) -> list[int]:
+    """Another third of the vocabulary for every row, and never one token twice running."""
+    return [t for t in range(2 + 31 * row, 33 + 31 * row) if t != int(seen[-1])]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated pair": {"no_repeat_ngram_size": 2},
+    "minimum length": {"min_new_tokens": 9, "eos_token_id": list(range(2, 60))},
+    "bad words": {"bad_words_ids": [[5], [17, 30], [61, 2, 9], [39], [64]]},
+    "forced tokens": {"forced_bos_token_id": 7, "forced_eos_token_id": 11},
+    "suppressed tokens": {"suppress_tokens": list(range(30, 60)), "begin_suppress_tokens": [82]},
+    "sequence bias": {"sequence_bias": [[[39], -4.0], [[49, 77], 6.0], [[8], 2.0]]},
+    "length penalty": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": [3, 9, 33]},
+    "prefix": {"prefix_allowed_tokens_fn": allow_by_row},
+    "watermark": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "lefthash"}},
+    "user": {"logits_processor": LogitsProcessorList([Shift()])},
+    "several": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 4,
+        "eos_token_id": [9, 23, 41],
+        "logits_processor": LogitsProcessorList([Shift()]),
+        "prefix_allowed_tokens_fn": lambda row, seen: list(range(2, VOCABULARY - row)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_mean_the_same_as_in_the_library(llama: Any, name: str) -> None:
+    ids, mask = ragged(LENGTHS)
+    plain = llama.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    drafted = accepted = 0
+    for i, m in ((ids, mask), (ids[1:2, 6:], mask[1:2, 6:])):
+        how: dict[str, Any] = {"attention_mask": m, "max_new_tokens": NEW_TOKENS}
+        how |= {"do_sample": False, "return_dict_in_generate": True} | PROCESSORS[name]
+        want = llama.generate(i, **how)
+        for controller in ("fixed", Erratic()):
+            settings = {"controller": controller, "skip": SkipConfig(attention=(3,), mlp=(4,))}
+            got = llama.generate(i, custom_generate=decoding(**settings), **how)
+            assert got.sequences.tolist() == want.sequences.tolist()
+            drafted += got.stats.num_draft_tokens
+            accepted += got.stats.num_accepted_tokens
+        if len(i) == 3:
+            assert want.sequences.tolist() != plain.tolist()  # it bites
+    assert 0 < accepted < drafted
+
+
+def test_a_prefix_constraint_sees_true_rows_and_histories_only(llama: Any) -> None:
+    """Also while costs are measured, and in rows that draft less than others."""
+    ids, mask = ragged(LENGTHS)
+
+    def allowed(row: int, seen: Tensor) -> list[int]:
+        assert seen[: ids.shape[1]].tolist() == ids[row].tolist()
+        assert all(2 + 30 * row <= t < 32 + 30 * row for t in seen[ids.shape[1] :].tolist())
+        return list(range(2 + 30 * row, 32 + 30 * row))
+
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24}
+    want = llama.generate(ids, prefix_allowed_tokens_fn=allowed, **how)
+    for controller in ("expected-gain", Erratic()):
+        got = llama.generate(
+            ids,
+            prefix_allowed_tokens_fn=allowed,
+            custom_generate=LayerSkipDecoding(SKIP, controller=controller),
+            **how,
+        )
+        assert got.tolist() == want.tolist()
+
+
+def test_an_empty_prefix_constraint_is_refused_as_in_the_library(llama: Any) -> None:
+    with pytest.raises(ValueError, match="returned an empty list"):
+        llama.generate(
+            prompt(4),
+            prefix_allowed_tokens_fn=lambda row, seen: [],
+            custom_generate=decoding(),
+            max_new_tokens=4,
+        )
+
+
+def test_processors_that_keep_state_are_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match=r"ClassifierFreeGuidance.* keeps state"):
+        llama.generate(prompt(4), guidance_scale=1.5, custom_generate=decoding(), max_new_tokens=4)
+
+
+def test_processors_that_forbid_everything_are_reported(llama: Any) -> None:
+    with pytest.raises(ValueError, match="row 0 has no token to draw after 0 new tokens"):
+        llama.generate(
+            prompt(4),
+            suppress_tokens=list(range(VOCABULARY)),
+            custom_generate=decoding(),
+            max_new_tokens=4,
+        )
+
+
+def test_a_draft_that_may_draw_nothing_ends_there(llama: Any) -> None:
+    """The draft meets a history that the target never emits, and there all is forbidden."""
+    ids = prompt(6)
+    text = new_tokens(llama.generate(ids, max_new_tokens=NEW_TOKENS), 6)[0]
+    true = {tuple(text[:n]) for n in range(NEW_TOKENS)}
+
+    def forbid(input_ids: Tensor, scores: Tensor) -> Tensor:
+        real = torch.tensor([tuple(row[6:].tolist()) in true for row in input_ids])
+        return scores.masked_fill(~real[:, None], float("-inf"))
+
+    got = layerskip.generate(
+        llama,
+        ids,
+        skip=SkipConfig(attention=(0,), mlp=(5,)),
+        controller="fixed",
+        logits_processor=LogitsProcessorList([forbid]),
+        max_new_tokens=NEW_TOKENS,
+    )
+    assert new_tokens(got, 6) == [text]
+    assert got.stats is not None
+    assert got.stats.num_accepted_tokens < got.stats.num_draft_tokens
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends.
+
+
+def test_several_end_tokens(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    text = new_tokens(llama.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS), 9)
+    for ends in ([text[0][5], text[2][9]], [text[1][0]], list(range(2, 50))):
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS}
+        want = llama.generate(ids, eos_token_id=ends, **how)
+        for controller in ("fixed", Erratic()):
+            got = llama.generate(
+                ids, eos_token_id=ends, custom_generate=decoding(controller=controller), **how
+            )
+            assert got.tolist() == want.tolist()
+        rounds = list(
+            layerskip.decode(
+                llama, ids, mask, skip=SKIP, controller="fixed", max_new_tokens=20,
+                eos_token_id=ends,
+            )
+        )  # fmt: skip
+        rows = [[token for r in rounds for token in r.tokens[row]] for row in range(3)]
+        padded = [row + [0] * (want.shape[1] - 9 - len(row)) for row in rows]
+        assert padded == new_tokens(want, 9)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One printable character for every token of the tiny models."""
+    vocabulary = {chr(33 + i): i for i in range(VOCABULARY)}
+    built = Tokenizer(WordLevel(vocabulary, unk_token=chr(33)))
+    built.pre_tokenizer = Split(Regex("."), "isolated")
+    built.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=built)
+
+
+def test_stop_strings(llama: Any, tokenizer: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    text = new_tokens(llama.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS), 9)
+    for row, place in ((0, 3), (1, 8), (2, 12)):
+        stop = "".join(chr(33 + token) for token in text[row][place : place + 2])
+        how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        how |= {"stop_strings": [stop, "never"], "tokenizer": tokenizer}
+        want = llama.generate(ids, attention_mask=mask, **how)
+        got = layerskip.generate(
+            llama,
+            {"input_ids": ids, "attention_mask": mask},
+            skip=SKIP,
+            controller="fixed",
+            **how,
+        )
+        assert len(emitted(got)[row]) <= place + 2
+        assert [tokens[: place + 2] for tokens in emitted(got)][row] == emitted(got)[row]
+        # the library ends finished rows with pads only where there is an end token
+        for have, expected in zip(emitted(got), want[:, 9:].tolist(), strict=True):
+            assert expected[: len(have)] == have
+    with pytest.raises(ValueError, match="stop_strings needs the tokenizer"):
+        layerskip.generate(llama, ids, skip=SKIP, stop_strings=["x"], max_new_tokens=4)
+
+
+def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    seen: list[list[int]] = []
+
+    def watch(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        assert input_ids.shape[0] == 1
+        seen.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] == 9 + 7])
+
+    got = layerskip.generate(
+        llama,
+        {"input_ids": ids, "attention_mask": mask},
+        skip=SKIP,
+        controller="fixed",
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=None,
+        stopping_criteria=StoppingCriteriaList([watch]),
+    )
+    assert [len(row) for row in emitted(got)] == [7, 7, 7]
+    for row in range(3):
+        mine = [history for history in seen if history[:9] == ids[row].tolist()]
+        full = got.sequences[row].tolist()
+        assert mine == [full[: 9 + n] for n in range(1, 8)]
+    assert len(seen) == 21
+
+
+def test_a_criterion_that_keeps_count_stops_where_the_librarys_loop_stops(llama: Any) -> None:
+    class Fifth:
+        calls = 0
+
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            self.calls += 1
+            return torch.full((len(input_ids),), self.calls == 5)
+
+    ids = prompt(5)
+    want = llama.generate(ids, max_new_tokens=12, stopping_criteria=StoppingCriteriaList([Fifth()]))
+    got = llama.generate(
+        ids,
+        max_new_tokens=12,
+        stopping_criteria=StoppingCriteriaList([Fifth()]),
+        custom_generate=decoding(),
+    )
+    assert got.tolist() == want.tolist()
+    assert got.shape[1] == 5 + 5
+
+
+def test_max_time_ends_every_row(llama: Any) -> None:
+    class Slow(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            time.sleep(0.002)
+            return scores
+
+    ids, mask = ragged(LENGTHS)
+    got = llama.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=200,
+        max_time=0.05,
+        logits_processor=LogitsProcessorList([Slow()]),
+        custom_generate=decoding(),
+    )
+    assert 9 < got.shape[1] < 209
+
+
+def test_max_length_counts_the_prompt(llama: Any) -> None:
+    ids = prompt(5)
+    got = llama.generate(ids, max_length=14, custom_generate=decoding())
+    assert got.tolist() == llama.generate(ids, max_length=14).tolist()
+    assert got.shape[1] == 14
+
+
+# ---------------------------------------------------------------------------------------------
+# Seeds.
+
+
+def test_num_return_sequences_draw_from_streams_of_their_own(llama: Any) -> None:
+    how: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
+    ids = prompt(6)
+    rows = llama.generate(ids, custom_generate=decoding(seed=5), **how).tolist()
+    assert len({tuple(row) for row in rows}) == 3
+    assert rows == llama.generate(ids, custom_generate=decoding(seed=5), **how).tolist()
+    assert (
+        rows == llama.generate(ids, custom_generate=decoding(seed=5, enabled=False), **how).tolist()
+    )
+    assert rows != llama.generate(ids, custom_generate=decoding(seed=6), **how).tolist()
+    first = llama.generate(ids, custom_generate=decoding(seed=5), do_sample=True, max_new_tokens=12)
+    assert first.tolist() == rows[:1]
+
+
+def test_without_a_seed_the_librarys_generator_decides_and_the_stats_report(llama: Any) -> None:
+    def text(**settings: Any) -> Any:
+        return llama.generate(
+            prompt(6),
+            custom_generate=decoding(**settings),
+            do_sample=True,
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+        )
+
+    torch.manual_seed(1)
+    one, two = text(), text()
+    torch.manual_seed(1)
+    again = text()
+    set_seed(1)
+    library = text()
+    assert one.stats.seeds != two.stats.seeds
+    assert one.sequences.tolist() != two.sequences.tolist()
+    for out in (again, library, text(seed=one.stats.seeds[0])):
+        assert out.stats.seeds == one.stats.seeds
+        assert out.sequences.tolist() == one.sequences.tolist()
+
+
+def test_a_seed_leaves_the_librarys_generator_alone(llama: Any) -> None:
+    state = torch.random.get_rng_state()
+    for sample in (True, False):
+        seed = 1 if sample else None
+        llama.generate(
+            prompt(6), custom_generate=decoding(seed=seed), do_sample=sample, max_new_tokens=6
+        )
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_seeds_must_be_one_per_row(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    with pytest.raises(ValueError, match="one seed per row, 3; got 2"):
+        llama.generate(
+            ids,
+            attention_mask=mask,
+            custom_generate=decoding(seeds=(1, 2)),
+            do_sample=True,
+            max_new_tokens=4,
+        )
+    with pytest.raises(ValueError, match="not both"):
+        decoding(seed=1, seeds=(1, 2))
+
+
+# ---------------------------------------------------------------------------------------------
+# Streaming.
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.events.append(value)
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+def check_stream(events: list[Any], ids: Tensor, sequences: Tensor) -> None:
+    first, *new, last = events
+    assert first.flatten().tolist() == ids[0].tolist()
+    assert all(value.dim() == 1 and len(value) and value.device.type == "cpu" for value in new)
+    assert torch.cat(new).tolist() == sequences[0, ids.shape[1] :].tolist()
+    assert len(new) > 1
+    assert last == "end"
+
+
+def test_streamer_gets_the_prompt_then_new_tokens_then_the_end(llama: Any) -> None:
+    ids, recorder = prompt(6), Recorder()
+    out = layerskip.generate(
+        llama, ids, skip=SKIP, controller="fixed", streamer=recorder, max_new_tokens=12
+    )
+    check_stream(recorder.events, ids, out.sequences)
+
+
+def test_layerskip_streamer_reaches_through_generate(llama: Any) -> None:
+    """`model.generate()` keeps `streamer` to itself on the custom path."""
+    ids, recorder = prompt(6), Recorder()
+    out = llama.generate(
+        ids, custom_generate=decoding(), layerskip_streamer=recorder, max_new_tokens=12
+    )
+    check_stream([ids, *recorder.events], ids, out)
+
+
+def test_streamer_ends_exactly_once_whatever_fails(llama: Any) -> None:
+    def fail(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > 9:
+            raise RuntimeError("no more")
+        return scores
+
+    for error, match, how in (
+        (RuntimeError, "no more", {"logits_processor": LogitsProcessorList([fail])}),
+        (ValueError, "output_hidden_states", {"output_hidden_states": True}),
+        (ValueError, "at most 256 tokens", {"max_new_tokens": 900}),
+    ):
+        recorder = Recorder()
+        with pytest.raises(error, match=match):
+            layerskip.generate(
+                llama,
+                prompt(6),
+                skip=SKIP,
+                controller="fixed",
+                streamer=recorder,
+                **({"max_new_tokens": 12} | how),
+            )
+        assert recorder.events.count("end") == 1
+        assert recorder.events[-1] == "end"
+
+
+def test_a_streamer_serves_one_row(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    with pytest.raises(ValueError, match="a streamer serves one row, got 3"):
+        layerskip.generate(
+            llama,
+            {"input_ids": ids, "attention_mask": mask},
+            skip=SKIP,
+            streamer=Recorder(),
+            max_new_tokens=4,
+        )
+
+
+def test_text_streamer_of_the_library(llama: Any, tokenizer: Any) -> None:
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    out: list[Any] = []
+
+    def run() -> None:
+        out.append(
+            layerskip.generate(
+                llama,
+                prompt(6),
+                skip=SKIP,
+                controller="fixed",
+                streamer=streamer,
+                max_new_tokens=12,
+            )
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(out[0].sequences[0, 6:])
+
+
+def test_decode_leaves_the_callers_grad_mode_alone(llama: Any) -> None:
+    for round_ in layerskip.decode(llama, prompt(5), skip=SKIP, costs=COSTS, max_new_tokens=6):
+        assert torch.is_grad_enabled()
+        assert len(round_.tokens) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals, by name.
+
+
+def refused(model: Any, match: str, error: type[Exception] = ValueError, **how: Any) -> None:
+    how = {"inputs": prompt(5), "max_new_tokens": 4, "custom_generate": decoding()} | how
+    with pytest.raises(error, match=match):
+        model.generate(**how)
+
+
+def test_what_is_not_served_is_refused_by_name(llama: Any) -> None:
+    ids = prompt(5)
+    refused(llama, "num_beams must be 1, got 2", num_beams=2)
+    refused(llama, "penalty_alpha asks for another way", penalty_alpha=0.6, top_k=4)
+    refused(llama, "dola_layers asks for another way", dola_layers="low")
+    embeds = llama.model.embed_tokens(ids).detach()
+    refused(llama, "inputs_embeds is not supported", inputs=None, inputs_embeds=embeds)
+    cache = DynamicCache(config=llama.config)
+    refused(llama, "past_key_values is not supported", past_key_values=cache)
+    llama(ids[:, :3], past_key_values=cache)
+    refused(llama, "past_key_values is not supported", past_key_values=cache)
+    refused(llama, "output_attentions is not supported", output_attentions=True)
+    refused(llama, "output_hidden_states is not supported", output_hidden_states=True)
+    own = torch.arange(5)[None] + 3
+    refused(llama, "position_ids of your own are not supported", position_ids=own)
+    refused(llama, "max_new_tokens.*must be greater than 0", max_new_tokens=0)
+
+
+def test_generate_refuses_what_the_library_would_drop_silently(llama: Any) -> None:
+    for name in ("synced_gpus", "assistant_model"):
+        with pytest.raises(ValueError, match=f"{name} is not supported"):
+            layerskip.generate(llama, prompt(5), skip=SKIP, **{name: llama})
+
+
+def test_prompts_that_are_none(llama: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    empty = mask.clone()
+    empty[1] = 0
+    for wrong, match in ((mask.flip(1), "padded on the right"), (empty, "prompt is empty")):
+        refused(llama, match, inputs=ids, attention_mask=wrong)
+        with pytest.raises(ValueError, match=match):
+            next(layerskip.decode(llama, ids, wrong, skip=SKIP))
+    for shape in ((9,), (1, 0), (0, 4)):
+        wrong = torch.ones(shape, dtype=torch.long)
+        with pytest.raises(ValueError, match="input_ids must be"):
+            layerskip.generate(llama, wrong, skip=SKIP)
+        with pytest.raises(ValueError, match="input_ids must be"):
+            next(layerskip.decode(llama, wrong, skip=SKIP))
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        next(layerskip.decode(llama, ids, mask, skip=SKIP, max_new_tokens=0))
+
+
+def test_lengths_past_the_positions_are_refused(llama: Any) -> None:
+    refused(llama, "at most 256 tokens for this model, got 257", max_new_tokens=252)
+
+
+def test_models_that_are_not_served(llama: Any) -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=32)
+    other = GPT2LMHeadModel(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*supported are.*gemma2.*llama"):
+        next(layerskip.decode(other, prompt(3) % 20, skip=SkipConfig.early_exit(1)))
+    model = tiny_model("llama")
+    model.train()
+    refused(model, "training mode")
+    model.eval()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match=r"'flash_attention_2'.*'eager' or 'sdpa'"):
+        next(layerskip.decode(model, prompt(3), skip=SKIP))
+
+
+def test_rope_that_changes_under_way_is_refused() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=dynamic)
+    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic' is not supported"):
+        next(layerskip.decode(model, prompt(3), skip=SKIP))
+
+
+def test_longrope_is_served_on_one_side_of_its_switch() -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1],
+        "long_factor": [2.0, 3.0],
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.5,
+    }
+    model = tiny_model("phi3", rope_parameters=longrope, original_max_position_embeddings=32)
+    for length in (8, 40):
+        want = model.generate(prompt(length), max_new_tokens=16)
+        got = model.generate(prompt(length), max_new_tokens=16, custom_generate=decoding())
+        assert got.tolist() == want.tolist()
+    refused(model, "longrope changes its angles at 32 tokens", inputs=prompt(20), max_new_tokens=16)
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_other_rope_types_are_served(rope: str) -> None:
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0}
+    parameters["original_max_position_embeddings"] = 64
+    if rope == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope == "linear":
+        del parameters["original_max_position_embeddings"]
+    model = lively_model("llama", rope_parameters=parameters)
+    ids, mask = ragged((70, 9))
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=16)
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=16, custom_generate=decoding())
+    assert got.tolist() == want.tolist()
+
+
+def test_settings_without_effect_warn(llama: Any) -> None:
+    want = llama.generate(prompt(5), max_new_tokens=6).tolist()
+    for how, match in (
+        ({"assistant_early_exit": 3}, "assistant_early_exit has no effect"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens has no effect"),
+        ({"use_cache": False}, "use_cache=False has no effect"),
+    ):
+        with pytest.warns(UserWarning, match=match):
+            got = llama.generate(prompt(5), max_new_tokens=6, custom_generate=decoding(), **how)
+        assert got.tolist() == want
+
+
+def test_a_skip_config_of_another_model_warns_and_stays_exact(llama: Any) -> None:
+    model = lively_model("llama")
+    model.name_or_path = "here/this"
+    skip = SkipConfig(exit_layer=4, model="there/that")
+    with pytest.warns(UserWarning, match="searched on there/that, the model is here/this"):
+        got = model.generate(prompt(5), max_new_tokens=6, custom_generate=decoding(skip=skip))
+    assert got.tolist() == llama.generate(prompt(5), max_new_tokens=6).tolist()
+
+
+def test_skip_configs_that_do_not_fit_are_refused(llama: Any) -> None:
+    for skip, match in (
+        (SkipConfig.early_exit(6), r"exit_layer must be in 1\.\.5"),
+        (SkipConfig(attention=(6,)), r"attention indices must be in 0\.\.5"),
+        (SkipConfig.layers(range(6)), "must keep at least one sublayer"),
+    ):
+        refused(llama, match, custom_generate=decoding(skip=skip))
+    refused(llama, "controller must be one of", custom_generate=decoding(controller="greedy"))
+
+
+def test_nan_logits_are_reported() -> None:
+    model = lively_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    refused(model, "NaN")
+    with pytest.raises(ValueError, match="NaN"):
+        layerskip.generate(model, prompt(5), skip=SKIP, do_sample=True, max_new_tokens=4)
+
+
+# ---------------------------------------------------------------------------------------------
+# Other weights, other places.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_dtypes_run(family: str, dtype: torch.dtype) -> None:
+    model = lively_model(family).to(dtype)
+    ids, mask = ragged(LENGTHS)
+    for sample in (False, True):
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=10,
+            do_sample=sample,
+            custom_generate=decoding(seed=1 if sample else None),
+            return_dict_in_generate=True,
+        )
+        assert out.sequences.shape == (3, 9 + 10)
+        assert out.stats.num_draft_tokens > 0
+    if dtype == torch.float32:
+        alone = model.generate(ids[:1], max_new_tokens=10)
+        got = model.generate(ids[:1], max_new_tokens=10, custom_generate=decoding())
+        assert got.tolist() == alone.tolist()
+
+
+class LowRank(nn.Module):
+    """What an adapter library puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.weight = base.weight  # adapters show the base's weight as their own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def check_exact(model: Any, **settings: Any) -> None:
+    ids, mask = ragged(LENGTHS)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12}
+    want = model.generate(ids, **how)
+    got = model.generate(
+        ids, custom_generate=decoding(**settings), return_dict_in_generate=True, **how
+    )
+    assert got.sequences.tolist() == want.tolist()
+    assert got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_adapted_linear_layers_stay_exact(family: str) -> None:
+    model = lively_model(family)
+    plain = model.generate(prompt(6), max_new_tokens=12)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, LowRank(child))
+    model.eval()
+    assert model.generate(prompt(6), max_new_tokens=12).tolist() != plain.tolist()
+    check_exact(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_offloaded_models_stay_exact(family: str, tmp_path: Path) -> None:
+    for offload in (cpu_offload, lambda model, at: disk_offload(model, tmp_path, at)):
+        model = lively_model(family)
+        offload(model, torch.device("cpu"))
+        assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+        check_exact(model)
+        assert model.model.layers[0].self_attn.q_proj.weight.is_meta
+
+
+def test_hooks_of_the_user_fire_and_may_change_the_output(llama: Any) -> None:
+    model = lively_model("llama")
+    plain = model.generate(prompt(6), max_new_tokens=12)
+    hook = model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * -3)
+    assert model.generate(prompt(6), max_new_tokens=12).tolist() != plain.tolist()
+    check_exact(model)
+    hook.remove()
+    check_exact(model)
+
+
+def test_generation_config_of_the_model_is_used(llama: Any) -> None:
+    model = lively_model("llama")
+    model.generation_config = GenerationConfig(
+        max_new_tokens=9, repetition_penalty=1.5, pad_token_id=0
+    )
+    got = model.generate(prompt(5), custom_generate=decoding())
+    assert got.tolist() == model.generate(prompt(5)).tolist()
+    assert got.shape[1] == 14
+
+
+def test_controller_objects_are_used(llama: Any) -> None:
+    out = layerskip.generate(llama, prompt(5), skip=SKIP, controller=Fixed(2), max_new_tokens=12)
+    assert out.rounds is not None
+    assert max(round_.drafted[0] for round_ in out.rounds) == 2
