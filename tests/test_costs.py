@@ -1,0 +1,174 @@
+"""Cost tables: measured with a clock of the test's own, remembered, and analytic; never timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import lively_model, prompt, ragged
+from torch import Tensor
+from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
+
+from layerskip import costs
+from layerskip.config import SkipConfig
+from layerskip.costs import analytic, cost_table, measure
+from layerskip.engine import Request
+from layerskip.laws import Law, stream_key
+from layerskip.passes import Session
+from layerskip.speculation import CostTable
+from layerskip.sublayers import Sublayers
+
+SKIP = SkipConfig.early_exit(2).resolve(6)
+DRAFT, VERIFY = 3.0, {1: 10.0, 2: 12.0, 3: 14.0, 5: 15.0, 9: 19.0}
+
+
+def request(
+    lengths: tuple[int, ...] = (40, 4), *, sample: bool = False, processors: Any = ()
+) -> Request:
+    ids, mask = ragged(lengths)
+    rows = len(lengths)
+    return Request(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        law=Law(processors, do_sample=sample, rows=rows),
+        keys=[stream_key(row) for row in range(rows)],
+        eos=frozenset(range(97)),
+        stop=lambda row, seen: pytest.fail("the probe is not the request's text"),
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """Seconds that passes alone let go by: 3 a draft step, `VERIFY` a verify pass."""
+    now = [0.0]
+    draft_step, verify = Session.draft_step, Session.verify
+
+    def slow_draft(self: Session, tokens: Tensor, offset: int) -> Tensor:
+        now[0] += DRAFT
+        return draft_step(self, tokens, offset)
+
+    def slow_verify(self: Session, tokens: Tensor, drafted: int) -> Tensor:
+        now[0] += VERIFY[drafted + 1]
+        return verify(self, tokens, drafted)
+
+    monkeypatch.setattr(Session, "draft_step", slow_draft)
+    monkeypatch.setattr(Session, "verify", slow_verify)
+    monkeypatch.setattr(costs, "_BUDGET", 1e9)
+    return lambda: now[0]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Sublayers:
+    return Sublayers(lively_model("llama"))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@torch.no_grad()
+def test_measured_costs_are_in_target_steps(
+    opened: Sublayers, clock: Callable[[], float], sample: bool
+) -> None:
+    table = measure(opened, SKIP, request(sample=sample), now=clock)
+    assert table is not None
+    assert table.source == "measured"
+    assert table.draft == pytest.approx(DRAFT / VERIFY[1])
+    assert len(table.verify) == 9
+    for n, seconds in VERIFY.items():
+        assert table.verify_cost(n) == pytest.approx(seconds / VERIFY[1])
+    # straight lines in between
+    assert table.verify_cost(4) == pytest.approx(1.45)
+    assert table.verify_cost(7) == pytest.approx(1.7)
+
+
+@torch.no_grad()
+def test_the_budget_ends_the_sweeps(
+    opened: Sublayers, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "_BUDGET", 1.0)
+    table = measure(opened, SKIP, request(), now=clock)
+    assert table is not None
+    assert table.draft == pytest.approx(DRAFT / VERIFY[1])
+    one_sweep = sum(VERIFY.values()) + DRAFT * (1 + 2 + 4 + 8)
+    assert clock() <= 2 * one_sweep + 1e-6
+
+
+def test_a_longer_pass_is_never_cheaper() -> None:
+    table = costs._table([2.0, 4.0, 3.0], {0: 10.0, 1: 9.0, 2: 12.0, 4: 11.0})
+    assert table.draft == pytest.approx(0.3)
+    assert table.verify == pytest.approx((1.0, 1.0, 1.2, 1.2, 1.2))
+
+
+@torch.no_grad()
+def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Sublayers) -> None:
+    def own(ids: Tensor, scores: Tensor) -> Tensor:
+        pytest.fail("called while costs were measured")
+
+    constraint = PrefixConstrainedLogitsProcessor(lambda row, seen: [], 1)
+    asked = request(sample=True, processors=[own, constraint, TemperatureLogitsWarper(0.5)])
+    assert measure(opened, SKIP, asked) is not None
+
+
+@torch.no_grad()
+def test_no_room_to_measure() -> None:
+    model = Sublayers(lively_model("llama", max_position_embeddings=64))
+    assert measure(model, SKIP, request((40,))) is None
+    assert cost_table(model, SKIP, request((40,))).source == "analytic"
+
+
+@torch.no_grad()
+def test_tables_are_measured_once_for_each_kind_of_call(
+    opened: Sublayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def count(model: Sublayers, skip: SkipConfig, asked: Request) -> CostTable:
+        calls.append(skip)
+        return CostTable(0.1 * (len(calls) + 1), (1.0,), "measured")
+
+    monkeypatch.setattr(costs, "measure", count)
+    model = Sublayers(lively_model("llama"))
+    first = cost_table(model, SKIP, request())
+    assert cost_table(model, SKIP, request()) is first
+    # reopening the model, another prompt and an equal config are the same kind of call
+    again = SkipConfig.layers((2, 3, 4, 5))
+    assert cost_table(Sublayers(model.model), again, request((9, 30))) is first
+    assert len(calls) == 1
+    others = [
+        cost_table(model, SKIP, request((4,))),
+        cost_table(model, SKIP, request(sample=True)),
+        cost_table(model, SKIP, request(processors=[TemperatureLogitsWarper(0.5)])),
+        cost_table(model, SkipConfig.early_exit(3), request()),
+        cost_table(Sublayers(lively_model("llama")), SKIP, request()),
+    ]
+    assert len(calls) == 1 + len(others)
+    assert len({table.draft for table in [first, *others]}) == 6
+
+
+def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:
+    """A first call that measures and a second that does not draw the same."""
+    import layerskip
+
+    model = lively_model("llama")
+    texts = [
+        layerskip.generate(
+            model, prompt(6), skip=SKIP, seed=4, do_sample=True, max_new_tokens=16
+        ).sequences.tolist()
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_analytic_costs_count_weights(opened: Sublayers) -> None:
+    model = opened.model
+    layer = model.model.layers[0]
+    attention = sum(p.numel() for p in layer.self_attn.parameters())
+    mlp = sum(p.numel() for p in layer.mlp.parameters())
+    head = model.lm_head.weight.numel()
+    assert attention != mlp
+    table = analytic(opened, SkipConfig(attention=(1, 2), mlp=(4,)))
+    want = (4 * attention + 5 * mlp + head) / (6 * (attention + mlp) + head)
+    assert table.draft == pytest.approx(want)
+    assert table.verify == (1.0,)
+    assert table.source == "analytic"
