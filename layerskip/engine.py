@@ -19,6 +19,7 @@ from layerskip.laws import (
     DRAFT,
     TARGET,
     Law,
+    NoiseBlocks,
     accept_uniform,
     acceptance_probability,
     gumbel_noise,
@@ -191,6 +192,7 @@ class Decoder:
         )
         self.greedy = not request.law.do_sample
         self.rejection = request.rejection and not self.greedy
+        self.noise = NoiseBlocks(max_draft_length + 1)
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
@@ -310,9 +312,13 @@ class Decoder:
         """Draw a token at each position; None where no token has a score above -inf, or NaN."""
         if not self.greedy:
             keys, places = self._stream(positions)
-            scores = scores + gumbel_noise(
-                keys, places, scores.shape[-1], purpose=purpose, device=scores.device
-            )  # (N, V)
+            if purpose == TARGET:
+                noise = self.noise.at(keys, places, scores)
+            else:
+                noise = gumbel_noise(
+                    keys, places, scores.shape[-1], purpose=purpose, device=scores.device
+                )
+            scores = scores + noise  # (N, V)
         best, token = scores.max(-1)  # (N,), (N,)
         # A host synchronisation: ends, limits and criteria are decided token by token.
         return [

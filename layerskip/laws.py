@@ -8,7 +8,7 @@ one function, `Law.scores`, makes it, for draft and target alike, fed with the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -192,12 +192,18 @@ def _uniform(
         for key, position in zip(keys, positions, strict=True)
     ]
     x = torch.tensor(bases, dtype=torch.int64, device=device)[:, None]  # (N, 1)
-    x = x + torch.arange(size, device=device) * _signed(_GOLDEN)  # (N, size)
+    x = x + _steps(size, torch.device(device))  # (N, size)
     # splitmix64 in wrapping int64; the masks turn the arithmetic shift into a logical one
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX1)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX2)
-    bits = (x >> 32) & 0xFFFFFFFF  # the best-mixed half
-    return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
+    bits = x.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)  # the best-mixed half
+    return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+
+
+@lru_cache(maxsize=4)
+def _steps(size: int, device: torch.device) -> Tensor:
+    """How far each token is along its stream, (size,)."""
+    return torch.arange(size, device=device) * _signed(_GOLDEN)
 
 
 def gumbel_noise(
@@ -219,8 +225,39 @@ def gumbel_noise(
         purpose: TARGET, DRAFT or ACCEPT: independent streams of one key.
     """
     # -log1p(-u) is Exponential(1) with its resolution where it matters: near zero, at the winner
-    exponential = -torch.log1p(-_uniform(keys, positions, purpose, vocabulary, device))
-    return -exponential.log()  # (N, V)
+    uniform = _uniform(keys, positions, purpose, vocabulary, device)
+    return uniform.neg_().log1p_().neg_().log_().neg_()  # (N, V)
+
+
+class NoiseBlocks:
+    """The noise that draft and target of one decoding share, made once for every place.
+
+    Blocks of places are made ahead, because one call for several costs little more than for one.
+
+    Args:
+        keep: how many places back a row may ask again: the most tokens a round drafts, plus one.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self._made: dict[int, dict[int, Tensor]] = {}  # key -> place -> (V,)
+
+    def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> Tensor:
+        """`gumbel_noise` of purpose TARGET for scores (N, V), on their device."""
+        vocabulary = scores.shape[-1]
+        for key, place in zip(keys, places, strict=True):
+            made = self._made.setdefault(key, {})
+            if place in made:
+                continue
+            for past in [past for past in made if past < place - self.keep]:
+                del made[past]
+            count = max(1, min(8, 2**18 // vocabulary))  # at most a megabyte a row
+            block = range(place, place + count)
+            noise = gumbel_noise([key] * count, block, vocabulary, device=scores.device)
+            made.update(zip(block, noise.unbind(), strict=True))
+        return torch.stack(
+            [self._made[key][place] for key, place in zip(keys, places, strict=True)]
+        )
 
 
 def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:

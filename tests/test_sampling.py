@@ -36,6 +36,7 @@ from layerskip.laws import (
     DRAFT,
     TARGET,
     Law,
+    NoiseBlocks,
     accept_uniform,
     acceptance_probability,
     gumbel_noise,
@@ -396,3 +397,14 @@ def test_the_two_rules_share_one_law_but_not_one_text() -> None:
     coupled, _ = sample_texts("none", rejection=False)
     rejection, _ = sample_texts("none", rejection=True)
     assert coupled != rejection
+
+
+def test_noise_made_in_blocks_is_the_same_noise():
+    """Whatever is asked in whatever order, within `keep` places back, and for several rows."""
+    blocks = NoiseBlocks(keep=4)
+    keys = [stream_key(0), stream_key(1)]
+    scores = torch.zeros(2, 2047)
+    for place in (3, 4, 5, 9, 6, 7, 30, 27, 31, 40):
+        places = [place, place + 2]
+        assert torch.equal(blocks.at(keys, places, scores), gumbel_noise(keys, places, 2047))
+    assert all(len(made) <= 2 * (4 + 8) for made in blocks._made.values())
