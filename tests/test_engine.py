@@ -493,3 +493,19 @@ def test_a_full_cache_says_so(llama: Any) -> None:
     session = Session(opened, SkipConfig(), [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
     with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
         session.cache.place([4], 3)
+
+
+@pytest.mark.parametrize("lengths", [(40, 3), (3, 40), (12, 3), (3, 3)])
+def test_rows_of_one_seed_at_different_places(llama: Any, lengths: tuple[int, ...]) -> None:
+    """Rows may share a noise stream, and then read it at places far apart."""
+    ids, mask = ragged(lengths)
+    keys = [stream_key(7)] * 2
+    law = Law([], do_sample=True, rows=2)
+    run = decoder(llama, Request(ids, mask, 20, law, keys), skip="scattered", controller=Erratic())
+    play(run)
+    for row in range(2):
+        text = ids[row : row + 1, mask[row].bool()]
+        one = Law([], do_sample=True, rows=1)
+        alone = decoder(llama, Request(text, torch.ones_like(text), 20, one, keys[:1]), longest=0)
+        play(alone)
+        assert run.emitted[row] == alone.emitted[0]

@@ -272,8 +272,8 @@ def check_shipped(name: str, count: int, new_tokens: int) -> None:
             return_dict_in_generate=True,
         )
 
-    for start in range(0, count, 10):
-        rows = slice(start, start + 10)
+    for start in range(0, count, 25):
+        rows = slice(start, start + 25)
         i, m = ids[rows], mask[rows]
         want, got = run(rows, False, {}), run(rows, False, how)
         sampled, plain = run(rows, True, how | {"seed": 4}), run(rows, True, {"seed": 4})
