@@ -127,7 +127,8 @@ class CheckReport:
         laws: by accept rule, tokens drawn from recorded laws.
         cache_error: largest deviation of the keys and values after decoding from a fresh prefill,
             over the largest value of the layer.
-        cache_resolution: what rounding can do to it.
+        cache_resolution: the square root of the dtype's resolution: far above what rounding does,
+            far below the keys of a token that does not belong there.
         changed: what is not as it was found in the model: names of weights, hooks or settings.
     """
 
@@ -229,7 +230,7 @@ def check(
         coupled=coupled,
         laws=laws,
         cache_error=cache_error,
-        cache_resolution=_rounding(opened),
+        cache_resolution=math.sqrt(torch.finfo(opened.dtype).eps),
         changed=tuple(changed),
     )
 
@@ -365,11 +366,8 @@ def _first_difference(
 
 def _resolution(model: Sublayers, scale: float) -> float:
     """What rounding can do to scores of that size (module docstring)."""
-    return scale * (_rounding(model) + 4 * torch.finfo(torch.float32).eps)
-
-
-def _rounding(model: Sublayers) -> float:
-    return 2 * math.sqrt(model.num_sublayers) * torch.finfo(model.dtype).eps
+    depth = 2 * math.sqrt(model.num_sublayers) * torch.finfo(model.dtype).eps
+    return scale * (depth + 4 * torch.finfo(torch.float32).eps)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ failed, 2 bad input (one line says why), 130 interrupted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from layerskip.prompts import Prompt
 
 
+_PIPE_CLOSED = 128 + 13  # as a shell reports a process that SIGPIPE ended
+
+
 class _Commands(TyperGroup):
     """Ends every way a command can fail in one line and an exit code."""
 
@@ -51,9 +55,10 @@ class _Commands(TyperGroup):
         try:
             code: int | None = super().main(args, standalone_mode=False, **kwargs)
             sys.stdout.flush()  # here, where a full disk still has a line and an exit code
-        except BrokenPipeError:  # whoever read the output has seen enough
+        except (BrokenPipeError, SystemExit):
+            # whoever read the output went away; typer, too, exits where it meets that
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return _PIPE_CLOSED
         except TyperException as error:
             reason = error.format_message().replace("Value error, ", "")
             return _refuse(f"{reason} (see layerskip --help)")
@@ -145,7 +150,7 @@ class _Talk:
         """A line that stays."""
         self.progress("")
         if not self.quiet:
-            print(_wrap(text), file=sys.stderr, flush=True)
+            print(_wrap(text) if self._live else text, file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces; nothing where there is no terminal."""
@@ -229,13 +234,14 @@ def _open(
     name: str, device: str, dtype: str, trust_remote_code: bool, talk: _Talk, quiet: bool
 ) -> Loaded:
     talk.progress("importing torch and transformers")
-    from transformers.utils import logging
+    from transformers.utils import logging as chatter
 
     from layerskip.loading import load
 
-    logging.set_verbosity_error()
+    chatter.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        chatter.disable_progress_bar()
     talk.progress(f"loading {name}")
     loaded = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     talk.say(loaded.describe())
@@ -368,6 +374,17 @@ def generate(
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
     if do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
+    settings: dict[str, Any] = {
+        "skip": chosen,
+        "enabled": False if no_draft else None,
+        "execution": execution,
+        "do_sample": do_sample,
+        **drafting,
+        **sampling,
+    }
+    if chosen is not None and not no_draft:
+        talk.progress("measuring what drafting costs here")  # once, and not part of the times below
+        generate_tokens(loaded.model, _inputs(inputs[0]), max_new_tokens=1, seed=0, **settings)
     results = []
     for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
         own_seed = seed + number if do_sample and seed is not None else None
@@ -377,16 +394,11 @@ def generate(
         start = time.perf_counter()
         output = generate_tokens(
             loaded.model,
-            {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)},
-            skip=chosen,
+            _inputs(ids),
             streamer=_TextStream(loaded.tokenizer, _write) if stream else None,
-            enabled=False if no_draft else None,
             seed=own_seed,
-            execution=execution,
-            do_sample=do_sample,
             max_new_tokens=max_new_tokens,
-            **drafting,
-            **sampling,
+            **settings,
         )
         seconds = time.perf_counter() - start
         token_ids = output.sequences[0, ids.shape[1] :].tolist()
@@ -412,6 +424,10 @@ def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
     return [Prompt(id="1", text=prompt)]
+
+
+def _inputs(ids: Any) -> dict[str, Any]:
+    return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)}
 
 
 def _warn_idle(flags: dict[str, Any], reason: str) -> None:

@@ -10,8 +10,6 @@ from models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SHAPE = {"max_position_embeddings": 64}
-
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Token i is the word `w<i>`; 0 is the pad token, and unknown words are 1."""
@@ -23,9 +21,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_checkpoint(folder: Path, model: Any = None) -> Path:
-    """Write a model (by default a float32 Llama of 6 layers and 64 positions) and the tokenizer."""
+    """Write a model (by default a float32 Llama of 6 layers and 256 positions) and the tokenizer."""
     if model is None:
-        model = tiny_model("llama", dtype=torch.float32, **SHAPE)
+        model = tiny_model("llama", dtype=torch.float32)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

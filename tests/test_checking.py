@@ -137,7 +137,7 @@ def test_a_stale_cache_is_found(monkeypatch):
     def wrong(self, row, emitted):
         commit(self, row, emitted)
         for keys in self.cache.keys.values():
-            keys[row, :, self.lengths[row] - 1] += 1e-9
+            keys[row, :, self.lengths[row] - 1] += 1e-6
 
     monkeypatch.setattr(Session, "commit", wrong)
     report = check(model, PROMPTS[:1], SKIP, max_new_tokens=8)

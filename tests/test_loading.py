@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import SHAPE, save_checkpoint, tiny_tokenizer
+from checkpoints import save_checkpoint, tiny_tokenizer
 from models import prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -26,13 +26,13 @@ def test_a_folder_loads_ready_to_decode(folder):
     assert loaded.model.device == torch.device("cpu")
     assert loaded.folder == folder
     assert loaded.describe() == f"{folder}: 0.1M parameters, float32, cpu"
-    original = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    original = tiny_model("llama", dtype=torch.float32)
     ids = prompt(5)
     assert torch.equal(loaded.model(ids).logits, original(ids).logits)
 
 
 def test_dtype_auto_is_float32_on_the_cpu(tmp_path):
-    model = tiny_model("llama", dtype=torch.bfloat16, **SHAPE)
+    model = tiny_model("llama", dtype=torch.bfloat16)
     folder = str(save_checkpoint(tmp_path, model))
     assert load(folder).model.dtype == torch.float32
     assert load(folder, dtype="bfloat16").model.dtype == torch.bfloat16

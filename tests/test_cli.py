@@ -1,0 +1,455 @@
+"""The command line: results, warnings, one-line errors and exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from checkpoints import save_checkpoint, tiny_tokenizer
+from models import tiny_model
+from typer.testing import CliRunner
+
+from layerskip import __version__, cli
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.controllers import CONTROLLERS
+from layerskip.laws import stream_key
+from layerskip.loading import DTYPES
+from layerskip.passes import Session
+from layerskip.sublayers import EXECUTIONS
+
+PROMPT = "w5 w7 w96 w20"
+DRAFT = ("--exit-layer", "3", "--controller", "fixed")
+
+
+def run(*arguments: Any, columns: int = 100) -> Any:
+    """Run a command in this process; the result has exit_code, stdout and stderr."""
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], env=environment)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(*arguments: Any) -> str:
+    """The one line that a refused command says; it writes no result."""
+    result = run(*arguments, "--quiet")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, lines
+    prefix = "layerskip: error: "
+    assert lines[0].startswith(prefix)
+    return lines[0].removeprefix(prefix)
+
+
+def warned(result: Any) -> list[str]:
+    prefix = "layerskip: warning: "
+    lines = result.stderr.splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+def document(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def process(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
+    command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
+    return subprocess.Popen(command, env=environment, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    """16 greedy tokens by transformers."""
+    model = tiny_model("llama", dtype=torch.float32)
+    ids = torch.tensor([[5, 7, 96, 20]])
+    return model.generate(ids, do_sample=False, max_new_tokens=16)[0, 4:].tolist()
+
+
+@pytest.fixture
+def save_skip(tmp_path):
+    def save(name: str = "skip.json", **values: Any) -> Any:
+        SkipConfig(**values).save(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+# ---------------------------------------------------------------------------------------------
+# generate
+
+
+def generate(folder, *arguments, prompt=PROMPT, tokens=16):
+    return run("generate", folder, "--prompt", prompt, "--max-new-tokens", tokens, *arguments)
+
+
+def test_greedy_text_is_that_of_transformers(folder, expected):
+    result = generate(folder, *DRAFT, "--json")
+    found = document(result)
+    assert found["token_ids"] == expected
+    assert found["text"] == tiny_tokenizer().decode(expected)
+    assert found["new_tokens"] == 16
+    assert found["seconds"] > 0
+    assert found["tokens_per_second"] == pytest.approx(16 / found["seconds"])
+    assert found["num_draft_tokens"] >= found["num_drafts"] > 0
+    rate = found["num_accepted_tokens"] / found["num_draft_tokens"]
+    assert found["acceptance_rate"] == pytest.approx(rate)
+    length = 1 + found["num_accepted_tokens"] / found["num_drafts"]
+    assert found["mean_acceptance_length"] == pytest.approx(length)
+    assert found["seed"] is None  # nothing was drawn
+    assert result.stdout.count("\n") == 1
+    assert "16 tokens in" in result.stderr
+    assert "mean acceptance length" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--stream",), ("--no-draft",), ("--quiet",)])
+def test_results_go_to_stdout_and_talk_to_stderr(folder, expected, flags):
+    result = generate(folder, "--exit-layer", 3, *flags)
+    assert result.exit_code == 0
+    assert result.stdout == tiny_tokenizer().decode(expected) + "\n"
+    assert (result.stderr == "") == (flags == ("--quiet",))
+    assert "\r" not in result.stderr  # no progress where there is no terminal
+
+
+def test_streamed_text_comes_before_the_document(folder, expected):
+    lines = generate(folder, *DRAFT, "--stream", "--json").stdout.splitlines()
+    assert lines[0] == json.loads(lines[1])["text"] == tiny_tokenizer().decode(expected)
+
+
+def test_a_seed_gives_one_text_whatever_is_drafted(folder):
+    sample = ("--do-sample", "--temperature", 0.9, "--top-k", 30, "--top-p", 0.95, "--seed", 4)
+    first = document(generate(folder, *DRAFT, *sample, "--json"))
+    again = generate(folder, *DRAFT, *sample, "--stream")
+    plain = generate(folder, *DRAFT[:2], *sample, "--no-draft")
+    other = generate(folder, *DRAFT, *sample[:-1], 5)
+    assert first["seed"] == 4
+    assert first["text"] + "\n" == again.stdout == plain.stdout != other.stdout
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(folder):
+    sampled = document(generate(folder, *DRAFT, "--do-sample", "--json"))
+    other = document(generate(folder, *DRAFT, "--do-sample", "--json"))
+    assert sampled["seed"] != other["seed"]
+    again = generate(folder, *DRAFT, "--do-sample", "--seed", sampled["seed"])
+    assert again.stdout == sampled["text"] + "\n"
+    assert f"seed {sampled['seed']}" in again.stderr
+
+
+def test_several_prompts(folder, tmp_path, expected):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "{PROMPT}"}}\n{{"prompt": "w9", "id": "nine"}}\n')
+    flags = ("--max-new-tokens", 16, "--prompt-file", path)
+    results = document(run("generate", folder, *DRAFT, *flags, "--json"))["results"]
+    assert [result["id"] for result in results] == ["1", "nine"]
+    assert results[0]["token_ids"] == expected
+    text = run("generate", folder, *DRAFT, *flags).stdout
+    assert text.index("prompt 1") < text.index(results[0]["text"]) < text.index("prompt nine")
+    sample = ("--do-sample", "--seed", 8)
+    sampled = document(run("generate", folder, *DRAFT, *flags, *sample, "--json"))["results"]
+    alone = generate(folder, *DRAFT, *sample[:-1], sampled[1]["seed"], prompt="w9")
+    assert [result["seed"] for result in sampled] == [8, 9]
+    assert alone.stdout == sampled[1]["text"] + "\n"
+
+
+def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expected):
+    decoding = DecodingOptions(controller="fixed", max_draft_length=2)
+    path = save_skip(attention=(2, 3), mlp=(4,), decoding=decoding)
+    found = document(generate(folder, "--skip", path, "--json"))
+    assert found["token_ids"] == expected
+    assert found["num_draft_tokens"] <= 2 * found["num_drafts"]
+    longer = document(generate(folder, "--skip", path, "--max-draft-length", 5, "--json"))
+    assert longer["token_ids"] == expected
+    assert longer["num_drafts"] < longer["num_draft_tokens"] / 2
+    off = save_skip("off.json", exit_layer=3, decoding=DecodingOptions(enabled=False))
+    assert document(generate(folder, "--skip", off, "--json"))["num_drafts"] == 0
+
+
+def test_the_skip_config_beside_the_checkpoint_is_the_default(tmp_path, expected):
+    folder = save_checkpoint(tmp_path / "tiny")
+    result = generate(folder, "--json")
+    assert document(result)["num_drafts"] == 0
+    hints = [line for line in result.stderr.splitlines() if "layerskip search" in line]
+    assert len(hints) == 1
+    assert "--exit-layer E" in hints[0]
+    decoding = DecodingOptions(controller="fixed")
+    SkipConfig(exit_layer=3, decoding=decoding, model="as/uploaded").save(folder / "layerskip.json")
+    result = generate(folder, "--json")
+    assert document(result)["num_drafts"] > 0
+    assert document(result)["token_ids"] == expected
+    assert warned(result) == []
+
+
+def test_settings_without_effect_warn(folder):
+    def of(*flags):
+        result = generate(folder, *flags, tokens=2)
+        assert result.exit_code == 0
+        return warned(result)
+
+    idle = ("--temperature", 0.5, "--top-p", 0.9, "--top-k", 5, "--acceptance", "rejection")
+    assert of(*DRAFT, *idle, "--seed", 1) == [
+        f"--{name} has no effect without --do-sample"
+        for name in ("temperature", "top-p", "top-k", "acceptance", "seed")
+    ]
+    assert of(*DRAFT, "--no-draft") == ["--controller has no effect with --no-draft"]
+    assert of("--max-draft-length", 3) == ["--max-draft-length has no effect without a skip config"]
+    assert "threshold has no effect on the controller 'fixed'" in of(*DRAFT, "--threshold", 0.5)
+    assert of(*DRAFT, *idle, "--do-sample") == []
+
+
+def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
+    path = save_skip(exit_layer=3, model="someone/else")
+    result = generate(folder, "--skip", path, "--controller", "fixed", "--quiet", "--json")
+    assert document(result)["token_ids"] == expected
+    (line,) = set(warned(result))
+    assert line.startswith("this skip config was searched on someone/else")
+
+
+# ---------------------------------------------------------------------------------------------
+# check, demo, env, version, help
+
+
+def break_verify(monkeypatch):
+    verify = Session.verify
+
+    def wrong(self, tokens, drafted):
+        out = verify(self, tokens, drafted)
+        out[..., 5] += 9.0
+        return out
+
+    monkeypatch.setattr(Session, "verify", wrong)
+
+
+@pytest.fixture
+def two_prompts(tmp_path):
+    path = tmp_path / "two.txt"
+    path.write_text(f"{PROMPT}\nw9 w8 w7\n")
+    return path
+
+
+def test_check_passes(folder, two_prompts):
+    flags = ("--exit-layer", 3, "--prompts", two_prompts, "--max-new-tokens", 8)
+    result = run("check", folder, *flags, "--json", columns=60)
+    found = document(result)
+    assert found["passed"] is True
+    assert found["greedy"]["tokens"] == found["coupled"]["tokens"] == 16
+    lines = result.stdout.splitlines()
+    assert lines[-2] == "passed"
+    assert max(map(len, lines[:-1])) <= 60
+
+
+def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
+    break_verify(monkeypatch)
+    flags = ("--exit-layer", 3, "--prompts", two_prompts, "--max-new-tokens", 8)
+    result = run("check", folder, *flags, "--json")
+    assert result.exit_code == 1
+    assert "got 'w5'; margin" in result.stdout
+    assert "FAULT" in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["passed"] is False
+
+
+def test_demo_shows_the_same_text_and_why(folder):
+    flags = ("--exit-layer", 3, "--max-new-tokens", 8)
+    result = run("demo", folder, *flags, "--json", columns=60)
+    found = document(result)
+    assert found["passed"] is found["identical"] is True
+    assert found["text"] in result.stdout
+    assert found["tokens_per_second"].keys() == {"transformers", "plain", "self"}
+    assert found["bound"] == pytest.approx(1 / found["draft_cost"])
+    assert found["predicted_speedup"] > 0
+    for words in ("the same 8 tokens: yes", "acceptance rate", "no draft beats 1/c"):
+        assert words in result.stdout
+    shown = result.stdout.rpartition("The same text?")[2].splitlines()[:-1]
+    assert max(map(len, shown)) <= 60
+
+
+def test_demo_fails_where_the_text_differs(folder, monkeypatch):
+    drawn = []
+
+    def moody(seed, row=0):
+        drawn.append(seed)
+        return stream_key(seed + len(drawn), row)
+
+    monkeypatch.setattr("layerskip.generation.stream_key", moody)
+    result = run("demo", folder, "--exit-layer", 3, "--max-new-tokens", 8)
+    assert result.exit_code == 1
+    assert "the same 8 tokens: no" in result.stdout
+    assert "FAULT" in result.stdout
+
+
+def test_env_says_versions():
+    assert __version__ in run("env").stdout
+    assert document(run("env", "--json"))["layerskip"] == __version__
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"layerskip {__version__}\n"
+    for command in ("demo", "generate", "check", "env"):
+        assert command in run("--help").stdout
+        text = run(command, "--help", columns=60).stdout
+        assert "--json" in text
+
+
+def test_choices_are_those_of_the_library():
+    hints = get_type_hints(cli.generate)
+    assert set(get_args(get_args(hints["controller"])[0])) == set(CONTROLLERS)
+    assert get_args(hints["dtype"]) == DTYPES
+    assert set(get_args(hints["execution"])) == set(EXECUTIONS)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--exit-layer", 6), "exit_layer must be in 1..5 for a 6-layer model, got 6"),
+        (("--exit-layer", 0), "exit_layer must be 1 or more, got 0"),
+        (("--exit-layer", 3, "--skip", "x.json"), "give --skip or --exit-layer, not both"),
+        (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
+        (("--max-new-tokens", 0), "'--max-new-tokens': "),
+        (("--max-new-tokens", -3), "'--max-new-tokens': "),
+        (("--max-draft-length", 0), "'--max-draft-length': "),
+        (("--max-new-tokens", 1000), "at most 256 tokens for this model, got 1004"),
+        (("--controller", "magic"), "'magic' is not one of 'expected-gain', 'fixed'"),
+        (("--threshold", 1.5, "--controller", "confidence"), "'--threshold': "),
+        (("--temperature", 0, "--do-sample"), "--temperature must be positive and finite, got 0"),
+        (("--temperature", "nan", "--do-sample"), "must be positive and finite, got nan"),
+        (("--dtype", "float8"), "'float8' is not one of 'auto', 'float32'"),
+        (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
+        (("--execution", "magic"), "'magic' is not one of"),
+        (("--seed", "x"), "'--seed': "),
+        (("--prompt-file", "p.txt"), "--prompt TEXT or --prompt-file FILE, one of them; got both"),
+        (("--colour",), "No such option"),
+    ],
+)
+def test_bad_flags(folder, flags, words):
+    assert words in refused("generate", folder, "--prompt", PROMPT, *flags)
+
+
+def test_bad_prompts(folder, tmp_path):
+    assert "got neither" in refused("generate", folder)
+    assert "--prompt is empty" in refused("generate", folder, "--prompt", "")
+    assert "prompt 1 is empty" in refused("generate", folder, "--prompt", " ")
+    assert "cannot read prompts" in refused("generate", folder, "--prompt-file", tmp_path / "no")
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "w5"}]}')
+    assert "no chat template" in refused("generate", folder, "--prompt-file", path)
+    path.write_text('{"prompt": ')
+    assert "chat.jsonl, line 1" in refused("check", folder, "--exit-layer", 2, "--prompts", path)
+    path.write_text("")
+    assert "are empty" in refused("generate", folder, "--prompt-file", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"attention": [1], "mlp": [2', "is not valid JSON"),
+        ("", "is not valid JSON"),
+        ('{"layers": [1]}', "a skip config may have the keys attention, mlp"),
+        ("[1, 2]", "must be a JSON object"),
+        ('{"attention": [6]}', "attention indices must be in 0..5 for a 6-layer model, got 6"),
+        ('{"attention": [-1]}', "attention index must be 0 or more, got -1"),
+        (
+            json.dumps({"attention": list(range(6)), "mlp": list(range(6))}),
+            "a draft must keep at least one sublayer",
+        ),
+        ('{"exit_layer": 2, "num_layers": 32}', "skip config is for a 32-layer model"),
+        (
+            '{"exit_layer": 2, "decoding": {"controller": "magic"}}',
+            "controller must be one of fixed, confidence",
+        ),
+        ('{"exit_layer": 2, "schema": 99}', "written by a newer layerskip"),
+    ],
+)
+def test_bad_skip_configs(folder, tmp_path, content, words):
+    path = tmp_path / "skip.json"
+    path.write_text(content)
+    assert words in refused("generate", folder, "--prompt", PROMPT, "--skip", path)
+
+
+def test_bad_models(tmp_path):
+    for command in (("generate", "--prompt", "w5"), ("check", "--exit-layer", 2)):
+        assert "there is no folder" in refused(*command, tmp_path / "missing")
+        assert "holds no checkpoint" in refused(*command, tmp_path)
+    assert "from the Hub" in refused("demo", "nobody/nothing")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "architecture 'gpt2' is not supported" in refused("demo", tmp_path)
+
+
+def test_commands_that_need_a_draft(folder):
+    for command in ("check", "demo"):
+        assert "try an early exit with --exit-layer E" in refused(command, folder)
+
+
+def test_nan_logits_stop(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[4].mlp.up_proj.weight[0, 0] = float("nan")
+    folder = save_checkpoint(tmp_path, model)
+    assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, *DRAFT)
+    assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, "--no-draft", *DRAFT[:2])
+
+
+def test_no_command_and_unknown_ones():
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr == "layerskip: error: Missing command. (see layerskip --help)\n"
+    assert "No such command 'serve'" in run("serve").stderr
+
+
+# ---------------------------------------------------------------------------------------------
+# Real processes
+
+
+def test_an_error_is_one_line_of_a_real_process():
+    child = process("generate", "--prompt", PROMPT, "--exit-layer", 0)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 2
+    assert out == ""
+    assert err == "layerskip: error: exit_layer must be 1 or more, got 0\n"
+
+
+def test_interrupting_keeps_what_was_streamed(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=100_000)
+    folder = save_checkpoint(tmp_path, model)
+    text = generate(folder, "--no-draft", "--exit-layer", 3, tokens=40).stdout.strip()
+    flags = ("--exit-layer", 3, "--max-new-tokens", 90_000, "--stream", "--quiet")
+    child = process("generate", folder, "--prompt", PROMPT, *flags)
+    try:
+        start = child.stdout.read(len(text))  # blocks until so much was streamed
+        child.send_signal(signal.SIGINT)
+        rest, err = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert start == text
+    assert rest.endswith("\n")
+    assert err.strip() == "layerskip: interrupted"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        child = process("--version", stdout=full)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 2
+    assert err == "layerskip: error: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly():
+    with process("--help") as child:
+        child.stdout.close()
+        assert child.stderr.read() == ""
+    assert child.returncode == 128 + signal.SIGPIPE
