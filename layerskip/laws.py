@@ -245,19 +245,18 @@ class NoiseBlocks:
     def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> Tensor:
         """`gumbel_noise` of purpose TARGET for scores (N, V), on their device."""
         vocabulary = scores.shape[-1]
+        rows = []
         for key, place in zip(keys, places, strict=True):
             made = self._made.setdefault(key, {})
-            if place in made:
-                continue
-            for past in [past for past in made if past < place - self.keep]:
-                del made[past]
-            count = max(1, min(8, 2**18 // vocabulary))  # at most a megabyte a row
-            block = range(place, place + count)
-            noise = gumbel_noise([key] * count, block, vocabulary, device=scores.device)
-            made.update(zip(block, noise.unbind(), strict=True))
-        return torch.stack(
-            [self._made[key][place] for key, place in zip(keys, places, strict=True)]
-        )
+            if place not in made:
+                for past in [past for past in made if past < place - self.keep]:
+                    del made[past]  # rows that share a key and lag behind make theirs again
+                count = max(1, min(8, 2**18 // vocabulary))  # at most a megabyte a row
+                block = range(place, place + count)
+                noise = gumbel_noise([key] * count, block, vocabulary, device=scores.device)
+                made.update(zip(block, noise.unbind(), strict=True))
+            rows.append(made[place])  # (V,)
+        return torch.stack(rows)
 
 
 def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:

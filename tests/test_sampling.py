@@ -399,7 +399,7 @@ def test_the_two_rules_share_one_law_but_not_one_text() -> None:
     assert coupled != rejection
 
 
-def test_noise_made_in_blocks_is_the_same_noise():
+def test_noise_made_in_blocks_is_the_same_noise() -> None:
     """Whatever is asked in whatever order, within `keep` places back, and for several rows."""
     blocks = NoiseBlocks(keep=4)
     keys = [stream_key(0), stream_key(1)]
