@@ -154,7 +154,8 @@ def cost_table(model: Sublayers, skip: SkipConfig, request: Request) -> CostTabl
     law: Law = request.law
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
-    key = (skip.resolve(model.num_layers), rows, law.do_sample, names, model.dtype, model.device)
+    place = (model.execution, model.dtype, model.device)
+    key = (skip.resolve(model.num_layers), rows, law.do_sample, names, place)
     with _lock:
         tables = _tables.setdefault(model.model, {})
         if key not in tables:

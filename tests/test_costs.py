@@ -141,9 +141,10 @@ def test_tables_are_measured_once_for_each_kind_of_call(
         cost_table(model, SKIP, request(processors=[TemperatureLogitsWarper(0.5)])),
         cost_table(model, SkipConfig.early_exit(3), request()),
         cost_table(Sublayers(lively_model("llama")), SKIP, request()),
+        cost_table(Sublayers(model.model, execution="modules"), SKIP, request()),
     ]
     assert len(calls) == 1 + len(others)
-    assert len({table.draft for table in [first, *others]}) == 6
+    assert len({table.draft for table in [first, *others]}) == 7
 
 
 def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:
