@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         decode,
         generate,
     )
-    from layerskip.sublayers import UnsupportedModelError
+    from layerskip.sublayers import UnsupportedModelError, fingerprint
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ _HOME = {
     "SkipConfig": "layerskip.config",
     "UnsupportedModelError": "layerskip.sublayers",
     "decode": "layerskip.generation",
+    "fingerprint": "layerskip.sublayers",
     "generate": "layerskip.generation",
 }
 
@@ -39,6 +40,7 @@ __all__ = [
     "SkipConfig",
     "UnsupportedModelError",
     "decode",
+    "fingerprint",
     "generate",
 ]
 

@@ -32,7 +32,7 @@ from layerskip.costs import analytic, cost_table
 from layerskip.engine import Decoder, DecodingStats, Request, Round
 from layerskip.laws import Law, stream_key
 from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
+from layerskip.sublayers import Sublayers, fingerprint
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
@@ -75,7 +75,7 @@ class LayerSkipDecoding:
     Args:
         skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
-            "heuristic", or an object of the `Controller` protocol.
+            "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
         threshold: of the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
@@ -316,6 +316,10 @@ def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str,
         raise ValueError(
             "prompts are padded on the right; pad on the left (tokenizer.padding_side='left')"
         )
+    if (mask[:, 1:] < mask[:, :-1]).any():
+        raise ValueError(
+            "attention_mask has holes: zeros are supported in front of a prompt only, as padding"
+        )
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
     return mask
@@ -340,9 +344,11 @@ def _stop(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], boo
 
 
 def _warn_foreign(skip: SkipConfig, model: Any) -> None:
-    if skip.matches(getattr(model, "name_or_path", None) or None) is False:
+    name = getattr(model, "name_or_path", None) or None
+    own_hash = fingerprint(model) if skip.model_hash else None
+    if skip.matches(name, own_hash) is False:
         warnings.warn(
-            f"this skip config was searched on {skip.model}, the model is {model.name_or_path}: "
+            f"this skip config was searched on {skip.model or 'another model'}, not on {name}: "
             "the output stays exact, the speedup may be gone",
             UserWarning,
             stacklevel=5,

@@ -9,6 +9,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -317,3 +318,19 @@ class Sublayers:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+def fingerprint(model: Any) -> str:
+    """16 hex digits that tell checkpoints apart whatever folder they lie in: `model_hash`.
+
+    Over the architecture's sizes and the final norm's weights, rounded to bfloat16 so that a
+    checkpoint is the same in every dtype it is loaded in.
+    """
+    config = model.config
+    norm: Tensor = model.get_submodule("model").norm.weight  # (H,)
+    sizes = [config.model_type, config.vocab_size, config.hidden_size, config.intermediate_size]
+    sizes += [config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads]
+    digest = hashlib.sha256(repr(sizes).encode())
+    if not norm.is_meta:  # offloaded: the sizes have to do
+        digest.update(bytes(norm.detach().bfloat16().cpu().view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16]
