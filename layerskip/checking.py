@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -192,7 +192,8 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip: which sublayers the draft leaves out; its `decoding` block applies.
+        skip: which sublayers the draft leaves out. Its `decoding` block is set aside: every round
+            drafts a fixed length, so that drafts are checked also where they would not pay.
         max_new_tokens: tokens decoded from each prompt.
         temperature: of the sampled parts, on the plain softmax otherwise.
         seed: of the sampled parts; the result is a function of it.
@@ -245,6 +246,7 @@ def compare_greedy(
 ) -> Comparison:
     """Greedy self-speculation against `model.generate(do_sample=False)`, prompts (1, T)."""
     opened = Sublayers(model, execution=execution)
+    skip = replace(skip, decoding=None)
 
     def reference(ids: Tensor, limit: int, **kwargs: Any) -> Any:
         return model.generate(**_inputs(ids), do_sample=False, max_new_tokens=limit, **kwargs)
@@ -261,6 +263,7 @@ def compare_greedy(
             model,
             _inputs(ids),
             skip=skip,
+            controller="fixed",
             do_sample=False,
             max_new_tokens=max_new_tokens,
             execution=execution,
@@ -288,6 +291,7 @@ def compare_coupled(
 ) -> Comparison:
     """Coupled sampling with drafts against this engine's plain decoding, prompts (1, T)."""
     opened = Sublayers(model, execution=execution)
+    skip = replace(skip, decoding=None)
 
     def scores(ids: Tensor) -> Tensor:
         with torch.no_grad():
@@ -304,9 +308,10 @@ def compare_coupled(
                 temperature=temperature,
                 seed=seed,
                 execution=execution,
-                **how,
+                controller="fixed",
+                enabled=enabled,
             )
-            for how in ({"enabled": False}, {"acceptance": "coupled", "enabled": True})
+            for enabled in (False, True)
         )
         return _first_difference(opened, index, ids, expected, got, scores)
 

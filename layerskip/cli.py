@@ -552,16 +552,15 @@ def _token(token: int | None, tokenizer: Any) -> str:
 def _check_table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     rows = [
         ("greedy = transformers", _verdict(report.greedy)),
-        ("coupled = plain, sampled", _verdict(report.coupled)),
+        ("coupled = plain", _verdict(report.coupled)),
     ]
     for rule, test in report.laws.items():
-        words = f"smallest of {len(test.p_values)} p-values {min(test.p_values):.2g}"
-        rows.append((f"{rule} draws follow the law", words))
-    error = f"largest relative deviation {report.cache_error:.2g}"
-    rows.append(("cache = fresh prefill", error + ("" if report.cache_passed else ": DIFFERENT")))
-    rows.append(("model as it was found", "no: " + ", ".join(report.changed[:3])))
-    if not report.changed:
-        rows[-1] = (rows[-1][0], "yes")
+        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
+        rows.append((f"{rule} law", words))
+    same = "the same" if report.cache_passed else "DIFFERENT"
+    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
+    changed = ", ".join(report.changed[:3])
+    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
     lines = [_table(rows)]
     for comparison in (report.greedy, report.coupled):
         lines += [_wrap(line) for line in _differences(comparison, ids, tokenizer)]

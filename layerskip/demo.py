@@ -102,7 +102,6 @@ def side_by_side(
         "self": speculate,
     }
     width = input_ids.shape[1]
-    note("decoding")
     texts = [speculate(streamer).sequences[0, width:].tolist()]
     tokens: list[int] = plain().sequences[0, width:].tolist()
     transformers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,11 @@ def load(
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever goes wrong here is about the checkpoint
-        reason = " ".join(str(error).split())
-        where = "the Hub" if folder is None else "the folder"
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        if folder is not None:
+            raise ValueError(f"cannot load the checkpoint in {folder}: {reason}") from error
         raise ValueError(
-            f"cannot load model {name!r} from {where}: {reason}; allowed are a Hub id, a local "
+            f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
             f"folder, {' and '.join(SHIPPED)}"
         ) from error
     # transformers fills what a checkpoint lacks with random numbers and only logs it

@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_refused(folder, damage):
         tensors = load_file(weights)
         del tensors["model.layers.3.mlp.up_proj.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
-    words = "1 weights are missing" if damage == "one weight" else "cannot load model"
+    words = "1 weights are missing" if damage == "one weight" else "cannot load the checkpoint in"
     with pytest.raises(ValueError, match=words):
         load(str(folder))
 
