@@ -8,6 +8,7 @@ one function, `Law.scores`, makes it, for draft and target alike, fed with the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from typing import Any
 
@@ -113,12 +114,11 @@ class Law:
     ) -> Tensor:
         """Ask a row's question once per position: of other rows there is nothing true to ask."""
         question = getattr(processor, _ROW_QUESTION)
-        out = [
-            type(processor)(partial(_ask, question, row), 1)(
-                history[row : row + 1, :length], scores[i : i + 1]
-            )
-            for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
-        ]
+        out = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            about_row = copy(processor)
+            setattr(about_row, _ROW_QUESTION, partial(_ask, question, row))
+            out.append(about_row(history[row : row + 1, :length], scores[i : i + 1]))
         return torch.cat(out)  # (N, V)
 
     def _with_history(
