@@ -1,5 +1,6 @@
 """The command line: results, warnings, one-line errors and exit codes."""
 
+import io
 import json
 import os
 import signal
@@ -285,6 +286,37 @@ def test_demo_fails_where_the_text_differs(folder, monkeypatch):
     assert result.exit_code == 1
     assert "the same 8 tokens: no" in result.stdout
     assert "FAULT" in result.stdout
+
+
+def test_progress_is_replaced_on_a_terminal(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+    talk = cli._Talk(quiet=False)
+    talk.progress("loading " + "x" * 40)
+    talk.say("loaded, and ready to decode whatever comes")
+    quiet = cli._Talk(quiet=True)
+    quiet.progress("nothing")
+    quiet.say("nothing")
+    clear = "\r\033[K"
+    shown = f"{clear}loading {'x' * 21}{clear}loaded, and ready to decode\n  whatever comes\n"
+    assert terminal.getvalue() == shown
+
+
+def test_streamed_text_waits_for_whole_characters():
+    class Bytes:
+        def decode(self, tokens, skip_special_tokens):
+            return bytes(tokens).decode(errors="replace")
+
+    written = []
+    stream = cli._TextStream(Bytes(), written.append)
+    stream.put(torch.tensor([[1, 2]]))  # the prompt
+    for tokens in ("naïve".encode()[:3], "naïve".encode()[3:], "€".encode()[:2]):
+        stream.put(torch.tensor(list(tokens)))
+    assert written == ["naïve"]
+    stream.end()
+    assert written == ["naïve", "\ufffd\n"]
 
 
 def test_env_says_versions():
