@@ -125,7 +125,7 @@ ExitLayer = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16", "float64"],
-    typer.Option(help="auto: float32 on the CPU, elsewhere the checkpoint's."),
+    typer.Option(help="auto: the checkpoint's; float32 for shipped models on the CPU."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn and reported if not given.")]
 FixedSeed = Annotated[int, typer.Option(help="Of sampling.")]

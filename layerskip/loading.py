@@ -55,8 +55,8 @@ def load(
     Args:
         name: one of `SHIPPED`, a local folder with a checkpoint, or a Hugging Face Hub id.
         device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
-        dtype: one of `DTYPES`; "auto" is the checkpoint's own on an accelerator, and float32 on
-            the CPU, where narrower types save no time.
+        dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
+            on the CPU, where it is small and narrower types only make near-ties.
         trust_remote_code: run code that comes with the checkpoint.
 
     Raises:
@@ -67,7 +67,7 @@ def load(
     place = _device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if dtype == "auto" and place.type == "cpu":
+    if dtype == "auto" and place.type == "cpu" and name in SHIPPED:
         dtype = "float32"
     folder = _folder(name)
     source = name if folder is None else str(folder)

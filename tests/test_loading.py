@@ -31,11 +31,11 @@ def test_a_folder_loads_ready_to_decode(folder):
     assert torch.equal(loaded.model(ids).logits, original(ids).logits)
 
 
-def test_dtype_auto_is_float32_on_the_cpu(tmp_path):
+def test_dtype_auto_is_the_checkpoints_own(tmp_path):
     model = tiny_model("llama", dtype=torch.bfloat16)
     folder = str(save_checkpoint(tmp_path, model))
-    assert load(folder).model.dtype == torch.float32
-    assert load(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load(folder).model.dtype == torch.bfloat16
+    assert load(folder, dtype="float32").model.dtype == torch.float32
     assert load(folder, dtype="float64").model.dtype == torch.float64
 
 
