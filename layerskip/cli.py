@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
-import textwrap
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,9 +23,20 @@ from typer.exceptions import TyperException
 
 from layerskip import __version__
 from layerskip.config import SkipConfig
+from layerskip.terminal import (
+    Talk,
+    TextStream,
+    check_table,
+    decode_text,
+    differences,
+    title,
+    two_columns,
+    verdict,
+    why_table,
+    wrap,
+)
 
 if TYPE_CHECKING:
-    from layerskip.checking import CheckReport, Comparison
     from layerskip.demo import SideBySide
     from layerskip.generation import GenerationOutput
     from layerskip.loading import Loaded
@@ -140,76 +149,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and erro
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line.")]
 
 
-class _Talk:
-    """Words for the person at the terminal, on standard error."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self._live = sys.stderr.isatty() and not quiet
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.progress("")
-        if not self.quiet:
-            print(_wrap(text) if self._live else text, file=sys.stderr, flush=True)
-
-    def progress(self, text: str) -> None:
-        """A line that the next one replaces; nothing where there is no terminal."""
-        if self._live:
-            print(f"\r\033[K{text[: _width() - 1]}", end="", file=sys.stderr, flush=True)
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 88)
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, _width(), subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns that keep within the terminal."""
-    left = max(len(name) for name, _ in rows) + 2
-    fill = textwrap.TextWrapper(
-        width=max(_width(), left + 20), subsequent_indent=" " * left, break_on_hyphens=False
-    )
-    return "\n".join(fill.fill(f"{name:<{left}}{value}") for name, value in rows)
-
-
-def _title(text: str) -> str:
-    return f"\n{text}\n{'-' * min(len(text), _width())}"
-
-
-class _TextStream:
-    """A streamer that decodes tokens and writes the text as it grows."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.tokenizer = tokenizer
-        self.write = write
-        self.tokens: list[int] = []
-        self.written = 0
-
-    def put(self, tokens: Any) -> None:
-        if tokens.dim() > 1:
-            return  # the prompt
-        self.tokens += tokens.tolist()
-        text = _decode(self.tokenizer, self.tokens)
-        if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-            self._write(text)
-
-    def end(self) -> None:
-        self._write(_decode(self.tokenizer, self.tokens) + "\n")
-
-    def _write(self, text: str) -> None:
-        self.write(text[self.written :])
-        self.written = len(text)
-
-
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text
-
-
 def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, allow_nan=False)
 
@@ -232,7 +171,7 @@ def _given_skip(skip: str | None, exit_layer: int | None) -> SkipConfig | None:
 
 
 def _open(
-    name: str, device: str, dtype: str, trust_remote_code: bool, talk: _Talk, quiet: bool
+    name: str, device: str, dtype: str, trust_remote_code: bool, talk: Talk, quiet: bool
 ) -> Loaded:
     talk.progress("importing torch and transformers")
     from transformers.utils import logging as chatter
@@ -360,7 +299,7 @@ def generate(
     }
     if not do_sample:
         _warn_idle({**sampling, "acceptance": acceptance, "seed": seed}, "without --do-sample")
-    talk = _Talk(quiet)
+    talk = Talk(quiet)
     loaded = _open(model, device, dtype, trust_remote_code, talk, quiet)
     if no_draft:
         _warn_idle(drafting, "with --no-draft")
@@ -390,20 +329,20 @@ def generate(
     for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
         own_seed = seed + number if do_sample and seed is not None else None
         if len(prompts) > 1 and (stream or not as_json):
-            _write(f"{_title(f'prompt {each.id}')}\n")
+            _write(f"{title(f'prompt {each.id}')}\n")
         talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
         start = time.perf_counter()
         output = generate_tokens(
             loaded.model,
             _inputs(ids),
-            streamer=_TextStream(loaded.tokenizer, _write) if stream else None,
+            streamer=TextStream(loaded.tokenizer, _write) if stream else None,
             seed=own_seed,
             max_new_tokens=max_new_tokens,
             **settings,
         )
         seconds = time.perf_counter() - start
         token_ids = output.sequences[0, ids.shape[1] :].tolist()
-        text = _decode(loaded.tokenizer, token_ids)
+        text = decode_text(loaded.tokenizer, token_ids)
         if not stream and not as_json:
             talk.progress("")
             _write(text + "\n")
@@ -502,7 +441,7 @@ def check(
 
     given = _given_skip(skip, exit_layer)
     chosen = _shipped_prompts(2) if prompts is None else read_prompts(prompts)
-    talk = _Talk(quiet)
+    talk = Talk(quiet)
     loaded = _open(model, device, dtype, trust_remote_code, talk, quiet)
     config = _need_skip(given, loaded)
 
@@ -520,55 +459,11 @@ def check(
     )
     talk.progress("")
     ids = [each.id for each in chosen]
-    print(_check_table(report, ids, loaded.tokenizer))
+    print(check_table(report, ids, loaded.tokenizer))
     if as_json:
         print(_json({"model": loaded.name, "seed": seed, **report.to_dict()}))
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _verdict(comparison: Comparison) -> str:
-    """What came of a comparison, in a few words."""
-    words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
-    if comparison.faults:
-        return words + f"DIFFERENT in {comparison.faults}"
-    if comparison.near_ties:
-        return words + f"the same up to {comparison.near_ties} near-tie(s)"
-    return words + "the same"
-
-
-def _differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
-    return [
-        f"prompt {ids[d.prompt]}, new token {d.position + 1}: expected "
-        f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; margin {d.margin:.2g}, "
-        f"resolution {d.resolution:.2g}: {'near-tie' if d.near_tie else 'FAULT'}"
-        for d in comparison.differences
-    ]
-
-
-def _token(token: int | None, tokenizer: Any) -> str:
-    return "the end" if token is None else repr(tokenizer.decode([token]))
-
-
-def _check_table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
-    rows = [
-        ("greedy = transformers", _verdict(report.greedy)),
-        ("coupled = plain", _verdict(report.coupled)),
-    ]
-    for rule, test in report.laws.items():
-        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
-        rows.append((f"{rule} law", words))
-    same = "the same" if report.cache_passed else "DIFFERENT"
-    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
-    changed = ", ".join(report.changed[:3])
-    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
-    lines = [_table(rows)]
-    for comparison in (report.greedy, report.coupled):
-        lines += [_wrap(line) for line in _differences(comparison, ids, tokenizer)]
-    if not report.laws_passed:
-        lines.append("the sampled law is WRONG: p-values are below the level of the test")
-    lines.append("passed" if report.passed else "FAILED")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -593,7 +488,7 @@ def demo(
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
     given = _given_skip(skip, exit_layer)
-    talk = _Talk(quiet)
+    talk = Talk(quiet)
     loaded = _open(model, device, dtype, trust_remote_code, talk, quiet)
     config = _need_skip(given, loaded)
 
@@ -603,9 +498,9 @@ def demo(
 
     prompts = _shipped_prompts(2)
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
-    print(_title("Prompt, held out from training"))
+    print(title("Prompt, held out from training"))
     print(prompts[0].text)
-    print(_title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
+    print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
     found = side_by_side(
         loaded.model,
         inputs[0],
@@ -613,7 +508,7 @@ def demo(
         max_new_tokens=max_new_tokens,
         seed=seed,
         execution=execution,
-        streamer=_TextStream(loaded.tokenizer, _write),
+        streamer=TextStream(loaded.tokenizer, _write),
         note=talk.progress,
     )
     settings: dict[str, Any] = {"execution": execution}
@@ -634,20 +529,20 @@ def demo(
     comparisons += [coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
     same = "yes" if found.identical else "no"
-    print(_title("The same text?"))
+    print(title("The same text?"))
     print(f"plain decoding gives the same {len(found.tokens)} tokens: {same}")
-    rows = [("sampled = plain", _verdict(coupled)), ("greedy = transformers", _verdict(greedy))]
-    print(_table(rows))
+    rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
+    print(two_columns(rows))
     ids = [each.id for each in prompts]
     for comparison in comparisons:
-        for line in _differences(comparison, ids, loaded.tokenizer):
-            print(_wrap(line))
+        for line in differences(comparison, ids, loaded.tokenizer):
+            print(wrap(line))
     num_layers = loaded.model.config.num_hidden_layers
     why = _why(found, config, num_layers)
-    print(_title(f"How fast? (medians of {len(found.seconds['self'])} interleaved runs)"))
+    print(title(f"How fast? (medians of {len(found.seconds['self'])} interleaved runs)"))
     speed = found.tokens_per_second
     print(
-        _table(
+        two_columns(
             [
                 ("transformers generate", f"{speed['transformers']:.1f} tokens/s"),
                 ("plain, this engine", f"{speed['plain']:.1f} tokens/s"),
@@ -657,8 +552,8 @@ def demo(
             ]
         )
     )
-    print(_title("Why?"))
-    print(_why_table(why))
+    print(title("Why?"))
+    print(why_table(why))
     if as_json:
         document = {
             "model": loaded.name,
@@ -667,7 +562,7 @@ def demo(
             "seed": seed,
             "temperature": TEMPERATURE,
             "prompt": prompts[0].text,
-            "text": _decode(loaded.tokenizer, found.tokens),
+            "text": decode_text(loaded.tokenizer, found.tokens),
             "token_ids": found.tokens,
             "new_tokens": len(found.tokens),
             "seconds": found.seconds,
@@ -700,27 +595,6 @@ def _why(found: SideBySide, skip: SkipConfig, num_layers: int) -> dict[str, Any]
         "bound": None if costs is None else 1 / costs.draft,
         "predicted_speedup": found.predicted_speedup,
     }
-
-
-def _why_table(why: dict[str, Any]) -> str:
-    rows = [("the draft runs", why["draft"])]
-    if not why["num_drafts"]:
-        rows.append(("drafting", "turned itself off: it would not have paid here"))
-    else:
-        rows += [
-            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
-            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
-        ]
-    if why["draft_cost"] is not None:
-        rows += [
-            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
-            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
-            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
-        ]
-    if why["predicted_speedup"] is not None:
-        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
-    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
-    return _table(rows)
 
 
 # ---------------------------------------------------------------------------------------------

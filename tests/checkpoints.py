@@ -21,7 +21,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_checkpoint(folder: Path, model: Any = None) -> Path:
-    """Write a model (by default a float32 Llama of 6 layers and 256 positions) and the tokenizer."""
+    """Write a model (by default a float32 Llama, 6 layers, 256 positions) and the tokenizer."""
     if model is None:
         model = tiny_model("llama", dtype=torch.float32)
     model.save_pretrained(folder)

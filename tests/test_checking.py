@@ -13,13 +13,12 @@ from layerskip.checking import (
     Comparison,
     Difference,
     check,
-    chi_square,
     compare_coupled,
     compare_greedy,
-    draw_rounds,
 )
 from layerskip.config import SkipConfig
 from layerskip.laws import TARGET, gumbel_noise
+from layerskip.lawtest import chi_square, draw_rounds
 from layerskip.passes import Session
 
 SKIP = SkipConfig.early_exit(3)

@@ -21,6 +21,7 @@ from layerskip.laws import stream_key
 from layerskip.loading import DTYPES
 from layerskip.passes import Session
 from layerskip.sublayers import EXECUTIONS
+from layerskip.terminal import Talk, TextStream
 
 PROMPT = "w5 w7 w96 w20"
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")
@@ -293,10 +294,10 @@ def test_progress_is_replaced_on_a_terminal(monkeypatch):
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "30")
-    talk = cli._Talk(quiet=False)
+    talk = Talk(quiet=False)
     talk.progress("loading " + "x" * 40)
     talk.say("loaded, and ready to decode whatever comes")
-    quiet = cli._Talk(quiet=True)
+    quiet = Talk(quiet=True)
     quiet.progress("nothing")
     quiet.say("nothing")
     clear = "\r\033[K"
@@ -310,7 +311,7 @@ def test_streamed_text_waits_for_whole_characters():
             return bytes(tokens).decode(errors="replace")
 
     written = []
-    stream = cli._TextStream(Bytes(), written.append)
+    stream = TextStream(Bytes(), written.append)
     stream.put(torch.tensor([[1, 2]]))  # the prompt
     for tokens in ("naïve".encode()[:3], "naïve".encode()[3:], "€".encode()[:2]):
         stream.put(torch.tensor(list(tokens)))

@@ -31,10 +31,12 @@ FLOORS = {
     "layerskip.demo": 5,
     "layerskip.environment": 5,
     "layerskip.generation": 5,
+    "layerskip.lawtest": 5,
     "layerskip.loading": 5,
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
     "layerskip.search": 6,
+    "layerskip.terminal": 6,
     "layerskip.__main__": 7,
     "layerskip.cli": 7,
     "layerskip": 8,  # lazily

@@ -1,0 +1,150 @@
+"""How talk and results look in a terminal: widths, tables, streamed text; knows no flags.
+
+Talk and progress go to standard error; what is returned here is for standard output.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.checking import CheckReport, Comparison
+
+
+class Talk:
+    """Words for the person at the terminal, on standard error."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._live = sys.stderr.isatty() and not quiet
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.progress("")
+        if not self.quiet:
+            print(wrap(text) if self._live else text, file=sys.stderr, flush=True)
+
+    def progress(self, text: str) -> None:
+        """A line that the next one replaces; nothing where there is no terminal."""
+        if self._live:
+            print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def width() -> int:
+    return min(shutil.get_terminal_size().columns, 88)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, width(), subsequent_indent="  ", break_on_hyphens=False)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Two columns that keep within the terminal."""
+    left = max(len(name) for name, _ in rows) + 2
+    fill = textwrap.TextWrapper(
+        width=max(width(), left + 20), subsequent_indent=" " * left, break_on_hyphens=False
+    )
+    return "\n".join(fill.fill(f"{name:<{left}}{value}") for name, value in rows)
+
+
+def title(text: str) -> str:
+    return f"\n{text}\n{'-' * min(len(text), width())}"
+
+
+class TextStream:
+    """A streamer that decodes tokens and writes the text as it grows."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.tokenizer = tokenizer
+        self.write = write
+        self.tokens: list[int] = []
+        self.written = 0
+
+    def put(self, tokens: Any) -> None:
+        if tokens.dim() > 1:
+            return  # the prompt
+        self.tokens += tokens.tolist()
+        text = decode_text(self.tokenizer, self.tokens)
+        if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+            self._write(text)
+
+    def end(self) -> None:
+        self._write(decode_text(self.tokenizer, self.tokens) + "\n")
+
+    def _write(self, text: str) -> None:
+        self.write(text[self.written :])
+        self.written = len(text)
+
+
+def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text
+
+
+def verdict(comparison: Comparison) -> str:
+    """What came of a comparison, in a few words."""
+    words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
+    if comparison.faults:
+        return words + f"DIFFERENT in {comparison.faults}"
+    if comparison.near_ties:
+        return words + f"the same up to {comparison.near_ties} near-tie(s)"
+    return words + "the same"
+
+
+def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
+    return [
+        f"prompt {ids[d.prompt]}, new token {d.position + 1}: expected "
+        f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; margin {d.margin:.2g}, "
+        f"resolution {d.resolution:.2g}: {'near-tie' if d.near_tie else 'FAULT'}"
+        for d in comparison.differences
+    ]
+
+
+def _token(token: int | None, tokenizer: Any) -> str:
+    return "the end" if token is None else repr(tokenizer.decode([token]))
+
+
+def check_table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
+    rows = [
+        ("greedy = transformers", verdict(report.greedy)),
+        ("coupled = plain", verdict(report.coupled)),
+    ]
+    for rule, test in report.laws.items():
+        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
+        rows.append((f"{rule} law", words))
+    same = "the same" if report.cache_passed else "DIFFERENT"
+    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
+    changed = ", ".join(report.changed[:3])
+    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
+    lines = [two_columns(rows)]
+    for comparison in (report.greedy, report.coupled):
+        lines += [wrap(line) for line in differences(comparison, ids, tokenizer)]
+    if not report.laws_passed:
+        lines.append("the sampled law is WRONG: p-values are below the level of the test")
+    lines.append("passed" if report.passed else "FAILED")
+    return "\n".join(lines)
+
+
+def why_table(why: dict[str, Any]) -> str:
+    rows = [("the draft runs", why["draft"])]
+    if not why["num_drafts"]:
+        rows.append(("drafting", "turned itself off: it would not have paid here"))
+    else:
+        rows += [
+            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
+            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
+        ]
+    if why["draft_cost"] is not None:
+        rows += [
+            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
+            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
+            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
+        ]
+    if why["predicted_speedup"] is not None:
+        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
+    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
+    return two_columns(rows)
