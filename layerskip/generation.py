@@ -107,6 +107,9 @@ class LayerSkipDecoding:
             skip = SkipConfig.load(skip)
         if seed is not None and seeds is not None:
             raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
+        for given_seed in (seed, *(() if seeds is None else seeds)):
+            if given_seed is not None and not hasattr(given_seed, "__index__"):
+                raise TypeError(f"a seed must be an integer, got {given_seed!r}")
         stored = (skip and skip.decoding) or DecodingOptions()
         given = DecodingOptions(  # validates
             controller=controller if isinstance(controller, str) else None,
@@ -243,7 +246,9 @@ class LayerSkipDecoding:
         if self.costs is not None:
             return self.costs
         if skip.costs is not None:
-            return CostTable.from_dict({"source": "given"} | skip.costs)
+            # what else a search noted about its costs is not the table's
+            known = {k: v for k, v in skip.costs.items() if k in ("draft", "verify", "source")}
+            return CostTable.from_dict({"source": "given"} | known)
         if self.controller != DEFAULT_CONTROLLER:
             return None
         if request.rejection and request.law.do_sample:

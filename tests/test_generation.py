@@ -169,6 +169,8 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) ->
 
     stored = SkipConfig(exit_layer=4, costs={"draft": 0.3, "verify": [1.0, 1.1]})
     assert costs(stored) == CostTable(0.3, (1.0, 1.1), "given")
+    noted = SkipConfig(exit_layer=4, costs={"draft": 0.3, "verify": [1.0], "machine": "mine"})
+    assert costs(noted) == CostTable(0.3, (1.0,), "given")
     assert costs(stored, costs=COSTS) == COSTS
     assert costs(controller="fixed") is None
     assert costs(enabled=False) is None
@@ -575,6 +577,9 @@ def test_seeds_must_be_one_per_row(llama: Any) -> None:
         )
     with pytest.raises(ValueError, match="not both"):
         decoding(seed=1, seeds=(1, 2))
+    for wrong in ({"seed": 1.5}, {"seeds": (1, "2")}):
+        with pytest.raises(TypeError, match="a seed must be an integer, got"):
+            decoding(**wrong)
 
 
 # ---------------------------------------------------------------------------------------------
