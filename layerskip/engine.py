@@ -25,6 +25,7 @@ from layerskip.laws import (
     gumbel_noise,
     residual,
     softmax_law,
+    stream_key,
 )
 from layerskip.passes import Session
 from layerskip.speculation import draft_limit, round_sublayer_tokens
@@ -315,6 +316,12 @@ class Decoder:
             if purpose == TARGET:
                 noise = self.noise.at(keys, places, scores)
             else:
+                # A draft thrown away has told the controller something of its noise, so that no
+                # later round may draft from the same: each round has a stream of its own.
+                starts = [
+                    place - offset for place, (_, offset) in zip(places, positions, strict=True)
+                ]
+                keys = list(map(stream_key, keys, starts))
                 noise = gumbel_noise(
                     keys, places, scores.shape[-1], purpose=purpose, device=scores.device
                 )

@@ -1,0 +1,70 @@
+"""A controller that spies on thrown-away drafts must not bend the law of the rejection rule."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip.engine import Decoder, Request
+from layerskip.laws import Law, softmax_law, stream_key
+from layerskip.lawtest import Recorded, chi_square
+
+LEVEL = 1e-6
+ROWS = 6000
+TARGET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+DRAFT = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+
+
+class Spy:
+    """Drafts two tokens; then one, but only where the second was a token the draft likes."""
+
+    needs_confidence = True
+
+    def reset(self, rows: int) -> None:
+        self.seen: list[list[float]] = [[] for _ in range(rows)]
+        self.rounds = [0] * rows
+
+    def limit(self, row: int, allowed: int) -> int:
+        if self.rounds[row] == 0:
+            return 3  # one more than wanted: so that the second confidence is told, too
+        return int(self.seen[row][1] > 0.25)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        self.seen[row].append(confidence)
+        return len(self.seen[row]) < 2
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        self.rounds[row] += 1
+
+
+def second_tokens() -> list[int]:
+    """Of the rows whose first round rejected its first token, the token after the correction."""
+    request = Request(
+        input_ids=torch.zeros(ROWS, 1, dtype=torch.long),
+        attention_mask=torch.ones(ROWS, 1, dtype=torch.long),
+        max_new_tokens=6,
+        law=Law(do_sample=True, rows=ROWS),
+        keys=[stream_key(5, row) for row in range(ROWS)],
+        rejection=True,
+    )
+    recorded: Any = Recorded(TARGET, DRAFT)
+    decoder = Decoder(recorded, Recorded.SKIP, Spy(), request, max_draft_length=3)
+    rounds = decoder.rounds()
+    next(rounds)
+    first, second = next(rounds), next(rounds)
+    return [
+        tokens[0]
+        for tokens, accepted in zip(second.tokens, first.accepted, strict=True)
+        if accepted == 0
+    ]
+
+
+def test_what_was_thrown_away_tells_nothing_of_what_comes():
+    tokens = second_tokens()
+    assert len(tokens) > ROWS / 4
+    assert chi_square(tokens, softmax_law(TARGET)) > LEVEL
+
+
+def test_the_spy_would_find_a_reused_stream(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("layerskip.engine.stream_key", lambda key, start: key)
+    assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL
