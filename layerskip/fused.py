@@ -88,6 +88,8 @@ def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
         return f"model type {kind!r} has no fused blocks; these have: {', '.join(sorted(_CLASSES))}"
     if _global_hooks():
         return "global module hooks are registered"
+    if torch.is_autocast_enabled(model.model.norm.weight.device.type):
+        return "autocast is on, whose rules follow the library's own calls"
     package, prefix = _CLASSES[kind]
     source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     for name, module, expected in _involved(model, layers, source, prefix):
@@ -103,6 +105,17 @@ def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
     if kind == "gemma2" and softcap is not None and model.config._attn_implementation != "eager":
         return "softcapped attention needs attn_implementation='eager'"
     return None
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks but the library's own.
+
+    Those collect outputs for `output_hidden_states` and stay behind, idle, after the first use.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
+    )
 
 
 def _global_hooks() -> bool:
@@ -138,7 +151,7 @@ def _not_plain(module: Any, expected: Any) -> str | None:
         return f"is a {found.__name__}, not a plain {expected.__name__}"
     if module.training:
         return "is in training mode"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if foreign_hooks(module):
         return "has forward hooks"
     if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
         return "is hooked by accelerate"

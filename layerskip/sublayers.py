@@ -137,6 +137,7 @@ class Sublayers:
         decoder: Any = model.get_submodule("model")
         self.decoder = decoder
         self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
+        self._check_hooks()
         self.num_layers = len(self.layers)
         self.num_sublayers = 2 * self.num_layers
         self.layer_types = tuple(self._layer_type(i) for i in range(self.num_layers))
@@ -190,6 +191,17 @@ class Sublayers:
             fused.attention(layer, window, kind, sandwich=sandwich, eager=self.eager),
             fused.mlp(layer, sandwich=sandwich),
         )
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks on modules that are opened up here and never called: they would be lost."""
+        named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
+        for name, module in {"the model": self.model, "the decoder": self.decoder, **named}.items():
+            if fused.foreign_hooks(module):
+                raise UnsupportedModelError(
+                    f"{name} ({type(module).__name__}) has forward hooks, which are not supported "
+                    "there: it is never called as a whole; hook its self_attn, its mlp or a norm "
+                    "instead, or remove the hooks"
+                )
 
     def _layer_type(self, layer: int) -> str:
         if self.family.windows == "by type":

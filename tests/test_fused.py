@@ -238,6 +238,13 @@ def test_global_hooks_keep_the_module_path():
     assert Sublayers(model).execution == "fused"
 
 
+def test_autocast_keeps_the_module_path():
+    model = tiny_model("gemma2", dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Sublayers(model).execution == "modules"
+    assert Sublayers(model).execution == "fused"
+
+
 def test_a_hook_is_called_on_the_module_path():
     model = tiny_model("llama")
     seen = []

@@ -34,6 +34,7 @@ from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, Unsupport
 from layerskip.config import DecodingOptions
 from layerskip.controllers import Fixed
 from layerskip.speculation import CostTable
+from layerskip.sublayers import Sublayers
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 SKIP = SkipConfig.early_exit(4)
@@ -938,6 +939,20 @@ def test_hooks_of_the_user_fire_and_may_change_the_output(llama: Any) -> None:
     assert model.generate(prompt(6), max_new_tokens=12).tolist() != plain.tolist()
     check_exact(model)
     hook.remove()
+    check_exact(model)
+
+
+def test_hooks_that_would_be_lost_are_refused() -> None:
+    model = lively_model("llama")
+    model(prompt(4), output_hidden_states=True)  # leaves hooks of the library's own behind
+    assert Sublayers(model).execution == "fused"
+    check_exact(model)
+    for module in (model, model.model, model.model.layers[2]):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            hook = register(lambda *_: None)
+            with pytest.raises(UnsupportedModelError, match="has forward hooks"):
+                next(layerskip.decode(model, prompt(4), skip=SKIP))
+            hook.remove()
     check_exact(model)
 
 
