@@ -27,7 +27,8 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1000, "demo-llama-ordinary": 1000, "demo-gemma2": 1000}
+STEPS = {"demo-llama": 1000, "demo-llama-ordinary": 1000, "demo-gemma2": 700}
+COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 
 
@@ -84,26 +85,39 @@ def build_optimizers(
     ]
 
 
-def schedule(step: int, steps: int) -> float:
-    """Learning-rate factor: up in 25 steps, flat, then linear to zero over the second half.
+def schedule(step: int, steps: int, cooldown: int) -> float:
+    """Learning-rate factor: up in 25 steps, flat, then linear to zero over the last `cooldown`.
 
-    Nothing before the second half depends on the number of steps, here or in the losses: a run
-    may be resumed with another number while it is in its first half.
+    Nothing before the cooldown depends on the number of steps, here or in the losses: a run may
+    be resumed with another number of steps until then.
     """
-    return min((step + 1) / 25, 1.0, (steps - step) / (0.5 * steps))
+    return min((step + 1) / 25, 1.0, (steps - step) / cooldown)
+
+
+def exit_weight(step: int) -> float:
+    """What the losses of the early exits count; low while the deep layers learn to copy."""
+    turns = ((472, 1.0), (600, 0.1), (755, 0.5), (844, 1.0))
+    return next((weight for until, weight in turns if step < until), 2.0)
 
 
 def make_step_loss(
-    model: PreTrainedModel, tokens: Tensor, name: str, steps: int, tokens_per_step: int
+    model: PreTrainedModel,
+    tokens: Tensor,
+    name: str,
+    steps: int,
+    tokens_per_step: int,
+    log: dict[str, float],
 ) -> Callable[[int], Tensor]:
-    """The loss of a step as a function of its number: data, length, exits, phase."""
+    """The loss of a step as a function of its number; puts the final layer's part into `log`."""
     compiled_layer = torch.compile(training.call_layer, dynamic=False)
     early_exits = name == "demo-llama"
 
-    def loss_of(final: Tensor, early: list[Tensor], labels: Tensor, phase: str) -> Tensor:
+    def loss_of(
+        final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, phase: str
+    ) -> tuple[Tensor, Tensor]:
         logits = training.exit_logits(model, final)
-        loss = training.label_loss(logits, labels)
-        for hidden, weight in zip(early, (0.7, 0.3), strict=False):
+        loss = final_loss = training.label_loss(logits, labels)
+        for hidden, weight in zip(early, weights, strict=False):
             exit_logits = training.exit_logits(model, hidden)
             if phase == "labels":
                 loss = loss + weight * training.label_loss(exit_logits, labels)
@@ -114,7 +128,7 @@ def make_step_loss(
                     loss = loss + weight * training.distillation_loss(
                         exit_logits, logits, temperature=temperature, total_variation=0.5
                     )
-        return loss
+        return loss, final_loss
 
     compiled_loss = torch.compile(loss_of, dynamic=False)
 
@@ -126,13 +140,17 @@ def make_step_loss(
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
         exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
         phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
+        weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
                 model, rows[:, :-1], [*exits, last], run_layer=compiled_layer
             )
             early = [states[e] for e in exits]
-            return compiled_loss(states[last], early, rows[:, 1:].contiguous(), phase)
+            labels = rows[:, 1:].contiguous()
+            loss, final_loss = compiled_loss(states[last], early, labels, weights, phase)
+        log["final_loss"] = round(final_loss.item(), 4)
+        return loss
 
     return step_loss
 
@@ -147,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=6e-3)
     parser.add_argument("--adam-rate", type=float, default=4e-3)
     parser.add_argument("--run", help="name of the run's folder; default: the model's name")
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     steps = args.steps or STEPS[args.name]
     folder = args.work / (args.run or args.name)
@@ -154,19 +173,20 @@ def main() -> None:
     with (args.work / "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     tokens = torch.from_numpy(np.load(args.work / "train.npy").astype(np.int64))
     model = build_model(args.name)
     AutoTokenizer.from_pretrained(args.work / "tokenizer").save_pretrained(folder)
     model.config.save_pretrained(folder)
     optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
-    step_loss = make_step_loss(model, tokens, args.name, steps, args.tokens_per_step)
+    last: dict[str, float] = {}
+    step_loss = make_step_loss(model, tokens, args.name, steps, args.tokens_per_step, last)
     progress = training.train(
         model,
         optimizers,
         step_loss,
         steps,
-        schedule=lambda step: schedule(step, steps),
+        schedule=lambda step: schedule(step, steps, min(COOLDOWN[args.name], steps // 2)),
         checkpoint=folder / "checkpoint.pt",
     )
     started = time.time()
@@ -178,6 +198,7 @@ def main() -> None:
                 line = {
                     "step": step,
                     "loss": round(mean, 4),
+                    **last,
                     "seconds": round(time.time() - started, 1),
                     "cpu_seconds": round(time.process_time(), 1),
                 }
