@@ -1,14 +1,19 @@
 """Training recipes: published formulas as numbers, gradients, a run that survives a kill."""
 
 import itertools
+import json
 import math
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from models import prompt, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerskip import training
 
+SHIPPED = Path(training.__file__).parent / "models"
 FAMILIES = ["llama", "gemma", "gemma2"]
 
 
@@ -258,6 +263,42 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match="at step 0"):
         next(bad)
     assert list(tmp_path.iterdir()) == []
+
+
+# What ships
+
+
+@pytest.mark.parametrize("name", ["demo-llama", "demo-gemma2"])
+def test_a_shipped_model_is_small_and_its_depth_pays(name):
+    files = list((SHIPPED / name).iterdir())
+    assert max(file.stat().st_size for file in files) <= 14e6
+    assert sum(file.stat().st_size for file in files) <= 24e6
+    assert "## Data and terms" in (SHIPPED / name / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / name)
+    ends = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    assert ends == (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    assert (tokenizer.padding_side, tokenizer.bos_token_id) == ("left", None)
+    prompts = [p["prompt"] for p in shipped_prompts() if p["category"] == "code"][::4]
+    tokens = torch.tensor(tokenizer(prompts, truncation=True, max_length=60)["input_ids"])
+    rows = training.exit_quality(model, tokens)
+    assert rows[-1]["loss"] < 3.2
+    assert rows[-1]["loss"] < rows[2]["loss"] - 0.2
+
+
+def shipped_prompts():
+    return [json.loads(line) for line in (SHIPPED / "prompts.jsonl").read_text().splitlines()]
+
+
+def test_the_shipped_prompts_are_of_three_kinds():
+    prompts = shipped_prompts()
+    assert Counter(p["category"] for p in prompts) == {"code": 24, "repetitive": 24, "unlike": 24}
+    assert len({p["prompt"] for p in prompts}) == 72
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "demo-llama")
+    for row in prompts:
+        ids = tokenizer(row["prompt"])["input_ids"]
+        assert len(ids) <= 150
+        assert tokenizer.decode(ids) == row["prompt"]
 
 
 # Refusals
