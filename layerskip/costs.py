@@ -7,7 +7,6 @@ text depends on the draft lengths) the analytic table of weight counts serves.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 import weakref
@@ -27,7 +26,7 @@ from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
 _LENGTHS = (0, 1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
-_SWEEPS = 6  # the first one warms up
+_SWEEPS = 9  # the first one warms up
 _CONTEXT = 32  # tokens of the prompt that are used, at most
 _BUDGET = 2.0  # seconds after which no further sweep starts
 
@@ -122,10 +121,15 @@ def measure(
                 verifies[length].append(spans[-1])
         if sweep and now() - started > _BUDGET:
             break
-    return _table(drafts, {length: statistics.median(v) for length, v in verifies.items()})
+    return _table(_typical(drafts), {length: _typical(v) for length, v in verifies.items()})
 
 
-def _table(drafts: list[float], verifies: dict[int, float]) -> CostTable:
+def _typical(seconds: list[float]) -> float:
+    """Lower quartile: other work on the machine only ever adds to a time."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _table(draft: float, verifies: dict[int, float]) -> CostTable:
     """The table in target steps from seconds; between measured lengths v is a straight line."""
     step = verifies[0]
     verify = [1.0]
@@ -135,7 +139,7 @@ def _table(drafts: list[float], verifies: dict[int, float]) -> CostTable:
             seconds = low_seconds + part * (high_seconds - low_seconds)
             # a longer pass is never cheaper; where it looks so, that was noise
             verify.append(max(verify[-1], seconds / step))
-    return CostTable(statistics.median(drafts) / step, tuple(verify), "measured")
+    return CostTable(draft / step, tuple(verify), "measured")
 
 
 def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:

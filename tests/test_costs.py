@@ -95,7 +95,7 @@ def test_the_budget_ends_the_sweeps(
 
 
 def test_a_longer_pass_is_never_cheaper() -> None:
-    table = costs._table([2.0, 4.0, 3.0], {0: 10.0, 1: 9.0, 2: 12.0, 4: 11.0})
+    table = costs._table(3.0, {0: 10.0, 1: 9.0, 2: 12.0, 4: 11.0})
     assert table.draft == pytest.approx(0.3)
     assert table.verify == pytest.approx((1.0, 1.0, 1.2, 1.2, 1.2))
 
