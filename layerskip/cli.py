@@ -498,12 +498,13 @@ def demo(
 
     prompts = _shipped_prompts(2)
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
+    timed = inputs[::2]  # one of each kind
     print(title("Prompt, held out from training"))
     print(prompts[0].text)
     print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
     found = side_by_side(
         loaded.model,
-        inputs[0],
+        timed,
         config,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -516,9 +517,7 @@ def demo(
     comparisons = []
     if not found.identical:  # a near-tie or a fault?
         comparisons = [
-            compare_coupled(
-                loaded.model, inputs[:1], config, max_new_tokens=max_new_tokens, **sampling
-            )
+            compare_coupled(loaded.model, timed, config, max_new_tokens=max_new_tokens, **sampling)
         ]
     talk.progress("checking greedy text against transformers")
     length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
@@ -530,7 +529,8 @@ def demo(
     passed = not any(comparison.faults for comparison in comparisons)
     same = "yes" if found.identical else "no"
     print(title("The same text?"))
-    print(f"plain decoding gives the same {len(found.tokens)} tokens: {same}")
+    total = sum(map(len, found.tokens))
+    print(f"plain decoding of {len(timed)} prompts gives the same {total} tokens: {same}")
     rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
     print(two_columns(rows))
     ids = [each.id for each in prompts]
@@ -539,7 +539,7 @@ def demo(
             print(wrap(line))
     num_layers = loaded.model.config.num_hidden_layers
     why = _why(found, config, num_layers)
-    print(title(f"How fast? (medians of {len(found.seconds['self'])} interleaved runs)"))
+    print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
     speed = found.tokens_per_second
     print(
         two_columns(
@@ -562,9 +562,9 @@ def demo(
             "seed": seed,
             "temperature": TEMPERATURE,
             "prompt": prompts[0].text,
-            "text": decode_text(loaded.tokenizer, found.tokens),
-            "token_ids": found.tokens,
-            "new_tokens": len(found.tokens),
+            "text": decode_text(loaded.tokenizer, found.tokens[0]),
+            "token_ids": found.tokens[0],
+            "new_tokens": len(found.tokens[0]),
             "seconds": found.seconds,
             "tokens_per_second": speed,
             **why,
@@ -578,8 +578,7 @@ def demo(
 
 def _why(found: SideBySide, skip: SkipConfig, num_layers: int) -> dict[str, Any]:
     """The numbers behind the speedup, JSON values."""
-    stats, costs = found.speculative.stats, found.speculative.costs
-    assert stats is not None
+    stats, costs = found.stats, found.costs
     drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
     return {
         "draft": _describe(skip, num_layers),

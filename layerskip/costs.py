@@ -26,6 +26,7 @@ from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
 _LENGTHS = (0, 1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
+_TYPICAL_LENGTH = 4  # of the drafts that c is read off
 _SWEEPS = 9  # the first one warms up
 _CONTEXT = 32  # tokens of the prompt that are used, at most
 _BUDGET = 2.0  # seconds after which no further sweep starts
@@ -35,32 +36,32 @@ _lock = threading.Lock()
 
 
 class _Stopwatch:
-    """A controller that drafts `length` tokens and notes when each phase of a round ends."""
+    """A controller that drafts `length` tokens and notes when the last one was there."""
 
     needs_confidence = True
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.length = 0
-        self.times: list[float] = []
+        self.left = 0
+        self.drafted = 0.0
 
     def reset(self, rows: int) -> None:
         pass
 
     def limit(self, row: int, allowed: int) -> int:
-        if row == 0:
-            self.times = [self.now()]
+        self.left = self.length
         # one more than wanted, so that `keep_drafting` is asked after the last one too
         return self.length + 1 if self.length else 0
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
-        if row == 0:
-            self.times.append(self.now())
-        return len(self.times) <= self.length
+        if row == 0:  # the others follow in the same step
+            self.left -= 1
+            self.drafted = self.now()
+        return self.left > 0
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
-        if row == 0:
-            self.times.append(self.now())
+        pass
 
 
 def measure(
@@ -83,7 +84,9 @@ def measure(
     """
     rows = request.input_ids.shape[0]
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:_CONTEXT]  # (T,)
-    growth = sum(length + 1 for length in _LENGTHS)
+    # an untimed plain step first: one that follows a long round finds other things in the caches
+    order = (0, *_LENGTHS)
+    growth = sum(length + 1 for length in order)
     sweeps = min(_SWEEPS, (model.max_positions - len(prompt) - max(_LENGTHS) - 2) // growth)
     if sweeps < 2:
         return None
@@ -109,19 +112,20 @@ def measure(
     rounds = decoder.rounds()
     next(rounds)
     drafts: list[float] = []
-    verifies: dict[int, list[float]] = {length: [] for length in _LENGTHS}
+    totals: dict[int, list[float]] = {length: [] for length in _LENGTHS}
     started = now()
     for sweep in range(sweeps):
-        for length in _LENGTHS:
+        for number, length in enumerate(order):
             watch.length = length
+            start = now()
             next(rounds)
-            spans = [end - start for start, end in pairwise(watch.times)]
-            if sweep:
-                drafts += spans[:-1]
-                verifies[length].append(spans[-1])
+            if sweep and number:
+                totals[length].append(now() - start)
+                if length == _TYPICAL_LENGTH:
+                    drafts.append((watch.drafted - start) / length)
         if sweep and now() - started > _BUDGET:
             break
-    return _table(_typical(drafts), {length: _typical(v) for length, v in verifies.items()})
+    return _table(_typical(drafts), {length: _typical(t) for length, t in totals.items()})
 
 
 def _typical(seconds: list[float]) -> float:
@@ -129,9 +133,14 @@ def _typical(seconds: list[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _table(draft: float, verifies: dict[int, float]) -> CostTable:
-    """The table in target steps from seconds; between measured lengths v is a straight line."""
-    step = verifies[0]
+def _table(draft: float, totals: dict[int, float]) -> CostTable:
+    """The table in target steps from seconds, of a draft step and of whole rounds by drafts.
+
+    What a round costs beyond its draft steps counts as its verify pass, so that `round_cost` is
+    what was measured. Between measured lengths v is a straight line.
+    """
+    step = totals[0]
+    verifies = {length: total - length * draft for length, total in totals.items()}
     verify = [1.0]
     for (low, low_seconds), (high, high_seconds) in pairwise(sorted(verifies.items())):
         for length in range(low + 1, high + 1):

@@ -1,14 +1,14 @@
-"""Plain and self-speculative decoding of one prompt side by side; knows no text and no terminal.
+"""Plain and self-speculative decoding of prompts side by side; knows no text and no terminal.
 
 Sampled, with the coupled rule, so that both must give the same tokens. Times are taken in
-interleaved sweeps, after a warm-up, and compared by their medians.
+interleaved sweeps, after a warm-up; a prompt counts with its median, a method with all prompts.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.generation import GenerationOutput, generate
+from layerskip.generation import DecodingStats, GenerationOutput, generate
+from layerskip.speculation import CostTable
 
 TEMPERATURE = 0.8
 
@@ -26,48 +27,70 @@ METHODS = ("transformers", "plain", "self")
 
 @dataclass(frozen=True)
 class SideBySide:
-    """One prompt decoded three ways.
+    """Prompts decoded three ways.
 
     Attributes:
-        tokens: new tokens of this engine's plain decoding.
+        tokens: per prompt, new tokens of this engine's plain decoding.
         identical: whether self-speculation gave the same ones, every time.
-        speculative: the last self-speculative output; its stats, rounds and costs.
-        seconds: by method, of every sweep.
-        tokens_per_second: by method, at the median time.
+        speculative: per prompt, the last self-speculative output; its stats, rounds and costs.
+        seconds: by method, the median of each prompt.
+        counts: by method, the new tokens of each prompt; transformers draws others, and may end
+            sooner.
     """
 
-    tokens: list[int]
+    tokens: list[list[int]]
     identical: bool
-    speculative: GenerationOutput
+    speculative: list[GenerationOutput]
     seconds: dict[str, list[float]]
-    tokens_per_second: dict[str, float]
+    counts: dict[str, list[int]]
+
+    @property
+    def tokens_per_second(self) -> dict[str, float]:
+        """By method, all new tokens over all seconds, prefill included."""
+        return {method: sum(self.counts[method]) / sum(self.seconds[method]) for method in METHODS}
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What the controller decided with; None where it needed no costs."""
+        return self.speculative[0].costs
+
+    @property
+    def stats(self) -> DecodingStats:
+        """The counts of all prompts together."""
+        total = DecodingStats()
+        for output in self.speculative:
+            assert output.stats is not None
+            total.num_drafts += output.stats.num_drafts
+            total.num_draft_tokens += output.stats.num_draft_tokens
+            total.num_accepted_tokens += output.stats.num_accepted_tokens
+        return total
 
     @property
     def predicted_speedup(self) -> float | None:
         """Tokens per target step over the rounds, at the cost table's prices; None without one."""
-        rounds, costs = (self.speculative.rounds or [])[1:], self.speculative.costs
-        if costs is None or not rounds:
+        rounds = [r for output in self.speculative for r in (output.rounds or [])[1:]]
+        if self.costs is None or not rounds:
             return None
         emitted = sum(len(round_.tokens[0]) for round_ in rounds)
-        return emitted / sum(costs.round_cost(round_.drafted[0]) for round_ in rounds)
+        return emitted / sum(self.costs.round_cost(round_.drafted[0]) for round_ in rounds)
 
 
 def side_by_side(
     model: Any,
-    input_ids: Tensor,
+    prompts: Sequence[Tensor],
     skip: SkipConfig,
     *,
     max_new_tokens: int,
     seed: int,
     execution: str = "auto",
-    repeats: int = 3,
+    repeats: int = 2,
     streamer: Any = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> SideBySide:
-    """Decode a prompt (1, T) plainly and self-speculatively, and time both and transformers.
+    """Decode prompts (1, T) plainly and self-speculatively, and time both and transformers.
 
     Args:
-        streamer: gets the tokens of the first self-speculative decoding, the warm-up.
+        streamer: gets the tokens of the first prompt's first self-speculative decoding, a warm-up.
         repeats: sweeps timed.
         note: told what begins, in words.
     """
@@ -85,55 +108,54 @@ def side_by_side(
         "acceptance": "coupled",
     } | shared
 
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    def transformers(ids: Tensor) -> Tensor:
+        return model.generate(**_inputs(ids), **shared)  # type: ignore[no-any-return]
 
-    def transformers() -> Tensor:
-        return model.generate(**inputs, **shared)  # type: ignore[no-any-return]
+    def plain(ids: Tensor) -> GenerationOutput:
+        return generate(model, _inputs(ids), enabled=False, **ours)
 
-    def plain() -> GenerationOutput:
-        return generate(model, inputs, enabled=False, **ours)
+    def speculate(ids: Tensor, streamer: Any = None) -> GenerationOutput:
+        return generate(model, _inputs(ids), enabled=True, streamer=streamer, **ours)
 
-    def speculate(streamer: Any = None) -> GenerationOutput:
-        return generate(model, inputs, enabled=True, streamer=streamer, **ours)
-
-    run: dict[str, Callable[[], Any]] = {
+    run: dict[str, Callable[[Tensor], Any]] = {
         "transformers": transformers,
         "plain": plain,
         "self": speculate,
     }
-    width = input_ids.shape[1]
-    texts = [speculate(streamer).sequences[0, width:].tolist()]
-    tokens: list[int] = plain().sequences[0, width:].tolist()
-    transformers()
+    note("decoding")
+    speculate(prompts[0], streamer)
+    for method in METHODS:
+        run[method](prompts[0])
+    tokens: list[list[int]] = []
+    speculative: list[GenerationOutput] = []
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     counts: dict[str, list[int]] = {method: [] for method in METHODS}
-    for sweep in range(repeats):
-        note(f"timing, sweep {sweep + 1} of {repeats}")
+    identical = True
+    for number, ids in enumerate(prompts):
+        times: dict[str, list[float]] = {method: [] for method in METHODS}
+        for sweep in range(repeats):
+            note(f"timing prompt {number + 1} of {len(prompts)}, sweep {sweep + 1} of {repeats}")
+            last: dict[str, Any] = {}
+            new: dict[str, list[int]] = {}
+            for method in METHODS:
+                _synchronize(model)
+                start = time.perf_counter()
+                last[method] = run[method](ids)
+                _synchronize(model)
+                times[method].append(time.perf_counter() - start)
+                sequences = last[method] if method == "transformers" else last[method].sequences
+                new[method] = sequences[0, ids.shape[1] :].tolist()
+            identical = identical and new["self"] == new["plain"]
+        tokens.append(new["plain"])
+        speculative.append(last["self"])
         for method in METHODS:
-            _synchronize(model)
-            start = time.perf_counter()
-            output = run[method]()
-            _synchronize(model)
-            seconds[method].append(time.perf_counter() - start)
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            counts[method].append(sequences.shape[1] - width)
-            if method == "self":
-                speculative = output
-                texts.append(sequences[0, width:].tolist())
-    return SideBySide(
-        tokens=tokens,
-        identical=all(text == tokens for text in texts),
-        speculative=speculative,
-        seconds=seconds,
-        tokens_per_second={
-            # transformers draws other tokens, and may end sooner
-            method: statistics.median(
-                count / second
-                for count, second in zip(counts[method], seconds[method], strict=True)
-            )
-            for method in METHODS
-        },
-    )
+            seconds[method].append(statistics.median(times[method]))
+            counts[method].append(len(new[method]))
+    return SideBySide(tokens, identical, speculative, seconds, counts)
+
+
+def _inputs(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _synchronize(model: Any) -> None:

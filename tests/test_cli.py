@@ -269,7 +269,8 @@ def test_demo_shows_the_same_text_and_why(folder):
     assert found["tokens_per_second"].keys() == {"transformers", "plain", "self"}
     assert found["bound"] == pytest.approx(1 / found["draft_cost"])
     assert found["predicted_speedup"] > 0
-    for words in ("the same 8 tokens: yes", "acceptance rate", "no draft beats 1/c"):
+    same = "3 prompts gives the same 24 tokens: yes"
+    for words in (same, "acceptance rate", "no draft beats 1/c"):
         assert words in result.stdout
     shown = result.stdout.rpartition("The same text?")[2].splitlines()[:-1]
     assert max(map(len, shown)) <= 60
@@ -285,7 +286,7 @@ def test_demo_fails_where_the_text_differs(folder, monkeypatch):
     monkeypatch.setattr("layerskip.generation.stream_key", moody)
     result = run("demo", folder, "--exit-layer", 3, "--max-new-tokens", 8)
     assert result.exit_code == 1
-    assert "the same 8 tokens: no" in result.stdout
+    assert "3 prompts gives the same 24 tokens: no" in result.stdout
     assert "FAULT" in result.stdout
 
 
