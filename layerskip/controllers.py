@@ -160,7 +160,7 @@ _KEYS = _BINS + 4
 # confidence says (the target may well choose the same token for the same weak reasons) and less
 # often than a high one says. All constants were tuned on simulated texts, see the tests.
 _PRIOR_ACCEPTANCE = 0.75
-_PRIOR_WEIGHT = 6.0
+_PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
 _BIN_WEIGHT = 10.0
 _KEY_WEIGHT = 40.0
@@ -169,7 +169,7 @@ _EVIDENCE_START = 1.0  # log odds
 _EVIDENCE_LIMIT = 6.0
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
-_PROBE_INTERVAL = 16.0  # plain steps per target step that a one-token draft adds to a round
+_PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
