@@ -88,13 +88,13 @@ def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
         return f"model type {kind!r} has no fused blocks; these have: {', '.join(sorted(_CLASSES))}"
     if _global_hooks():
         return "global module hooks are registered"
-    if torch.is_autocast_enabled(model.model.norm.weight.device.type):
-        return "autocast is on, whose rules follow the library's own calls"
     package, prefix = _CLASSES[kind]
     source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     for name, module, expected in _involved(model, layers, source, prefix):
         if reason := _not_plain(module, expected):
             return f"{name} {reason}"
+    if torch.is_autocast_enabled(model.model.norm.weight.device.type):
+        return "autocast is on, whose rules follow the library's own calls"
     parameters = [p for layer in layers for p in layer.parameters()]
     places = {(p.device, p.dtype) for p in [*parameters, model.model.norm.weight]}
     if len(places) > 1:
