@@ -26,6 +26,7 @@ from layerskip.engine import Decoder, Request
 from layerskip.generation import decode, generate
 from layerskip.laws import Law, gumbel_noise, softmax_law, stream_key
 from layerskip.lawtest import DRAWS, LawTest, chi_square, draw_rounds
+from layerskip.loading import unpadded
 from layerskip.passes import Session
 from layerskip.sublayers import Sublayers
 
@@ -231,7 +232,7 @@ def compare_greedy(
     skip = replace(skip, decoding=None)
 
     def reference(ids: Tensor, limit: int, **kwargs: Any) -> Any:
-        return model.generate(**_inputs(ids), do_sample=False, max_new_tokens=limit, **kwargs)
+        return model.generate(**unpadded(ids), do_sample=False, max_new_tokens=limit, **kwargs)
 
     def scores(ids: Tensor) -> Tensor:
         # one step of the library's own, so that its processors speak too
@@ -243,7 +244,7 @@ def compare_greedy(
         expected = reference(ids, max_new_tokens)[0, width:].tolist()
         out = generate(
             model,
-            _inputs(ids),
+            unpadded(ids),
             skip=skip,
             controller="fixed",
             do_sample=False,
@@ -254,11 +255,6 @@ def compare_greedy(
         return _first_difference(opened, index, ids, expected, got, scores)
 
     return _compare_all(compare, prompts)
-
-
-def _inputs(ids: Tensor) -> dict[str, Tensor]:
-    """Without a mask, `generate()` takes a pad token in the prompt for padding."""
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def compare_coupled(

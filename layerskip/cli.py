@@ -309,7 +309,7 @@ def generate(
         _warn_idle(drafting, "without a skip config")
 
     from layerskip.generation import generate as generate_tokens
-    from layerskip.loading import encode
+    from layerskip.loading import encode, unpadded
 
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
     if do_sample and seed is None:
@@ -324,7 +324,7 @@ def generate(
     }
     if chosen is not None and not no_draft:
         talk.progress("measuring what drafting costs here")  # once, and not part of the times below
-        generate_tokens(loaded.model, _inputs(inputs[0]), max_new_tokens=1, seed=0, **settings)
+        generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
     results = []
     for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
         own_seed = seed + number if do_sample and seed is not None else None
@@ -334,7 +334,7 @@ def generate(
         start = time.perf_counter()
         output = generate_tokens(
             loaded.model,
-            _inputs(ids),
+            unpadded(ids),
             streamer=TextStream(loaded.tokenizer, _write) if stream else None,
             seed=own_seed,
             max_new_tokens=max_new_tokens,
@@ -364,10 +364,6 @@ def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
     return [Prompt(id="1", text=prompt)]
-
-
-def _inputs(ids: Any) -> dict[str, Any]:
-    return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)}
 
 
 def _warn_idle(flags: dict[str, Any], reason: str) -> None:

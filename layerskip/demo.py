@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.generation import DecodingStats, GenerationOutput, generate
+from layerskip.loading import unpadded
 from layerskip.speculation import CostTable
 
 TEMPERATURE = 0.8
@@ -109,13 +110,13 @@ def side_by_side(
     } | shared
 
     def transformers(ids: Tensor) -> Tensor:
-        return model.generate(**_inputs(ids), **shared)  # type: ignore[no-any-return]
+        return model.generate(**unpadded(ids), **shared)  # type: ignore[no-any-return]
 
     def plain(ids: Tensor) -> GenerationOutput:
-        return generate(model, _inputs(ids), enabled=False, **ours)
+        return generate(model, unpadded(ids), enabled=False, **ours)
 
     def speculate(ids: Tensor, streamer: Any = None) -> GenerationOutput:
-        return generate(model, _inputs(ids), enabled=True, streamer=streamer, **ours)
+        return generate(model, unpadded(ids), enabled=True, streamer=streamer, **ours)
 
     run: dict[str, Callable[[Tensor], Any]] = {
         "transformers": transformers,
@@ -152,10 +153,6 @@ def side_by_side(
             seconds[method].append(statistics.median(times[method]))
             counts[method].append(len(new[method]))
     return SideBySide(tokens, identical, speculative, seconds, counts)
-
-
-def _inputs(ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _synchronize(model: Any) -> None:
