@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Every file has a line here. A name taken from `layerskip` itself counts as its home module.
 FLOORS = {
     "layerskip.config": 0,
+    "layerskip.roofline": 0,
     "layerskip.speculation": 0,
     "layerskip.cache": 1,
     "layerskip.fused": 1,

@@ -1,0 +1,137 @@
+"""Bytes, arithmetic and bandwidth of a decoder, from its sizes alone; refuses to know torch.
+
+At batch 1 a decoding step reads every weight once and does two operations with each, so that the
+time of a step is at least bytes / bandwidth. These formulas say what that limit is for a model of
+given sizes, what a draft costs under it, and from how many tokens on arithmetic, not reading, sets
+the pace. Machines measured are below it: compare, do not substitute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a Llama-like decoder: gated MLP, grouped-query attention; norms are left out."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @classmethod
+    def from_config(cls, config: Any) -> DecoderShape:
+        """The sizes in a `transformers` configuration (or anything with its names)."""
+        heads = config.num_attention_heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+        )
+
+    @property
+    def attention(self) -> int:
+        """Weights of one attention sublayer: Q and O, K and V."""
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def mlp(self) -> int:
+        """Weights of one MLP sublayer: gate, up, down."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def head(self) -> int:
+        """Weights of the unembedding, read in every step (the embedding gives one row only)."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weights(self) -> int:
+        """Weights a decoding step reads: all layers and the head."""
+        return self.num_layers * (self.attention + self.mlp) + self.head
+
+    def kv_bytes(self, tokens: int, bytes_per_value: float = 2.0) -> float:
+        """Bytes of the keys and values of `tokens` cached tokens."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * bytes_per_value
+
+    def step_bytes(self, context: int = 0, bytes_per_value: float = 2.0) -> float:
+        """Bytes that one decoding step reads at batch 1: weights, keys and values."""
+        return self.weights * bytes_per_value + self.kv_bytes(context, bytes_per_value)
+
+    def draft_cost(
+        self, attention: int, mlp: int | None = None, head_fraction: float = 1.0
+    ) -> float:
+        """c of a draft that keeps `attention` attention and `mlp` MLP sublayers, from bytes.
+
+        `mlp` defaults to `attention` (whole layers: an early exit at E keeps E of each);
+        `head_fraction` is the share of the vocabulary that the draft's head reads.
+        """
+        mlp = attention if mlp is None else mlp
+        if not (0 <= attention <= self.num_layers and 0 <= mlp <= self.num_layers):
+            raise ValueError(
+                f"kept sublayers must be in 0..{self.num_layers}, got {attention} and {mlp}"
+            )
+        if not 0.0 < head_fraction <= 1.0:
+            raise ValueError(f"head_fraction must be in (0, 1], got {head_fraction}")
+        kept = attention * self.attention + mlp * self.mlp + head_fraction * self.head
+        return kept / self.weights
+
+
+def bandwidth_limit(step_bytes: float, bandwidth: float) -> float:
+    """Tokens per second that reading `step_bytes` per token allows at `bandwidth` bytes/s.
+
+    The other way round it is gpt-fast's identity: bytes per token = bandwidth / tokens per second.
+    """
+    if step_bytes <= 0.0 or bandwidth <= 0.0:
+        raise ValueError(
+            f"step_bytes and bandwidth must be positive, got {step_bytes} and {bandwidth}"
+        )
+    return bandwidth / step_bytes
+
+
+def ridge(operations_per_second: float, bandwidth: float, bytes_per_value: float = 2.0) -> float:
+    """Tokens in one pass above which arithmetic takes longer than reading the weights.
+
+    Each weight costs 2 operations a token and `bytes_per_value` bytes a pass.
+    """
+    if operations_per_second <= 0.0 or bandwidth <= 0.0:
+        raise ValueError(
+            "operations_per_second and bandwidth must be positive, "
+            f"got {operations_per_second} and {bandwidth}"
+        )
+    return operations_per_second / bandwidth * bytes_per_value / 2.0
+
+
+def verify_costs(
+    ridge: float, batch_size: int = 1, *, prefix: float = 0.0, longest: int = 32
+) -> tuple[float, ...]:
+    """v(1) .. v(`longest`) at the roofline, relative to a plain step at that batch size.
+
+    A pass over n positions of B rows takes max(1, B n / ridge) readings of the weights. `prefix` is
+    the share of the weights in the shared prefix: verification runs it over one position only, the
+    other n - 1 were carried through it by the draft. (A draft step has one position a row, as a
+    plain step has, so that its cost c does not depend on the batch.)
+    """
+    if batch_size < 1 or longest < 1 or ridge <= 0.0 or not 0.0 <= prefix < 1.0:
+        raise ValueError(
+            "batch_size and longest must be at least 1, ridge positive and prefix in [0, 1); got "
+            f"batch_size={batch_size}, longest={longest}, ridge={ridge}, prefix={prefix}"
+        )
+    readings = [max(1.0, batch_size * n / ridge) for n in range(1, longest + 1)]
+    return tuple(prefix + (1.0 - prefix) * reading / readings[0] for reading in readings)

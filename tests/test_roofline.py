@@ -1,0 +1,184 @@
+"""The limits that reading weights sets, against published sizes and speeds."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from layerskip.roofline import DecoderShape, bandwidth_limit, ridge, verify_costs
+from layerskip.speculation import CostTable, optimal_draft_length, speedup
+
+
+def shape(
+    layers: int, width: int, mlp: int, heads: int, kv: int, dim: int, vocab: int
+) -> DecoderShape:
+    return DecoderShape(
+        num_layers=layers,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=dim,
+        vocab_size=vocab,
+    )
+
+
+SHAPES = {
+    "Llama-2-7B": shape(32, 4096, 11008, 32, 32, 128, 32000),
+    "Llama-2-13B": shape(40, 5120, 13824, 40, 40, 128, 32000),
+    "Llama-2-70B": shape(80, 8192, 28672, 64, 8, 128, 32000),
+    "Llama-3.1-8B": shape(32, 4096, 14336, 32, 8, 128, 128256),
+    "Llama-3.2-1B": shape(16, 2048, 8192, 32, 8, 64, 128256),
+    "Llama-3.2-3B": shape(28, 3072, 8192, 24, 8, 128, 128256),
+    "Gemma-2-2b": shape(26, 2304, 9216, 8, 4, 256, 256000),
+    "Gemma-2-9b": shape(42, 3584, 14336, 16, 8, 256, 256000),
+}
+
+# layer's M parameters, attention % of it, head % of all, GB per token in bf16, c at L/4 and L/8,
+# bound 1/c with half of the attention, half of the MLPs, half of both left out
+TABLE = [
+    ("Llama-2-7B", 202.4, 33.2, 2.0, 13.21, 0.265, 0.142, 1.19, 1.49, 1.96),
+    ("Llama-2-13B", 317.2, 33.1, 1.3, 25.70, 0.260, 0.136, 1.20, 1.49, 1.98),
+    ("Llama-2-70B", 855.6, 17.6, 0.4, 137.4, 0.253, 0.128, 1.10, 1.70, 1.99),
+    ("Llama-3.1-8B", 218.1, 19.2, 7.0, 15.01, 0.303, 0.186, 1.10, 1.60, 1.87),
+    ("Llama-3.2-1B", 60.8, 17.2, 21.3, 2.47, 0.409, 0.311, 1.07, 1.48, 1.65),
+    ("Llama-3.2-3B", 100.7, 25.0, 12.3, 6.43, 0.342, 0.232, 1.12, 1.49, 1.78),
+    ("Gemma-2-2b", 77.9, 18.2, 22.6, 5.23, 0.419, 0.322, 1.08, 1.46, 1.63),
+    ("Gemma-2-9b", 198.2, 22.2, 9.9, 18.48, 0.324, 0.212, 1.11, 1.54, 1.82),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_sizes_of_known_models(row: tuple[str, *tuple[float, ...]]) -> None:
+    name, layer, attention, head, gigabytes, quarter, eighth, *bounds = row
+    model = SHAPES[name]
+    whole = model.attention + model.mlp
+    layers = model.num_layers
+    assert whole / 1e6 == pytest.approx(layer, abs=0.06)
+    assert 100 * model.attention / whole == pytest.approx(attention, abs=0.06)
+    assert 100 * model.head / model.weights == pytest.approx(head, abs=0.06)
+    assert model.step_bytes() / 1e9 == pytest.approx(gigabytes, rel=0.001)
+    for part, cost in ((4, quarter), (8, eighth)):
+        below, rest = divmod(layers, part)  # the published numbers divide layers, too
+        between = (model.draft_cost(below), model.draft_cost(below + 1))
+        share = rest / part
+        assert (1 - share) * between[0] + share * between[1] == pytest.approx(cost, abs=0.001)
+    half = layers // 2
+    costs = [model.draft_cost(*kept) for kept in ((half, layers), (layers, half), (half, half))]
+    assert [1 / cost for cost in costs] == pytest.approx(bounds, abs=0.008)
+
+
+def test_a_trimmed_head_cheapens_the_draft_of_a_small_model() -> None:
+    model = SHAPES["Llama-3.2-1B"]
+    assert model.draft_cost(4) == pytest.approx(0.41, abs=0.005)
+    assert model.draft_cost(4, head_fraction=0.25) == pytest.approx(0.25, abs=0.005)
+    assert model.draft_cost(16) == 1.0
+
+
+def test_keys_and_values() -> None:
+    model = SHAPES["Llama-3.1-8B"]
+    assert model.kv_bytes(1) == 128 * 1024
+    assert model.step_bytes(1000) == model.step_bytes() + 1000 * 128 * 1024
+    assert model.kv_bytes(1, bytes_per_value=4) == 2 * model.kv_bytes(1)
+
+
+# gpt-fast's README, A100-80GB: tokens per second, GB/s it says were reached, weights it says
+@pytest.mark.parametrize(
+    ("speed", "bandwidth", "gigabytes"),
+    [
+        (104.9, 1397.31, 13.32),
+        (155.58, 1069.20, 6.87),
+        (196.80, 862.69, 4.38),
+    ],
+)
+def test_gpt_fast_bytes_identity(speed: float, bandwidth: float, gigabytes: float) -> None:
+    assert bandwidth / speed == pytest.approx(gigabytes, abs=0.005)
+    assert bandwidth_limit(gigabytes, bandwidth) == pytest.approx(speed, rel=0.002)
+
+
+def test_gpt_fast_reads_little_beyond_the_weights() -> None:
+    computed = SHAPES["Llama-2-7B"].step_bytes() / 1e9
+    assert 1.0 < 1397.31 / 104.9 / computed < 1.01
+    # the loop that LayerSkip's paper calls its baseline runs at a quarter of this limit
+    limit = bandwidth_limit(SHAPES["Llama-2-7B"].step_bytes(), 3350e9)
+    assert limit == pytest.approx(254, abs=0.5)
+    assert 62.7 / limit == pytest.approx(0.25, abs=0.005)
+
+
+def test_ridge() -> None:
+    assert ridge(989e12, 3350e9) == pytest.approx(295, abs=0.5)  # H100, bf16
+    assert ridge(989e12, 3350e9, bytes_per_value=1) == pytest.approx(147.6, abs=0.1)
+
+
+def table(draft: float, **roofline: float) -> CostTable:
+    return CostTable(draft, verify_costs(**roofline), "analytic")  # type: ignore[arg-type]
+
+
+def test_verify_costs_are_flat_below_the_ridge_and_rise_above() -> None:
+    costs = table(0.2, ridge=16, longest=32)
+    assert costs.verify[:16] == (1.0,) * 16
+    assert costs.verify_cost(32) == 2.0
+    assert costs.verify_cost(64) == 4.0  # extrapolated along the same line
+    assert len(costs.verify) == 32
+    batch = table(0.2, ridge=16, batch_size=8)
+    assert batch.verify_cost(2) == 1.0
+    assert batch.verify_cost(8) == 4.0
+    beyond = table(0.2, ridge=16, batch_size=32)  # a plain step is above the ridge, too
+    assert beyond.verify_cost(5) == pytest.approx(5.0)
+
+
+def test_a_shared_prefix_is_not_verified_again() -> None:
+    costs = table(0.25, ridge=1, prefix=0.25)
+    assert costs.verify_cost(13) == pytest.approx(0.25 + 0.75 * 13)
+    # LayerSkip's layer-tokens with and without reuse: 8 of 32 layers, 12 drafts
+    assert costs.verify_cost(13) / 13 == pytest.approx(0.769, abs=0.0005)
+
+
+def test_the_best_draft_gets_shorter_as_the_batch_grows() -> None:
+    lengths, gains = [], []
+    for batch_size in (1, 2, 4, 8, 16, 64):
+        costs = table(0.1, ridge=16, batch_size=batch_size)
+        lengths.append(optimal_draft_length(0.8, costs))
+        gains.append(speedup(0.8, lengths[-1], costs.draft, costs.verify_cost))
+    assert lengths == sorted(lengths, reverse=True)
+    assert gains == sorted(gains, reverse=True)
+    assert lengths[0] > 4
+    assert lengths[-1] == 0
+
+
+def test_sizes_from_a_configuration() -> None:
+    config = SimpleNamespace(
+        num_hidden_layers=24,
+        hidden_size=192,
+        intermediate_size=512,
+        num_attention_heads=3,
+        vocab_size=2048,
+    )
+    plain = DecoderShape.from_config(config)
+    assert (plain.num_kv_heads, plain.head_dim) == (3, 64)
+    config.num_key_value_heads, config.head_dim = 1, 32
+    assert DecoderShape.from_config(config).attention == 2 * 192 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: SHAPES["Llama-2-7B"].draft_cost(33), "kept sublayers must be in 0..32"),
+        (lambda: SHAPES["Llama-2-7B"].draft_cost(1, -1), "kept sublayers"),
+        (lambda: SHAPES["Llama-2-7B"].draft_cost(1, head_fraction=0.0), "head_fraction"),
+        (lambda: bandwidth_limit(0.0, 1.0), "must be positive"),
+        (lambda: bandwidth_limit(1.0, float("-inf")), "must be positive"),
+        (lambda: ridge(1.0, 0.0), "must be positive"),
+        (lambda: verify_costs(ridge=0.0), "ridge positive"),
+        (lambda: verify_costs(ridge=1.0, batch_size=0), "batch_size"),
+        (lambda: verify_costs(ridge=1.0, prefix=1.0), "prefix"),
+        (lambda: shape(0, 1, 1, 1, 1, 1, 1), "num_layers must be at least 1"),
+    ],
+)
+def test_bad_input(wrong: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()  # type: ignore[operator]
+
+
+def test_sizes_must_be_integers() -> None:
+    with pytest.raises(TypeError, match="hidden_size must be an integer"):
+        shape(1, 1.5, 1, 1, 1, 1, 1)  # type: ignore[arg-type]
