@@ -55,8 +55,8 @@ From random weights, with this repository's own scripts:
     python scripts/train.py {name} --work runs/train
     python scripts/export.py {name} --work runs/train --output layerskip/models/{name}
 
-{steps} steps of 4096 tokens, {tokens:.1f} million tokens in all, none seen twice, at length 256 and
-for the last 35% at 512; Muon for the matrices of the layers (6e-3) and AdamW for the rest (4e-3),
+{steps} steps of 4096 tokens, {tokens:.1f} million tokens in all, none seen twice, at length 256 and,
+while the learning rate falls, at 512; Muon for the matrices of the layers (6e-3) and AdamW for the rest (4e-3),
 25 steps of warmup, linear decay to zero; bfloat16 autocast, one thread of {hardware},
 {minutes:.0f} minutes of processor time.
 {recipe}
@@ -89,12 +89,12 @@ WHAT = {
 }
 RECIPE = {
     "demo-llama": """
-The loss is the cross-entropy of the final layer, plus w times (0.7 times a loss at exit 3, plus 0.3
-times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That loss is the cross-entropy at the
-labels for 150 steps, then the KL divergence of the exit's law from the final one, held fixed, and
-for the last 35% the mean of that and the total variation, at temperatures 0.8 and 1, added. w was
-set by hand while training: 1 until step 472, 0.1 until 600, 0.5 until 755, 1 until 844, then 2. No
-layer dropout. The learning rate falls over the last 450 steps.""",
+The loss is the cross-entropy of the final layer and, from step 450 on, w times (0.7 times a loss at
+exit 3, plus 0.3 times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That loss is the KL
+divergence of the exit's law from the final one, held fixed; over the last 500 steps, the mean of
+that and the total variation, both at temperature 0.8. w was set by hand while training: 0.5 until
+step 510, 0.1 until 600 (the deep layers were still learning to copy), 0.5 until 750, 1 until the
+last 500 steps, then 2. No layer dropout. The learning rate falls over the last 500 steps.""",
     "demo-gemma2": """
 The loss is the cross-entropy of the final layer and nothing else. The learning rate falls over the
 last 350 steps.""",

@@ -27,9 +27,10 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1000, "demo-llama-ordinary": 1000, "demo-gemma2": 700}
-COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
+STEPS = {"demo-llama": 1600, "demo-llama-ordinary": 1600, "demo-gemma2": 700}
+COOLDOWN = {"demo-llama": 500, "demo-llama-ordinary": 500, "demo-gemma2": 350}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
+EXITS_FROM = 450  # no exit loss before: the deep layers learn to copy first
 
 
 def build_model(name: str) -> PreTrainedModel:
@@ -94,17 +95,17 @@ def schedule(step: int, steps: int, cooldown: int) -> float:
     return min((step + 1) / 25, 1.0, (steps - step) / cooldown)
 
 
-def exit_weight(step: int) -> float:
-    """What the losses of the early exits count; low while the deep layers learn to copy."""
-    turns = ((472, 1.0), (600, 0.1), (755, 0.5), (844, 1.0))
-    return next((weight for until, weight in turns if step < until), 2.0)
+def exit_weight(step: int, cooling: bool) -> float:
+    """What the losses of the early exits count; more once the deep layers have learned."""
+    turns = ((EXITS_FROM + 60, 0.5), (600, 0.1), (750, 0.5))  # set by hand while training
+    return next((weight for until, weight in turns if step < until), 2.0 if cooling else 1.0)
 
 
 def make_step_loss(
     model: PreTrainedModel,
     tokens: Tensor,
     name: str,
-    steps: int,
+    cooldown_from: int,
     tokens_per_step: int,
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
@@ -113,34 +114,33 @@ def make_step_loss(
     early_exits = name == "demo-llama"
 
     def loss_of(
-        final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, phase: str
+        final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, cooling: bool
     ) -> tuple[Tensor, Tensor]:
         logits = training.exit_logits(model, final)
         loss = final_loss = training.label_loss(logits, labels)
         for hidden, weight in zip(early, weights, strict=False):
             exit_logits = training.exit_logits(model, hidden)
-            if phase == "labels":
-                loss = loss + weight * training.label_loss(exit_logits, labels)
-            elif phase == "laws":
-                loss = loss + weight * training.distillation_loss(exit_logits, logits)
-            else:
-                for temperature in (0.8, 1.0):
-                    loss = loss + weight * training.distillation_loss(
-                        exit_logits, logits, temperature=temperature, total_variation=0.5
-                    )
+            distance = training.distillation_loss(
+                exit_logits,
+                logits,
+                temperature=0.8 if cooling else 1.0,
+                total_variation=0.5 if cooling else 0.0,
+            )
+            loss = loss + weight * distance
         return loss, final_loss
 
     compiled_loss = torch.compile(loss_of, dynamic=False)
 
     def step_loss(step: int) -> Tensor:
-        done = step / steps
-        length = 256 if done < 0.65 else 512
+        cooling = step >= cooldown_from
+        length = 512 if cooling else 256
         # Blocks of 512 whatever the length, so that the order of the data does not depend on it.
         blocks = training.batch_at(tokens, step, tokens_per_step // 512, 512)
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
-        exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
-        phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
-        weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
+        exits = []
+        if early_exits and step >= EXITS_FROM:
+            exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]]
+        weights = torch.tensor([0.7, 0.3]) * exit_weight(step, cooling)
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
@@ -148,7 +148,7 @@ def make_step_loss(
             )
             early = [states[e] for e in exits]
             labels = rows[:, 1:].contiguous()
-            loss, final_loss = compiled_loss(states[last], early, labels, weights, phase)
+            loss, final_loss = compiled_loss(states[last], early, labels, weights, cooling)
         log["final_loss"] = round(final_loss.item(), 4)
         return loss
 
@@ -180,13 +180,16 @@ def main() -> None:
     model.config.save_pretrained(folder)
     optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
     last: dict[str, float] = {}
-    step_loss = make_step_loss(model, tokens, args.name, steps, args.tokens_per_step, last)
+    cooldown = min(COOLDOWN[args.name], steps // 2)
+    step_loss = make_step_loss(
+        model, tokens, args.name, steps - cooldown, args.tokens_per_step, last
+    )
     progress = training.train(
         model,
         optimizers,
         step_loss,
         steps,
-        schedule=lambda step: schedule(step, steps, min(COOLDOWN[args.name], steps // 2)),
+        schedule=lambda step: schedule(step, steps, cooldown),
         checkpoint=folder / "checkpoint.pt",
     )
     started = time.time()
