@@ -315,7 +315,7 @@ class Sublayers:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
-        return self.decoder.embed_tokens(tokens)  # type: ignore[no-any-return]
+        return embed(self.decoder, tokens)
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Carry hidden states (B, T, H) through the given sublayers, in order."""
@@ -330,6 +330,20 @@ class Sublayers:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+def embed(decoder: Any, tokens: Tensor) -> Tensor:
+    """Token ids (B, T) to the hidden states before the first layer of a decoder, (B, T, H).
+
+    A Gemma scales its embedding by sqrt(H). Where the library's embedding module does not do that
+    itself (Gemma and Gemma 2 in early versions 5 of transformers), it is done here, as there.
+    """
+    hidden: Tensor = decoder.embed_tokens(tokens)  # (B, T, H)
+    if not decoder.config.model_type.startswith("gemma") or hasattr(
+        decoder.embed_tokens, "embed_scale"
+    ):
+        return hidden
+    return hidden * torch.tensor(decoder.config.hidden_size**0.5, dtype=hidden.dtype)
 
 
 def fingerprint(model: Any) -> str:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from layerskip.sublayers import embed
+
 LayerCall = Callable[..., Tensor]
 FAMILIES = ("llama", "gemma", "gemma2")
 
@@ -119,7 +121,7 @@ def hidden_states(
                 f"exits must be in 1..{len(layers)} for a {len(layers)}-layer model, "
                 f"got {exit_layer}"
             )
-    hidden = decoder.embed_tokens(input_ids)  # (B, T, D); Gemma's scale is in the module
+    hidden = embed(decoder, input_ids)  # (B, T, D)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
     rotary = decoder.rotary_emb(hidden, positions)
     mask_inputs = {

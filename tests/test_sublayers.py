@@ -10,7 +10,7 @@ from models import prompt, tiny_model
 
 from layerskip import LayerSkipDecoding, SkipConfig, fingerprint
 from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
+from layerskip.sublayers import Sublayers, embed
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 
@@ -50,3 +50,22 @@ def test_execution_is_told() -> None:
     assert Sublayers(model, execution="modules").execution == "modules"
     with pytest.raises(ValueError, match="auto, modules, fused, got 'graphs'"):
         Sublayers(model, execution="graphs")
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family: str) -> None:
+    # early versions 5 of transformers scale in the decoder, behind a plain embedding module
+    model = tiny_model(family)
+    decoder = model.get_submodule("model")
+    tokens = prompt(5)
+    new = embed(decoder, tokens)
+    plain = torch.nn.Embedding(*decoder.embed_tokens.weight.shape, dtype=model.dtype)
+    plain.weight = decoder.embed_tokens.weight
+    decoder.embed_tokens = plain
+    assert torch.equal(embed(decoder, tokens), new)
+    assert not torch.equal(plain(tokens), new)
+
+
+def test_a_llamas_embedding_is_not_scaled() -> None:
+    decoder = tiny_model("llama").get_submodule("model")
+    assert torch.equal(embed(decoder, prompt(5)), decoder.embed_tokens(prompt(5)))
