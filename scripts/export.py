@@ -91,10 +91,10 @@ RECIPE = {
     "demo-llama": """
 The loss is the cross-entropy of the final layer and, from step 450 on, w times (0.7 times a loss at
 exit 3, plus 0.3 times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That loss is the KL
-divergence of the exit's law from the final one, held fixed; over the last 500 steps, the mean of
+divergence of the exit's law from the final one, held fixed; over the last 450 steps, the mean of
 that and the total variation, both at temperature 0.8. w was set by hand while training: 0.5 until
 step 510, 0.1 until 600 (the deep layers were still learning to copy), 0.5 until 750, 1 until the
-last 500 steps, then 2. No layer dropout. The learning rate falls over the last 500 steps.""",
+last 450 steps, then 2. No layer dropout. The learning rate falls over the last 450 steps.""",
     "demo-gemma2": """
 The loss is the cross-entropy of the final layer and nothing else. The learning rate falls over the
 last 350 steps.""",

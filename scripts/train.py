@@ -27,8 +27,8 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1600, "demo-llama-ordinary": 1600, "demo-gemma2": 700}
-COOLDOWN = {"demo-llama": 500, "demo-llama-ordinary": 500, "demo-gemma2": 350}
+STEPS = {"demo-llama": 1400, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
+COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 EXITS_FROM = 450  # no exit loss before: the deep layers learn to copy first
 
