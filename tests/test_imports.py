@@ -37,6 +37,11 @@ FLOORS = {
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
     "layerskip.search": 6,
+    "layerskip.search.cost": 6,
+    "layerskip.search.exits": 6,
+    "layerskip.search.replay": 6,
+    "layerskip.search.simulation": 6,
+    "layerskip.search.trace": 6,
     "layerskip.terminal": 6,
     "layerskip.__main__": 7,
     "layerskip.cli": 7,

@@ -1,0 +1,257 @@
+"""The target's texts and what every exit would draft along them; knows no clock, no skip config.
+
+Prompts are decoded once by the target alone. Then one whole pass over each text leaves the target's
+keys and values, from which any draft is replayed (`replay.py`), and gives, for every exit layer at
+once, the token a draft would propose at every place. Coupled sampling and greedy decoding make this
+exact: the target's text does not depend on what is drafted.
+Letters: N places, L layers, T tokens of a text, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import RowCache
+from layerskip.config import SkipConfig
+from layerskip.controllers import Fixed
+from layerskip.engine import Decoder, Request
+from layerskip.laws import Law, gumbel_noise, stream_key
+from layerskip.sublayers import Pass, Sublayers
+
+NOTHING = -1
+"""Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
+
+DRAFT_LENGTH = 8
+"""Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
+
+_ROWS = 16  # texts decoded together
+_LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
+
+
+@dataclass(frozen=True)
+class Text:
+    """One prompt and the target's continuation.
+
+    Attributes:
+        tokens: prompt, emitted tokens, then those that only serve as context, (T,) int64.
+        prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
+        emitted: tokens the request emits, EOS included.
+        key: of the text's noise stream.
+        cache: the target's keys and values of all tokens, one row; place equals slot.
+        drafted: entry (e - 1, i) is the token an exit after layer e draws having seen the text up
+            to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
+        confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
+            (L, T - prompt) float32.
+        likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
+    """
+
+    tokens: Tensor
+    prompt: int
+    emitted: int
+    key: int
+    cache: RowCache
+    drafted: Tensor
+    confidences: Tensor
+    likeliest: Tensor
+
+    @property
+    def starts(self) -> int:
+        """Emitted tokens that a round may start from: all but the last."""
+        return self.emitted - 1
+
+    @property
+    def following(self) -> Tensor:
+        """The token behind each emitted one, (T - prompt,); `NOTHING` behind the last known."""
+        return torch.cat([self.tokens[self.prompt + 1 :], torch.tensor([NOTHING])])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Texts of one model under one law, ready for replays.
+
+    Attributes:
+        model: the opened model.
+        law: what tokens are drawn from, for single rows.
+        texts: one per prompt.
+        eos: tokens that end a text, and a draft.
+        draft_length: how far drafts may be replayed with all of their places known.
+        max_new_tokens: what each text was asked for.
+    """
+
+    model: Sublayers
+    law: Law
+    texts: tuple[Text, ...]
+    eos: frozenset[int]
+    draft_length: int
+    max_new_tokens: int
+
+    @property
+    def starts(self) -> int:
+        """Places that a round may start from, over all texts."""
+        return sum(text.starts for text in self.texts)
+
+    @property
+    def context(self) -> int:
+        """Tokens that lie before the middle of a text's new ones, on average."""
+        spans = [text.prompt + text.emitted / 2 for text in self.texts]
+        return round(sum(spans) / len(spans))
+
+
+@torch.no_grad()
+def take_trace(
+    model: Any,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    law: Law | None = None,
+    seeds: Sequence[int] | None = None,
+    eos: frozenset[int] = frozenset(),
+    draft_length: int = DRAFT_LENGTH,
+    progress: Callable[[str, float], None] = lambda _what, _share: None,
+) -> Trace:
+    """Decode prompts with the target, and read what every exit would have drafted.
+
+    Args:
+        model: a causal language model, or one opened as `Sublayers`.
+        prompts: token ids without pads, (T,) or (1, T) each.
+        max_new_tokens: tokens each text may grow by; places that only serve as context come on top,
+            as far as the model's positions reach.
+        law: the processors and whether to sample (coupled); greedy by default. Processors see one
+            row without pads.
+        seeds: one per text, as `seeds=` of decoding; 0, 1, 2, ... by default.
+        eos: tokens that end a text.
+        draft_length: the most tokens a replay will draft from one start.
+        progress: told what is done, in words, and the share of it that is.
+
+    Raises:
+        ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
+            model cannot hold, or no text with a token to draft.
+    """
+    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    rows = [prompt.flatten().to(opened.device) for prompt in prompts]
+    if not rows or not all(len(row) for row in rows):
+        raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")
+    seeds = range(len(rows)) if seeds is None else seeds
+    if len(seeds) != len(rows):
+        raise ValueError(f"seeds must hold one per prompt, {len(rows)}; got {len(seeds)}")
+    if max_new_tokens < 2 or draft_length < 1:
+        raise ValueError(
+            "a trace needs max_new_tokens of at least 2 and draft_length of at least 1, got "
+            f"{max_new_tokens} and {draft_length}"
+        )
+    law = law or Law(do_sample=False, rows=1)
+    keys = [stream_key(seed) for seed in seeds]
+    # processors that read the tokens so far would read pads; such texts are decoded one by one
+    together = 1 if law.reads_history else _ROWS
+    texts: list[Text] = []
+    for first in range(0, len(rows), together):
+        progress("texts of the target", first / len(rows))
+        batch, batch_keys = rows[first : first + together], keys[first : first + together]
+        room = opened.max_positions - max(map(len, batch)) - max_new_tokens
+        longest = max_new_tokens + max(0, min(draft_length, room))
+        for prompt, key, new in zip(
+            batch, batch_keys, _decode(opened, batch, batch_keys, law, eos, longest), strict=True
+        ):
+            tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
+            emitted = min(len(new), max_new_tokens)
+            texts.append(_read(opened, law, tokens, len(prompt), emitted, key))
+    trace = Trace(opened, law, tuple(texts), eos, draft_length, max_new_tokens)
+    if trace.starts == 0:
+        raise ValueError("every text of the trace ends with its first token; give other prompts")
+    return trace
+
+
+def _decode(
+    model: Sublayers,
+    prompts: Sequence[Tensor],
+    keys: Sequence[int],
+    law: Law,
+    eos: frozenset[int],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """New tokens of each prompt, by plain decoding of all of them together."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    mask = torch.zeros(rows, width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    request = Request(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        law=Law(law.processors, do_sample=law.do_sample, rows=rows),
+        keys=keys,
+        eos=eos,
+    )
+    decoder = Decoder(model, SkipConfig(), Fixed(), request, max_draft_length=0)
+    for _ in decoder.rounds():
+        pass
+    return decoder.emitted
+
+
+def _read(model: Sublayers, law: Law, tokens: Tensor, prompt: int, emitted: int, key: int) -> Text:
+    """Carry a text (T,) through the whole model, looking at it after every layer."""
+    cache = model.new_cache(1, len(tokens))
+    cache.place([0], len(tokens))
+    step = Pass(model, cache, model.rotary(len(tokens), len(tokens)))
+    hidden = model.embed(tokens[None])  # (1, T, H)
+    after = []
+    for layer in range(model.num_layers):
+        hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
+        after.append(hidden[:, prompt:])  # (1, N, H)
+    drawn: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in after]
+    count = len(tokens) - prompt
+    chunk = max(16, _LOGITS // model.vocabulary)
+    for first in range(0, count, chunk):
+        places = range(first, min(first + chunk, count))
+        seen = [prompt + place + 1 for place in places]  # tokens before the one drawn
+        noise = None
+        if law.do_sample:
+            noise = gumbel_noise([key] * len(seen), seen, model.vocabulary, device=model.device)
+        histories = [tokens[:length] for length in seen] if law.reads_history else None
+        for row, states in zip(drawn, after, strict=True):
+            raw = model.logits(states[:, first : places.stop])[0]  # (N, V)
+            row.append(draw(law, raw, noise, histories))
+    drafted, confidences, likeliest = (
+        torch.stack([torch.cat([part[kind] for part in row]) for row in drawn]).cpu()  # (L, N)
+        for kind in range(3)
+    )
+    return Text(tokens.cpu(), prompt, emitted, key, cache, drafted, confidences, likeliest)
+
+
+def draw(
+    law: Law, raw: Tensor, noise: Tensor | None, histories: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the engine draws from raw logits (N, V), whether of a draft or of the target.
+
+    Args:
+        noise: Gumbel noise of each place, (N, V); None for greedy decoding.
+        histories: the tokens each place has seen, (length,) each, where the law reads them.
+
+    Returns:
+        The tokens, `NOTHING` where none can be drawn, (N,); their confidences, (N,) float32; the
+        tokens of the largest scores, (N,).
+    """
+    if histories is None:
+        nothing = torch.zeros(1, 1, dtype=torch.long, device=raw.device)
+        scores = law.scores(raw, nothing, [0] * len(raw), [0] * len(raw))  # (N, V)
+    else:  # one by one, since processors may read whole rows and their number
+        alone = Law(law.processors, do_sample=law.do_sample, rows=1)
+        scores = torch.cat(
+            [
+                alone.scores(raw[i : i + 1], seen[None], [0], [len(seen)])
+                for i, seen in enumerate(histories)
+            ]
+        )
+    likeliest = scores.argmax(-1)  # (N,)
+    best, tokens = (scores if noise is None else scores + noise).max(-1)  # (N,)
+    tokens = torch.where(best > float("-inf"), tokens, NOTHING)
+    chosen = tokens.clamp_min(0)[:, None]  # (N, 1)
+    confidences = torch.softmax(raw.float(), dim=-1).gather(1, chosen)[:, 0]  # (N,)
+    return tokens, confidences, likeliest
