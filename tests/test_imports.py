@@ -37,6 +37,11 @@ FLOORS = {
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
     "layerskip.search": 6,
+    "layerskip.search.moves": 6,
+    "layerskip.search.sampler": 6,
+    "layerskip.search.seeds": 6,
+    "layerskip.search.space": 6,
+    "layerskip.search.study": 6,
     "layerskip.search.cost": 6,
     "layerskip.search.exits": 6,
     "layerskip.search.replay": 6,

@@ -1,0 +1,173 @@
+"""Which set to try next, given what the sets tried so far were worth; knows no study and no clock.
+
+Every function here is a function of its arguments alone, so that a search that stopped goes on as
+if it had not.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .space import Space
+
+LENGTHSCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the kernel, in units of the number of switches."""
+NOISE = 1e-4
+"""Added variance: values are exact, but the model of them is not."""
+WIDEST = 24
+"""Switches whose pairs are considered as one move: the most promising ones."""
+
+
+@dataclass(slots=True)
+class History:
+    """What is known of a study's sets, by mask."""
+
+    scores: dict[int, float] = field(default_factory=dict)
+    """Of finished trials: what to maximise."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Of finished trials: acceptance lost per draft cost saved, where both are known."""
+    taken: set[int] = field(default_factory=set)
+    """Sets not to propose: finished, running, or known to fail."""
+
+    def free(self, space: Space, mask: int) -> bool:
+        return mask in space and mask not in self.taken
+
+
+def acceptance_loss(acceptance: float, saved: float) -> float:
+    """-log(acceptance) per part of the target step saved: what ranks single switches."""
+    return (1e-3 - math.log(max(acceptance, 1e-6))) / max(saved, 1e-6)
+
+
+def next_single(space: Space, history: History) -> int | None:
+    """The first switch that has not been tried alone."""
+    return next((s for s in space.switches.values() if history.free(space, s)), None)
+
+
+def next_on_path(space: Space, history: History) -> int | None:
+    """Ranked greedy: leave out the switches that cost least alone, as many of them as pay.
+
+    How many is found by halving the gaps beside the best count known, not by stopping at the first
+    switch that does not pay: drafts that save little often lose to plain decoding on the way to
+    larger ones that do not.
+    """
+    alone = [s for s in space.switches.values() if s in history.scores]
+    alone.sort(key=lambda s: (history.losses.get(s, 0.0), -history.scores[s]))
+    path = [0]
+    for switch in alone:
+        if path[-1] | switch in space:
+            path.append(path[-1] | switch)
+    last = len(path) - 1
+    counts = sorted({0, last // 8, last // 4, last // 2, 3 * last // 4, last})
+    while True:
+        for count in counts:
+            if history.free(space, path[count]):
+                return path[count]
+        known = [i for i, count in enumerate(counts) if path[count] in history.scores]
+        if not known:
+            return None
+        best = max(known, key=lambda i: history.scores[path[counts[i]]])
+        gaps = [(counts[i], counts[i + 1]) for i in (best - 1, best) if 0 <= i < len(counts) - 1]
+        low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+        if high - low < 2:
+            return None
+        counts = sorted({*counts, (low + high) // 2})
+
+
+def next_local(space: Space, history: History, rank: int = 0) -> int | None:
+    """The flip of one switch or two of a good set, swaps included, that promises most.
+
+    `rank` 0 starts from the best set known, 1 from the best one that is far from it, and so on.
+    The promise is the expected improvement under a Gaussian process over the switches. Its kernel,
+    exp(-differing switches / lengthscale), has every interaction of switches in it, the fewer of
+    them the stronger; the lengthscale is the likeliest of a few. None where every move was made.
+    """
+    if not history.scores:
+        return None
+    switches = list(space.switches.values())
+    centre = _elite(history, rank, apart=max(2, len(switches) // 8))
+    model = _Surrogate(switches, history.scores)
+    flips = [centre ^ switch for switch in switches]
+    promise = model.expected_improvement(flips)
+    widest = sorted(range(len(flips)), key=lambda i: -promise[i])[:WIDEST]
+    widest += [i for i in range(len(flips)) if centre & switches[i] and i not in widest][:WIDEST]
+    pairs = [flips[i] ^ switches[j] for n, i in enumerate(widest) for j in widest[n + 1 :]]
+    moves = [mask for mask in (*flips, *pairs) if history.free(space, mask)]
+    if not moves:
+        return None
+    promise = model.expected_improvement(moves)
+    return moves[max(range(len(moves)), key=lambda i: promise[i])]
+
+
+def unseen(space: Space, history: History, near: int, draw: random.Random) -> int | None:
+    """`near` itself if it is free, else a free set few flips away; None where none is left."""
+    if history.free(space, near):
+        return near
+    switches = list(space.switches.values())
+    for distance in range(1, len(switches) + 1):
+        for _ in range(20):
+            mask = near
+            for switch in draw.sample(switches, distance):
+                mask ^= switch
+            if history.free(space, mask):
+                return mask
+    return next((mask for mask in space.enumerate() if history.free(space, mask)), None)
+
+
+def _elite(history: History, rank: int, apart: int) -> int:
+    """The best set, or the best one at least `apart` sublayers from all better elites."""
+    elites: list[int] = []
+    for mask in sorted(history.scores, key=lambda m: -history.scores[m]):
+        if all((mask ^ other).bit_count() >= apart for other in elites):
+            elites.append(mask)
+            if len(elites) > rank:
+                break
+    return elites[-1]
+
+
+class _Surrogate:
+    """A Gaussian process over N sets of n switches, fitted to their scores."""
+
+    def __init__(self, switches: Sequence[int], scores: dict[int, float]) -> None:
+        self.switches = switches
+        self.known = self._bits(list(scores))  # (N, n)
+        values = torch.tensor(list(scores.values()), dtype=torch.float64)  # (N,)
+        values = values.clamp_min(float(values.quantile(0.2)))  # how bad the worst are is no news
+        values = (values - values.mean()) / (values.std(correction=0) + 1e-12)
+        self.best = float(values.max())
+        same = self._overlap(self.known)  # (N, N)
+        likeliest = -math.inf
+        for scale in LENGTHSCALES:
+            kernel = torch.exp((same - len(switches)) / (scale * len(switches)))
+            root = torch.linalg.cholesky(
+                kernel + NOISE * torch.eye(len(kernel), dtype=kernel.dtype)
+            )
+            weights = torch.cholesky_solve(values[:, None], root)[:, 0]  # (N,)
+            variance = float(values @ weights) / len(values) + 1e-12
+            fit = -0.5 * len(values) * math.log(variance) - float(root.diagonal().log().sum())
+            if fit > likeliest:
+                likeliest, self.scale, self.root = fit, scale, root
+                self.weights, self.variance = weights, variance
+
+    def expected_improvement(self, masks: Sequence[int]) -> list[float]:
+        bits = self._bits(masks)  # (M, n)
+        same = self._overlap(bits)  # (M, N)
+        kernel = torch.exp((same - len(self.switches)) / (self.scale * len(self.switches)))
+        explained = torch.linalg.solve_triangular(self.root, kernel.T, upper=False)  # (N, M)
+        spread = (self.variance * (1 + NOISE - explained.square().sum(0))).clamp_min(1e-12).sqrt()
+        above = (kernel @ self.weights - self.best) / spread  # (M,)
+        density = torch.exp(-0.5 * above.square()) / math.sqrt(2 * math.pi)
+        expected: list[float] = (spread * (above * torch.special.ndtr(above) + density)).tolist()
+        return expected
+
+    def _bits(self, masks: Sequence[int]) -> torch.Tensor:
+        rows = [[1.0 if mask & s else 0.0 for s in self.switches] for mask in masks]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+    def _overlap(self, bits: torch.Tensor) -> torch.Tensor:
+        """Switches that are alike: (M, n) against the known sets to (M, N)."""
+        return bits @ self.known.T + (1 - bits) @ (1 - self.known).T

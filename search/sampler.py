@@ -1,0 +1,182 @@
+"""The search's strategy as an Optuna sampler; knows trials of a study, and not what they are worth.
+
+Seeds first, then every switch alone, then the ranked path, then moves near the best sets in turn
+with Optuna's own Bayesian samplers. What comes next follows from the study's trials, the seed and
+the trial's number, and from nothing that this process remembers: a study that is resumed, on this
+machine or another, goes on as it would have. Each trial says in its attribute `origin` what
+proposed it, and in `skipped` which set it claims; no set that another trial claims is proposed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import random
+import socket
+import uuid
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from optuna import Study
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+
+from . import moves
+from .moves import History
+from .space import Space
+
+LARGEST_GP = 16
+"""Switches up to which Optuna's Gaussian process samples, and not its TPE, which is faster."""
+CLAIM_ATTEMPTS = 8
+"""Proposals before a trial keeps a set that another one claimed at the same moment."""
+_TOKEN = uuid.uuid4().hex[:8]
+
+
+def worker() -> str:
+    """Who runs a trial, for its attribute `worker`: host, process, and a name no other has."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_TOKEN}"
+
+
+def read_history(study: Study, space: Space, *, besides: int | None = None) -> History:
+    """What the study's trials say, the one numbered `besides` left out.
+
+    Where the objective is flat because drafting turned itself off (at or under the value of
+    skipping nothing), a trial's `guide` is its score instead of its value.
+    """
+    history = History()
+    trials = [t for t in study.get_trials(deepcopy=False) if t.number != besides]
+    claimed = [(trial, claim(trial, space)) for trial in trials]
+    finished = {
+        mask: trial
+        for trial, mask in reversed(claimed)  # the first of equals
+        if mask is not None and trial.state is TrialState.COMPLETE
+    }
+    nothing = finished.get(0)
+    floor = -math.inf if nothing is None or nothing.value is None else nothing.value
+    whole = 1.0 if nothing is None else nothing.user_attrs.get("draft_cost", 1.0)
+    for mask, trial in sorted(finished.items(), key=lambda item: item[1].number):
+        assert trial.value is not None
+        known = trial.user_attrs
+        flat = trial.value <= floor
+        guide = known.get("guide", trial.value)
+        history.scores[mask] = min(trial.value, guide) if flat else trial.value
+        if {"acceptance", "draft_cost"} <= known.keys():
+            saved = whole - known["draft_cost"]
+            history.losses[mask] = moves.acceptance_loss(known["acceptance"], saved)
+    active = (TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
+    history.taken = {
+        mask
+        for trial, mask in claimed
+        if mask is not None and (trial.state in active or "error" in trial.user_attrs)
+    }
+    return history
+
+
+def claim(trial: FrozenTrial, space: Space) -> int | None:
+    """The set that a trial is about; None where it has not said yet."""
+    if "skipped" in trial.user_attrs:
+        return int(trial.user_attrs["skipped"], 16)
+    fixed = trial.system_attrs.get("fixed_params", {})  # enqueued, and waiting
+    complete = space.distributions.keys() <= fixed.keys()
+    return space.from_params(fixed) if complete else None
+
+
+class SublayerSampler(BaseSampler):
+    """Proposes sets of a space for a study that maximises, with this module's strategy.
+
+    `seeds` are names and masks to try before all else, as from `layerskip.search.seeds`. A trial's
+    attributes `acceptance`, `draft_cost` and `guide`, where set before it is told, are used:
+    see `layerskip.search.study.Evaluation`.
+    """
+
+    def __init__(self, space: Space, *, seeds: Mapping[str, int], seed: int = 0) -> None:
+        self.space = space
+        self.seeds = dict(seeds)
+        if space.kind == "exit":  # few enough to try all
+            self.seeds |= {
+                f"exit-{space.params(mask)['exit']}": mask
+                for mask in space.enumerate()
+                if mask not in self.seeds.values()
+            }
+        self.seed = seed
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        _set(study, trial, "worker", worker())
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return self.space.distributions
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        fixed = trial.system_attrs.get("fixed_params")
+        if fixed:  # enqueued by a person
+            params: dict[str, Any] = {**self.space.params(0), **fixed}
+            self._claim(study, trial, self.space.from_params(params), "enqueued")
+            return params
+        rejected: set[int] = set()
+        for _ in range(CLAIM_ATTEMPTS):
+            history = read_history(study, self.space, besides=trial.number)
+            history.taken |= rejected
+            mask, origin = self._propose(study, trial, history)
+            self._claim(study, trial, mask, origin)
+            # Two workers that chose at the same moment see each other here, one of them at least.
+            if mask not in read_history(study, self.space, besides=trial.number).taken:
+                break
+            rejected.add(mask)
+        return self.space.params(mask)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: Any
+    ) -> Any:
+        raise ValueError(f"{param_name} is not a parameter of {self.space}")
+
+    def _propose(self, study: Study, trial: FrozenTrial, history: History) -> tuple[int, str]:
+        """A free set and what proposed it; any set at all where none is free."""
+        space = self.space
+        for name, mask in self.seeds.items():
+            if history.free(space, mask):
+                return mask, f"seed:{name}"
+        draw = random.Random(f"{self.seed} {trial.number}")
+        single = moves.next_single(space, history)
+        if single is not None:
+            return single, "single"
+        ranked = moves.next_on_path(space, history)
+        if ranked is not None:
+            return ranked, "ranked"
+        turn = trial.number % 4
+        if turn != 3:
+            local = moves.next_local(space, history, rank=turn % 2)
+            if local is not None:
+                return local, "local"
+        sampled, origin = self._bayesian(study, trial, draw.getrandbits(31))
+        free = moves.unseen(space, history, sampled, draw)
+        return (0, "exhausted") if free is None else (free, origin)
+
+    def _bayesian(self, study: Study, trial: FrozenTrial, seed: int) -> tuple[int, str]:
+        """What Optuna's sampler for spaces of this size proposes, free or not."""
+        # GPSampler needs scipy, which neither Optuna nor layerskip installs.
+        small = len(self.space.switches) <= LARGEST_GP and importlib.util.find_spec("scipy")
+        sampler: BaseSampler
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            if small:
+                sampler = GPSampler(seed=seed, n_startup_trials=1, deterministic_objective=True)
+            else:
+                sampler = TPESampler(seed=seed, n_startup_trials=1)
+            params = sampler.sample_relative(study, trial, self.space.distributions)
+        return self.space.from_params(params), "gp" if small else "tpe"
+
+    def _claim(self, study: Study, trial: FrozenTrial, mask: int, origin: str) -> None:
+        _set(study, trial, "origin", origin)
+        _set(study, trial, "skipped", f"{mask:#x}")
+
+
+def _set(study: Study, trial: FrozenTrial, name: str, value: str) -> None:
+    study._storage.set_trial_user_attr(trial._trial_id, name, value)

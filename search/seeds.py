@@ -1,0 +1,137 @@
+"""Sets worth trying first: exits, even spacing, low influence, files; knows no trial, no value.
+
+What a hidden state shows of a layer ranks layers poorly and sets of layers worse, so that these
+are places to start a search from and never its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from layerskip.config import SkipConfig
+
+from .space import Space
+
+SHARES = (0.2, 0.35, 0.5)
+"""Shares of a space's switches that the seeds of no natural size leave out."""
+
+
+def standard(space: Space) -> dict[str, int]:
+    """Names and masks of skipping nothing, every early exit and evenly spaced sets."""
+    found = {"none": 0}
+    exits = range(space.num_layers - 1, 0, -1)
+    found |= {f"exit-{layer}": space.exit_mask(layer) for layer in exits}
+    switches = list(space.switches.values())
+    for count in _counts(space):
+        even = {round((i + 0.5) * len(switches) / count - 0.5) for i in range(count)}
+        found[f"even-{count}"] = sum(switches[i] for i in even)
+    return _distinct(space, found)
+
+
+def given(space: Space, configs: Mapping[str, SkipConfig]) -> dict[str, int]:
+    """Names and masks of a person's own configs, such as sets published with Draft & Verify.
+
+    Raises:
+        ValueError: a config is for another model, or is not in the space.
+    """
+    masks = {}
+    for name, skip in configs.items():
+        try:
+            masks[name] = space.mask(skip)
+        except ValueError as error:
+            raise ValueError(f"skip config {name}: {error}") from error
+        if masks[name] not in space:
+            raise ValueError(
+                f"skip config {name} is not in {space}; search a wider space (sublayer, with its "
+                f"ends free), or leave it out"
+            )
+    return masks
+
+
+def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
+    """Names and masks of low block influence, and of the cosine dynamic programming of CLaSp.
+
+    `hidden` is (2L + 1, T, D): what enters sublayer i at each of T tokens, and at the end what
+    leaves the last one, before the final norm.
+
+    Raises:
+        ValueError: `hidden` has another shape.
+    """
+    sublayers = 2 * space.num_layers
+    if hidden.dim() != 3 or len(hidden) != sublayers + 1 or not hidden.numel():
+        raise ValueError(
+            f"hidden must be ({sublayers + 1}, T, D) for {space.num_layers} layers, T and D at "
+            f"least 1, got {tuple(hidden.shape)}"
+        )
+    hidden = hidden.double()
+    counts = _counts(space)
+    switches = list(space.switches.values())
+    ranked = sorted(switches, key=lambda switch: _influence(hidden, switch))
+    found = {f"influence-{count}": sum(ranked[:count]) for count in counts}
+    nearest = cosine_sets(hidden, switches, max(counts, default=0))
+    found |= {f"cosine-{count}": nearest[count] for count in counts}
+    return _distinct(space, found)
+
+
+def cosine_sets(hidden: torch.Tensor, switches: Sequence[int], most: int) -> list[int]:
+    """For each count 0..most, the mask of so many switches that bends the hidden state least.
+
+    CLaSp (Chen et al. 2025, arXiv 2505.24196): D(i, j), the best cosine between the target's
+    state after i sublayers and the draft's with j of its switches skipped, is the better of
+    skipping (from D(i-1, j-1)) and running (from D(i-1, j)). Here a sublayer that runs adds to the
+    draft's state what it added to the target's, so that no model is needed.
+    """
+    switch_at = {_first(switch): switch for switch in switches}
+    states = hidden[:1].clone()  # (J, T, D): the draft's state, by switches skipped so far
+    masks = [0]
+    sublayer = 0
+    while sublayer + 1 < len(hidden):
+        switch = switch_at.get(sublayer, 0)
+        after = sublayer + max(1, switch.bit_count())
+        target = hidden[after]  # (T, D)
+        run = states + (target - hidden[sublayer])  # (J, T, D)
+        if switch:
+            gain_run, gain_skip = (_cosine(state, target) for state in (run, states))  # (J,)
+            chosen, chosen_masks = [run[0]], [masks[0]]
+            for count in range(1, min(len(masks), most) + 1):
+                skips = count == len(masks) or bool(gain_skip[count - 1] > gain_run[count])
+                chosen.append(states[count - 1] if skips else run[count])
+                chosen_masks.append(masks[count - 1] | switch if skips else masks[count])
+            run, masks = torch.stack(chosen), chosen_masks
+        states, sublayer = run, after
+    return masks
+
+
+def _influence(hidden: torch.Tensor, switch: int) -> float:
+    """1 - cosine of what enters and leaves (block influence: Men et al. 2024, arXiv 2403.03853)."""
+    start = _first(switch)
+    return 1.0 - float(_cosine(hidden[start][None], hidden[start + switch.bit_count()]))
+
+
+def _cosine(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cosine over tokens: (J, T, D) against (T, D) to (J,)."""
+    return torch.nn.functional.cosine_similarity(states, target[None], dim=-1).mean(dim=-1)
+
+
+def _first(switch: int) -> int:
+    return (switch & -switch).bit_length() - 1
+
+
+def _counts(space: Space) -> list[int]:
+    """How many switches to leave out: the shares, as far as the budget lets them differ."""
+    switches = space.switches.values()
+    total = len(switches)
+    if space.budget is not None:
+        total = min(total, 2 * space.budget // min((s.bit_count() for s in switches), default=1))
+    return sorted({round(share * total) for share in SHARES} - {0})
+
+
+def _distinct(space: Space, found: Mapping[str, int]) -> dict[str, int]:
+    """Those that the space holds, each mask under its first name."""
+    first: dict[int, str] = {}
+    for name, mask in found.items():
+        if mask in space:
+            first.setdefault(mask, name)
+    return {name: mask for mask, name in first.items()}

@@ -1,0 +1,344 @@
+"""The Optuna study that is a search's ledger: storage, resume, workers; knows no model.
+
+A search is a function of skip configs, `evaluate`, and a study that holds every config tried, what
+proposed it and what it was worth. Whatever ends a process, finished trials stay; the next process
+fails the trials that it left running and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import socket
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna import Study
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config import SkipConfig
+
+from .sampler import SublayerSampler, claim, read_history, worker
+from .space import Space
+
+LOCK_SECONDS = 5
+"""After so long a lock on a journal is that of a process that was killed while it wrote."""
+UNOWNED_SECONDS = 5.0
+"""A trial says at once who runs it; one that does not for so long was left by a killed process."""
+SILENT_SECONDS = 600.0
+"""At least so long, and ten times the slowest trial, may a trial of another machine take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one skip config is worth; must be a function of the config alone."""
+
+    value: float
+    """To maximise: expected tokens per second, or per target step."""
+    guide: float | None = None
+    """In the units of `value`, for where that is flat because drafting turned itself off: what the
+    config would be worth if it had to draft."""
+    acceptance: float | None = None
+    """Probability that a drafted token is accepted."""
+    draft_cost: float | None = None
+    """c, one draft step in target steps."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """More to keep with the trial: JSON values by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a search stands after a trial."""
+
+    finished: int
+    trials: int
+    best: float
+    best_origin: str
+
+
+def open_study(
+    space: Space,
+    *,
+    storage: str | os.PathLike[str] | None = None,
+    name: str = "layerskip",
+    identity: Mapping[str, Any] | None = None,
+) -> Study:
+    """The study called `name` in `storage`, made if it is not there.
+
+    `storage` is a database URL (`sqlite:///file.db`, `postgresql://...`), a path of a journal file,
+    or None for this process's memory. `identity` holds JSON values that say what the study's values
+    depend on (model, prompts, cost table): a study made with others is refused, as is one made with
+    another space.
+
+    Raises:
+        ValueError: the storage cannot be opened, or holds another search under that name.
+    """
+    made_with = {"space": space.to_dict(), **(identity or {})}
+    with _quiet(), _readable_errors(storage):
+        study = optuna.create_study(
+            storage=_open_storage(storage),
+            study_name=name,
+            direction="maximize",
+            load_if_exists=True,
+        )
+        found = study.user_attrs.get("layerskip")
+        if found is None and not study.get_trials(deepcopy=False):
+            study.set_user_attr("layerskip", made_with)
+            study.set_metric_names(["value"])
+        elif found != made_with:
+            found = found or {}
+            keys = [key for key in {**made_with, **found} if found.get(key) != made_with.get(key)]
+            raise ValueError(
+                f"the study {name!r} was made with another {' and '.join(keys)}: "
+                + "; ".join(f"{k} {found.get(k)!r} then, {made_with.get(k)!r} now" for k in keys)
+                + "; choose another study name or storage"
+            )
+    return study
+
+
+def run(
+    study: Study,
+    space: Space,
+    evaluate: Callable[[SkipConfig], Evaluation],
+    *,
+    trials: int,
+    seeds: Mapping[str, int],
+    seed: int = 0,
+    timeout: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> None:
+    """Evaluate configs until the study has `trials` finished ones, or the space has no more.
+
+    Trials that other workers run count as finished. `timeout` is in seconds; the trial that runs
+    when they are over is finished first. A config that some trial finished is never evaluated
+    again: a trial that repeats it (enqueued twice by hand, or claimed at the same moment by two
+    workers) takes its value over and says so in its attribute `copy_of`.
+
+    Raises:
+        ValueError: `trials` or `timeout` is not positive, or `evaluate` returned a value that is
+            not finite.
+    """
+    if trials < 1:
+        raise ValueError(f"trials must be 1 or more, got {trials}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    study.sampler = SublayerSampler(space, seeds=seeds, seed=seed)
+    with _quiet():
+        fail_stale(study)
+        while time.monotonic() < deadline and _left(study, space, trials):
+            with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale, and failed
+                _run_trial(study, space, evaluate)
+            if progress is not None:
+                progress(_standing(study, trials))
+        fail_stale(study)
+
+
+def fail_stale(study: Study) -> int:
+    """Fail the running trials whose process is gone, and say how many.
+
+    On this machine that is known. A trial of another machine is stale when it runs for longer than
+    any could: see SILENT_SECONDS.
+    """
+    trials = study.get_trials(deepcopy=False)
+    durations = [t.duration.total_seconds() for t in trials if t.duration is not None]
+    longest = max(SILENT_SECONDS, 10 * max(durations, default=0.0))
+    stale = [t for t in trials if t.state is TrialState.RUNNING and _is_stale(t, longest)]
+    for trial in stale:
+        with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # another worker was first
+            study.tell(trial.number, state=TrialState.FAIL)
+    return len(stale)
+
+
+def best_trial(study: Study) -> FrozenTrial:
+    """The finished trial of the highest value; the first of equals."""
+    return min(_finished(study), key=lambda t: (-_value(t), t.number))
+
+
+def redacted(text: str) -> str:
+    """`text` with the passwords of its URLs and their queries blotted out."""
+    text = re.sub(r"(\w+://[^\s/:@]*):[^\s]*@", r"\1:***@", text)
+    return re.sub(r"(?i)([?&][^=&\s]*(?:passw|pwd|secret|token)[^=&\s]*)=[^&\s]+", r"\1=***", text)
+
+
+def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
+    trial = study.ask(space.distributions)
+    try:
+        mask = space.from_params(trial.params)
+        if mask not in space:
+            trial.set_user_attr("error", f"not in {space}")
+            study.tell(trial, state=TrialState.FAIL)
+            return
+        same = [t for t in _finished(study) if claim(t, space) == mask]
+        if same:
+            for name in same[0].user_attrs.keys() - {"worker", "origin", "skipped"}:
+                trial.set_user_attr(name, same[0].user_attrs[name])
+            trial.set_user_attr("copy_of", same[0].number)
+            study.tell(trial, _value(same[0]))
+            return
+        found = evaluate(space.skip_config(mask))
+        if not math.isfinite(found.value):
+            trial.set_user_attr("error", f"value {found.value}")
+            raise ValueError(f"{space.skip_config(mask)} has the value {found.value}")
+        known = {"guide": found.guide, "acceptance": found.acceptance}
+        known |= {"draft_cost": found.draft_cost, **found.attributes}
+        for name, value in known.items():
+            if value is not None:
+                trial.set_user_attr(name, value)
+        study.tell(trial, found.value)
+    except UpdateFinishedTrialError:
+        raise
+    except BaseException:  # Ctrl-C too: nothing stays that looks as if it ran
+        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        raise
+
+
+def _left(study: Study, space: Space, trials: int) -> bool:
+    known = study.get_trials(deepcopy=False)
+    done = sum(t.state in (TrialState.COMPLETE, TrialState.RUNNING) for t in known)
+    if done >= trials:
+        return False
+    waiting = any(t.state is TrialState.WAITING for t in known)
+    return waiting or len(read_history(study, space).taken) < space.size
+
+
+def _standing(study: Study, trials: int) -> Progress:
+    finished = _finished(study)
+    best = max(finished, key=_value, default=None)
+    return Progress(
+        finished=len(finished),
+        trials=trials,
+        best=-math.inf if best is None else _value(best),
+        best_origin="" if best is None else best.user_attrs.get("origin", ""),
+    )
+
+
+def _finished(study: Study) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+
+def _value(trial: FrozenTrial) -> float:
+    assert trial.value is not None  # a complete trial of one objective has one
+    return trial.value
+
+
+def _is_stale(trial: FrozenTrial, longest: float) -> bool:
+    started = trial.datetime_start or datetime.now()
+    seconds = (datetime.now() - started).total_seconds()
+    owner = trial.user_attrs.get("worker")
+    if owner is None:
+        return seconds > UNOWNED_SECONDS
+    if owner == worker():
+        return False
+    host, process, _ = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        return seconds > longest
+    # This process is not `owner`, so that one of the same number was another, before.
+    return int(process) == os.getpid() or not _is_running(int(process))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # not ours to signal, but there
+        return True
+    return True
+
+
+class _Journal(JournalFileBackend):
+    """Optuna's journal, for writers that may be killed at any moment.
+
+    Half a line that a killed process left is cut off before the next is written (Optuna's own
+    reader gives up at it). Only what finishes a trial is waited for until the disk has it: a
+    killed process loses nothing that it wrote, and a trial has dozens of parameters.
+    """
+
+    def __init__(self, path: str) -> None:
+        lock = JournalFileSymlinkLock(path, grace_period=LOCK_SECONDS)
+        super().__init__(path, lock_obj=lock)
+        self.path, self.lock = path, lock
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        self.lock.acquire()
+        try:
+            _cut_half_line(self.path)
+            with open(self.path, "ab") as journal:
+                journal.write(lines.encode())
+                journal.flush()
+                if any(log.get("values") for log in logs):
+                    os.fsync(journal.fileno())
+        finally:
+            self.lock.release()
+
+
+def _cut_half_line(path: str) -> None:
+    with open(path, "r+b") as journal:
+        size = journal.seek(0, os.SEEK_END)
+        journal.seek(max(0, size - 1))
+        if size and journal.read(1) != b"\n":
+            journal.seek(0)
+            journal.truncate(journal.read().rfind(b"\n") + 1)
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """Without a wait for the disk at each of a trial's dozens of parameters, and as safe."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute("PRAGMA journal_mode=WAL")
+        self.execute("PRAGMA synchronous=NORMAL")
+
+
+def _open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
+    if storage is None:
+        return InMemoryStorage()
+    text = os.fspath(storage)
+    if "://" in text:
+        sqlite = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
+        options = sqlite if text.startswith("sqlite") else {}
+        return optuna.storages.get_storage(RDBStorage(text, engine_kwargs=options))
+    Path(text).parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(_Journal(text))
+
+
+@contextlib.contextmanager
+def _readable_errors(storage: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Whatever a database driver raises, as one line without passwords."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        words = redacted(str(error)).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"cannot open the study in {redacted(str(storage))}: {words[0]}"
+        ) from None  # the driver's own message may hold the password
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna's own log and its warnings about young features are silent, as they were after."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)

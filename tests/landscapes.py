@@ -1,0 +1,108 @@
+"""Made-up models to search: acceptance that sublayers lower together, and what drafts cost."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from layerskip.speculation import CostTable, speedup
+
+LENGTHS = range(1, 9)
+
+
+class Landscape:
+    """Expected tokens per target step of any set of skipped sublayers, as a replay would say.
+
+    Each sublayer left out lowers the acceptance by its own damage, more where its neighbours are
+    left out too, and ever more as sets grow. `exits`: the model was trained to exit early, so that
+    the damage of a tail left out whole depends on where it starts instead of on its sum.
+    """
+
+    def __init__(self, num_layers: int, seed: int, *, exits: bool = False, verify: float = 0.1):
+        draw = random.Random(seed)
+        n = self.sublayers = 2 * num_layers
+        depth = [i / (n - 1) for i in range(n)]
+        shape = [0.25 + 3.0 * math.exp(-9 * x) + 1.5 * math.exp(-9 * (1 - x)) for x in depth]
+        scale = 1.6 / n
+        self.damage = [
+            scale * s * math.exp(draw.gauss(0, 0.9)) * (0.7 if i % 2 == 0 else 1.3)
+            for i, s in enumerate(shape)
+        ]
+        self.pairs = {
+            (i, i + gap): scale * draw.gauss(0.3, 0.3) / gap
+            for gap in (1, 2, 3)
+            for i in range(n - gap)
+        }
+        self.exit_damage = None
+        if exits:
+            fall = draw.uniform(3, 5)
+            self.exit_damage = [1.1 * math.exp(-fall * (e / num_layers)) for e in range(n // 2 + 1)]
+        weights = [draw.uniform(0.8, 1.2) * (1.0 if i % 2 == 0 else 1.8) for i in range(n)]
+        self.head = 0.08 * sum(weights)
+        self.weights = weights
+        self.verify = tuple(1 + verify * tokens for tokens in range(max(LENGTHS) + 1))
+        self.calls = 0
+
+    def acceptance(self, mask: int) -> float:
+        tail = self.sublayers
+        damage = 0.0
+        if self.exit_damage is not None:
+            while tail >= 2 and mask >> tail - 2 & 3 == 3:
+                tail -= 2
+            if tail < self.sublayers:
+                damage = self.exit_damage[tail // 2]
+        out = [i for i in range(tail) if mask >> i & 1]
+        damage += sum(self.damage[i] for i in out)
+        chosen = set(out)
+        damage += sum(d for (i, j), d in self.pairs.items() if i in chosen and j in chosen)
+        return math.exp(-max(0.0, damage) * (1 + 1.5 * len(out) / self.sublayers))
+
+    def cost(self, mask: int) -> float:
+        kept = sum(w for i, w in enumerate(self.weights) if not mask >> i & 1)
+        return (kept + self.head) / (sum(self.weights) + self.head) + 0.02
+
+    def __call__(self, mask: int) -> tuple[float, float, float]:
+        """Value, acceptance and draft cost."""
+        self.calls += 1
+        alpha, costs = self.acceptance(mask), CostTable(self.cost(mask), self.verify)
+        value = max(speedup(alpha, g, costs.draft, costs.verify_cost) for g in LENGTHS)
+        return value, alpha, costs.draft
+
+
+def best_by_long_search(landscape: Landscape, space, seed: int = 0, restarts: int = 4):
+    """Full greedy from nothing and from every exit, then flips and swaps until none helps."""
+    switches = list(space.switches.values())
+    memo: dict[int, float] = {}
+
+    def value(mask: int) -> float:
+        if mask not in memo:
+            memo[mask] = landscape(mask)[0] if mask in space else -math.inf
+        return memo[mask]
+
+    def climb(mask: int) -> int:
+        while True:
+            flips = [mask ^ s for s in switches]
+            swaps = [
+                mask ^ a ^ b
+                for i, a in enumerate(switches)
+                for b in switches[i + 1 :]
+                if bool(mask & a) != bool(mask & b)
+            ]
+            best = max(flips, key=value)
+            if value(best) <= value(mask):
+                best = max(swaps, key=value, default=mask)
+            if value(best) <= value(mask):
+                return mask
+            mask = best
+
+    draw = random.Random(seed)
+    starts = [0, *(space.exit_mask(e) for e in range(1, space.num_layers))]
+    starts = sorted((s for s in starts if s in space), key=value, reverse=True)
+    found = {climb(0)} | {climb(s) for s in starts[:4]}
+    best = max(found, key=value)
+    for _ in range(restarts):
+        kicked = best
+        for switch in draw.sample(switches, min(len(switches), 5)):
+            kicked ^= switch
+        best = max(best, climb(kicked), key=value)
+    return best, value(best)
