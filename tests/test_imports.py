@@ -48,8 +48,10 @@ FLOORS = {
     "layerskip.search.simulation": 6,
     "layerskip.search.trace": 6,
     "layerskip.terminal": 6,
+    "layerskip.flags": 6,
     "layerskip.__main__": 7,
     "layerskip.cli": 7,
+    "layerskip.measuring": 7,
     "layerskip": 8,  # lazily
 }
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
