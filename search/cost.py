@@ -147,12 +147,15 @@ def measure(
         have been scaled by it, so that they add up to `passes`.
 
     Raises:
-        ValueError: no prompt tokens, counts without 1, or no context that fits the model.
+        ValueError: no prompt tokens, counts without 1, no budget, or no context that fits the
+            model.
     """
     opened = model if isinstance(model, Sublayers) else Sublayers(model)
     counts = sorted(set(counts))
     if not counts or counts[0] != 1:
         raise ValueError(f"counts must be at least 1 and hold 1, a plain step; got {counts}")
+    if not budget > 0:
+        raise ValueError(f"budget must be more than 0 seconds, got {budget}")
     if not any(prompt.numel() for prompt in prompts):
         raise ValueError("costs are measured on the prompts' tokens; give at least one")
     growth = 2 * sum(counts) + 2  # of a sweep, if all that is drafted were accepted

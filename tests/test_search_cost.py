@@ -1,0 +1,232 @@
+"""Sublayer costs on clocks of the test's own, and cost tables from them; never timed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from layerskip.search import cost
+from layerskip.search.cost import cost_table, measure, step_seconds
+from models import lively_model, prompt
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.laws import Law
+from layerskip.sublayers import Sublayers
+
+LAYERS = 6
+HEAD, REST = 7.0, 2.0
+COUNTS = (1, 2, 3, 5)
+PROMPTS = [prompt(5)[0], prompt(8)]
+
+
+class TemperatureLogitsWarper:
+    """By its name one that works place by place: called once for all places of a pass."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+        self.machine.time += REST
+        return scores
+
+
+class Machine:
+    """A model on which time passes in sublayers, heads and processors only, as told."""
+
+    def __init__(self, batch_size: int = 1) -> None:
+        self.time = 0.0
+        self.rows = batch_size
+        self.model = Sublayers(lively_model("llama"))
+        self.model.blocks = tuple(
+            self._slow(block, index) for index, block in enumerate(self.model.blocks)
+        )
+        head = self.model._head
+
+        def slow_head(hidden: Tensor) -> Tensor:
+            self.time += HEAD * (1 + 0.1 * (hidden.shape[1] - 1))
+            return head(hidden)
+
+        self.model._head = slow_head
+        self.law = Law([TemperatureLogitsWarper(self)], do_sample=True, rows=1)
+
+    def seconds(self, index: int, count: int, context: float) -> float:
+        """Of a sublayer: each its own, attention growing with the context."""
+        attention = index % 2 == 0
+        return (1 + index) * (1 + 0.2 * (count - 1)) + (0.01 * context if attention else 0.0)
+
+    def _slow(self, block: Any, index: int) -> Any:
+        def slow(hidden: Tensor, step: Any) -> Tensor:
+            assert hidden.shape[0] == self.rows
+            # the context the pass was asked for, not the few tokens it has grown by
+            context = 16 if step.cache.start < 40 else 64
+            self.time += self.seconds(index, hidden.shape[1], context)
+            return block(hidden, step)
+
+        return slow
+
+    def now(self) -> float:
+        return self.time
+
+    def measure(self, **settings: Any) -> dict[str, Any]:
+        return measure(
+            self.model,
+            PROMPTS,
+            **(
+                {"contexts": (16, 64), "counts": COUNTS, "law": self.law, "now": self.now}
+                | {"budget": 1e-9, "batch_size": self.rows}
+                | settings
+            ),
+        )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_parts_are_what_the_clock_says(batch_size: int) -> None:
+    machine = Machine(batch_size)
+    record = machine.measure()
+    assert record["kind"] == "cost"
+    assert record["batch_size"] == batch_size
+    assert record["contexts"] == [16, 64]
+    assert record["counts"] == list(COUNTS)
+    for c, context in enumerate((16, 64)):
+        for n, count in enumerate(COUNTS):
+            sublayers = [machine.seconds(i, count, context) for i in range(2 * LAYERS)]
+            assert record["attention"][c][n] == pytest.approx(sublayers[::2])
+            assert record["mlp"][c][n] == pytest.approx(sublayers[1::2])
+            assert record["head"][c][n] == pytest.approx(HEAD * (1 + 0.1 * (count - 1)))
+            assert record["rest"][c][n] == pytest.approx(REST)
+            assert record["gap"][c][n] == pytest.approx(0.0)
+            parts = sum(sublayers) + HEAD * (1 + 0.1 * (count - 1)) + REST
+            assert record["passes"][c][n] == pytest.approx(parts)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_a_table_prices_the_parts_of_a_round() -> None:
+    """One draft step, and a verify pass that starts at the end of the shared prefix."""
+    machine = Machine()
+    record = machine.measure()
+    for skip in (
+        SkipConfig.early_exit(2),
+        SkipConfig(attention=(1, 4), mlp=(3,)),
+        SkipConfig(attention=(0, 3)),
+    ):
+        table = cost_table(record, skip, context=16)
+        kept, prefix = skip.kept(LAYERS), skip.shared_prefix(LAYERS)
+        one = [machine.seconds(i, 1, 16) for i in range(2 * LAYERS)]
+        step = sum(one) + HEAD + REST
+        assert step == pytest.approx(step_seconds(record, 16))
+        assert table.draft == pytest.approx((sum(one[i] for i in kept) + HEAD + REST) / step)
+        for count in (2, 3, 5):
+            many = [machine.seconds(i, count, 16) for i in range(2 * LAYERS)]
+            verify = sum(one[:prefix]) + sum(many[prefix:]) + REST
+            verify += HEAD * (1 + 0.1 * (count - 1))
+            assert table.verify_cost(count) == pytest.approx(verify / step)
+        between = (table.verify_cost(3) + table.verify_cost(5)) / 2
+        assert table.verify_cost(4) == pytest.approx(between)
+        assert table.verify_cost(1) == 1.0
+        assert table.source == "measured"
+
+
+def test_contexts_in_between_lie_on_a_line() -> None:
+    machine = Machine()
+    record = machine.measure()
+    steps = {context: step_seconds(record, context) for context in (1, 16, 28, 64, 1000)}
+    assert steps[64] - steps[16] == pytest.approx(LAYERS * 0.48)
+    assert steps[28] == pytest.approx(steps[16] + 0.25 * (steps[64] - steps[16]))
+    assert steps[1] == steps[16]
+    assert steps[1000] == steps[64]
+    assert step_seconds(record) == pytest.approx((steps[16] + steps[64]) / 2)
+
+
+def test_what_is_repeated_may_be_cheaper() -> None:
+    record = Machine().measure()
+    assert [len(shares) for shares in record["repeated_shares"]] == [1, 1]  # exit 3 of 6 layers
+    assert record["repeated"][0] == pytest.approx([1.0])
+    cheaper = record | {"repeated": [[0.5], [0.5]]}
+    three = SkipConfig.early_exit(3)
+    step = step_seconds(record, 16)
+    dear, cheap = (cost_table(r, three, context=16).draft for r in (record, cheaper))
+    assert cheap == pytest.approx((dear + REST / step) / 2)
+    # a shorter draft repeats as much; a draft of everything nothing
+    for skip, factor in ((SkipConfig.early_exit(1), 0.5), (SkipConfig(), 1.0)):
+        dear, cheap = (cost_table(r, skip, context=16).draft for r in (record, cheaper))
+        assert cheap == pytest.approx(factor * (dear - REST / step) + REST / step)
+
+
+def test_other_work_and_notes_that_take_time_are_left_out() -> None:
+    """Parts that are slow now and then, and clocks that take time themselves."""
+    machine = Machine()
+    readings = [0]
+    asked = machine.now
+
+    def now() -> float:
+        readings[0] += 1
+        if readings[0] % 97 == 0:
+            machine.time += 50.0  # other work
+        machine.time += 0.05  # reading the clock
+        return asked()
+
+    record = machine.measure(now=now, budget=20000.0)
+    parts = [
+        sum(record[name][0][0]) if name in ("attention", "mlp") else record[name][0][0]
+        for name in ("attention", "mlp", "head", "rest")
+    ]
+    assert sum(parts) == pytest.approx(record["passes"][0][0])
+    assert record["gap"][0][0] == pytest.approx(0.02, abs=0.02)
+    clean = Machine().measure()
+    for name in ("attention", "mlp"):
+        for noisy, quiet in zip(record[name][0][0], clean[name][0][0], strict=True):
+            assert noisy == pytest.approx(quiet, rel=0.05)
+
+
+def test_a_longer_pass_is_never_cheaper() -> None:
+    record = Machine().measure()
+    record["rest"][0][2] -= 30.0  # noise at 3 tokens
+    table = cost_table(record, SkipConfig.early_exit(2), context=16)
+    assert table.verify_cost(3) == table.verify_cost(2)
+    assert list(table.verify) == sorted(table.verify)
+
+
+def test_the_budget_ends_the_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: list[int] = []
+    run = cost._Sweeps.run
+    monkeypatch.setattr(
+        cost._Sweeps, "run", lambda self, number: (sweeps.append(number), run(self, number))
+    )
+    machine = Machine()
+    shares: list[float] = []
+    machine.measure(contexts=(16,), progress=lambda words, share: shares.append(share))
+    assert sweeps == [0, 1, 2]
+    one_sweep = machine.time / 3
+    assert all(0 <= share <= 1 for share in shares)
+    machine.measure(contexts=(16, 64), budget=11.5 * one_sweep)
+    assert 8 <= len(sweeps) - 3 <= 12
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    opened = Sublayers(lively_model("gemma2"))
+    before = dict(opened.__dict__)
+    measure(opened, PROMPTS, contexts=(16,), counts=(1, 3), budget=1e-9)
+    assert opened.__dict__ == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": ()}, "hold 1"),
+        ({"counts": (2, 3)}, "hold 1"),
+        ({"counts": (0, 1)}, "hold 1"),
+        ({"contexts": (400,)}, r"contexts must be in 1\.\."),
+        ({"budget": 0.0}, "budget must be more than 0"),
+        ({"prompts": []}, "at least one"),
+        ({"prompts": [torch.zeros(0, dtype=torch.long)]}, "at least one"),
+    ],
+)
+def test_bad_input_is_told(change: dict[str, Any], message: str) -> None:
+    settings = {"prompts": PROMPTS} | change
+    with pytest.raises(ValueError, match=message):
+        measure(lively_model("llama"), settings.pop("prompts"), **settings)
+    with pytest.raises(ValueError, match="6-layer"):
+        cost_table(Machine().measure(), SkipConfig.early_exit(9))

@@ -1,0 +1,486 @@
+"""Traces, replays and simulated rounds against real decoding, token by token and round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from layerskip.search import replay as replay_module
+from layerskip.search import trace as trace_module
+from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, law_of, what_if
+from layerskip.search.replay import Replay, replay
+from layerskip.search.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
+from layerskip.search.trace import NOTHING, Trace, take_trace
+from models import Erratic, lively_model, prompt, ragged
+from transformers import (
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+
+import layerskip
+from layerskip.config import SkipConfig
+from layerskip.controllers import CONTROLLERS, make_controller
+from layerskip.laws import Law
+from layerskip.speculation import CostTable
+from layerskip.sublayers import Sublayers
+
+COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))
+NEW, LENGTH = 24, 20
+LENGTHS = (3, 12, 7)
+EOS = frozenset(range(5, 9))
+SKIPS = {
+    "exit 1": SkipConfig.early_exit(1),
+    "exit 4": SkipConfig.early_exit(4),
+    "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3)),
+    "a prefix and gaps": SkipConfig(attention=(3,), mlp=(2, 3, 5)),
+    "attention last": SkipConfig(attention=(3, 4, 5), mlp=(2, 3, 4, 5)),
+    "no prefix": SkipConfig(attention=(0, 1, 2, 3), mlp=(0, 1, 4, 5)),
+    "nothing skipped": SkipConfig(),
+}
+# family, temperature (None: greedy), tokens that end a text
+CASES: list[tuple[str, float | None, frozenset[int]]] = [
+    ("llama", None, frozenset()),
+    ("llama", 1.0, EOS),
+    ("gemma2", 0.7, frozenset()),  # windows of 8 tokens, softcaps, eager attention
+    ("gemma3", 1.0, EOS),
+    ("qwen2", None, EOS),
+]
+
+
+def rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+    ids, mask = ragged(tuple(lengths))
+    return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+
+
+def sampling(temperature: float | None, *processors: Any) -> Law:
+    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+    return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
+
+
+@cache
+def traced(family: str, temperature: float | None, eos: frozenset[int]) -> tuple[Any, Trace]:
+    model = lively_model(family)
+    trace = take_trace(
+        model,
+        rows(),
+        max_new_tokens=NEW,
+        law=sampling(temperature),
+        eos=eos,
+        draft_length=LENGTH,
+    )
+    return model, trace
+
+
+@cache
+def replayed(case: int, skip: str) -> tuple[Any, Replay]:
+    model, trace = traced(*CASES[case])
+    return model, replay(trace, SKIPS[skip])
+
+
+def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[SimulatedRound]:
+    """What real decoding of those texts as one batch does, round by round."""
+    _, temperature, eos = CASES[case]
+    ids, mask = ragged(LENGTHS)
+    rounds = layerskip.decode(
+        model,
+        ids[list(texts)],
+        mask[list(texts)],
+        do_sample=temperature is not None,
+        temperature=temperature or 1.0,
+        eos_token_id=list(eos),
+        seeds=list(texts),
+        **({"costs": COSTS, "max_new_tokens": NEW} | settings),
+    )
+    counts = [(r.drafted, r.accepted, tuple(map(len, r.tokens))) for r in rounds]
+    return [SimulatedRound(*round_) for round_ in counts[1:]]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
+    family, temperature, eos = CASES[case]
+    model, trace = traced(family, temperature, eos)
+    ids, mask = ragged(LENGTHS)
+    for number, text in enumerate(trace.texts):
+        new = [
+            token
+            for round_ in layerskip.decode(
+                model,
+                ids[[number]],
+                mask[[number]],
+                max_new_tokens=NEW,
+                do_sample=temperature is not None,
+                temperature=temperature or 1.0,
+                eos_token_id=list(eos),
+                seeds=[number],
+            )
+            for token in round_.tokens[0]
+        ]
+        assert text.prompt == LENGTHS[number]
+        assert text.tokens[text.prompt :][: text.emitted].tolist() == new
+        # the whole pass draws the target's tokens again
+        assert torch.equal(text.drafted[-1][:-1], text.following[:-1])
+        if text.emitted == NEW and new[-1] not in eos:  # cut by length: there is more to look at
+            assert text.emitted < len(text.tokens) - text.prompt <= NEW + LENGTH
+    lengths = [text.emitted for text in trace.texts]
+    assert trace.starts == sum(lengths) - 3
+    assert (min(lengths) < NEW) == bool(eos)  # both ends are met
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
+    model, played = replayed(case, skip)
+    turn = case + list(SKIPS).index(skip)
+    for number in range(3):  # of the five controllers, turning, so that each meets every case
+        controller, text = CONTROLLERS[(turn + number) % len(CONTROLLERS)], number
+        made = make_controller(controller, costs=COSTS, sampling=CASES[case][1] is not None)
+        real = decoded(model, case, [text], skip=SKIPS[skip], controller=controller)
+        assert list(simulate(played, made, [text])) == real
+
+
+def test_the_cases_accept_some_and_reject_some() -> None:
+    rates = [replayed(case, skip)[1].survival[0] for case in range(len(CASES)) for skip in SKIPS]
+    assert sum(0.05 < rate < 0.95 for rate in rates) > len(rates) / 2
+    assert rates.count(1.0) == len(CASES)  # the draft that skips nothing
+
+
+@pytest.mark.parametrize("skip", ["exit 4", "scattered"])
+@pytest.mark.parametrize("case", [1, 2])
+@pytest.mark.parametrize("length", [1, 3, LENGTH])
+def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
+    model, played = replayed(case, skip)
+    for texts in ((0, 1, 2), (2, 0)):
+        for name in ("expected-gain", "adaptive-threshold"):
+            real = decoded(
+                model, case, texts, skip=SKIPS[skip], controller=name, max_draft_length=length
+            )
+            made = make_controller(name, costs=COSTS, sampling=True, max_draft_length=length)
+            assert list(simulate(played, made, texts, max_draft_length=length)) == real
+        real = decoded(
+            model, case, texts, skip=SKIPS[skip], controller=Erratic(), max_draft_length=length
+        )
+        assert list(simulate(played, Erratic(), texts, max_draft_length=length)) == real
+
+
+def test_processors_that_read_the_text() -> None:
+    """Their history is the row's own tokens, drafted ones included."""
+    model = lively_model("llama")
+    penalties = [
+        RepetitionPenaltyLogitsProcessor(3.0),
+        MinLengthLogitsProcessor(20, sorted(EOS), device="cpu"),
+    ]
+    law = sampling(0.8, *penalties)
+    trace = take_trace(model, rows((9, 5)), max_new_tokens=16, law=law, eos=EOS, draft_length=5)
+    ids, mask = ragged((9, 5))
+    for skip in (SKIPS["exit 4"], SKIPS["scattered"]):
+        played = replay(trace, skip)
+        for number in range(2):
+            prompt_ids = ids[[number]][:, mask[number].bool()]
+            real = list(
+                layerskip.decode(
+                    model,
+                    prompt_ids,
+                    skip=skip,
+                    controller="fixed",
+                    max_draft_length=5,
+                    max_new_tokens=16,
+                    do_sample=True,
+                    temperature=0.8,
+                    logits_processor=penalties,
+                    eos_token_id=sorted(EOS),
+                    seeds=[number],
+                )
+            )[1:]
+            fixed = make_controller("fixed", max_draft_length=5, costs=COSTS)
+            rounds = list(simulate(played, fixed, [number]))
+            assert [r.drafted for r in rounds] == [r.drafted for r in real]
+            assert [r.accepted for r in rounds] == [r.accepted for r in real]
+
+
+def dead_end(token: int) -> Any:
+    """A processor that leaves nothing to draw behind a token."""
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill((ids[:, -1] == token)[:, None], float("-inf"))
+
+    return processor
+
+
+def test_drafts_that_find_nothing_to_draw() -> None:
+    """A draft may come to a place where the processors forbid everything; the text never does."""
+    model = lively_model("llama")
+    plain = take_trace(model, rows((6,)), max_new_tokens=NEW, law=sampling(1.0), draft_length=6)
+    text = set(plain.texts[0].tokens.tolist())
+    drafts = replay(plain, SKIPS["scattered"]).tokens.flatten().tolist()
+    forbidden = next(token for token in drafts if token not in text)
+    law = sampling(1.0, dead_end(forbidden))
+    trace = take_trace(model, rows((6,)), max_new_tokens=NEW, law=law, draft_length=6)
+    ids, mask = ragged((6,))
+    for skip in (SKIPS["scattered"], SKIPS["exit 1"], SKIPS["exit 4"]):
+        played = replay(trace, skip)
+        real = layerskip.decode(
+            model,
+            ids,
+            mask,
+            skip=skip,
+            controller="fixed",
+            max_draft_length=6,
+            max_new_tokens=NEW,
+            do_sample=True,
+            logits_processor=law.processors[:1],
+            seeds=[0],
+        )
+        fixed = make_controller("fixed", max_draft_length=6, costs=COSTS)
+        drafted = [r.drafted for r in simulate(played, fixed)]
+        assert drafted == [r.drafted for r in list(real)[1:]]
+        if skip is SKIPS["scattered"]:
+            assert (played.tokens == NOTHING).any()
+        counts = count_rounds(played, 6)
+        assert counts == [sum(d == (n,) for d in drafted) for n in range(7)]
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = replayed(2, "scattered")
+    monkeypatch.setattr(replay_module, "_GROUP", 3)
+    monkeypatch.setattr(replay_module, "_CHAINS", 6)
+    monkeypatch.setattr(trace_module, "_ROWS", 2)
+    monkeypatch.setattr(trace_module, "_LOGITS", 1)
+    family, temperature, eos = CASES[2]
+    trace = take_trace(
+        Sublayers(lively_model(family), execution=execution),
+        rows(),
+        max_new_tokens=NEW,
+        law=sampling(temperature),
+        eos=eos,
+        draft_length=5,
+    )
+    for skip in ("scattered", "exit 4"):
+        _, whole = replayed(2, skip)
+        chunked = replay(trace, SKIPS[skip])
+        assert torch.equal(chunked.tokens, whole.tokens[:, :5])
+        assert torch.equal(chunked.matches, whole.matches[:, :5])
+        torch.testing.assert_close(chunked.confidences, whole.confidences[:, :5])
+
+
+def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way through the trace's own pass gives what the long way gives."""
+    _, trace = traced(*CASES[1])
+    short = replay(trace, SKIPS["exit 4"])
+    chains = [
+        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
+        for text in trace.texts
+        for start in range(text.starts)
+    ]
+    with torch.no_grad():
+        tokens, confidences = replay_module._draft(
+            trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, lambda share: None
+        )
+    assert torch.equal(short.tokens, tokens)
+    torch.testing.assert_close(short.confidences, confidences)
+
+
+def test_no_room_for_context_at_the_models_last_position() -> None:
+    model = lively_model("llama", max_position_embeddings=32)
+    trace = take_trace(model, rows((12,)), max_new_tokens=20, law=sampling(1.0), draft_length=8)
+    assert len(trace.texts[0].tokens) == 32
+    for skip in ("exit 4", "scattered"):
+        played = replay(trace, SKIPS[skip])
+        fixed = make_controller("fixed", max_draft_length=8, costs=COSTS)
+        real = layerskip.decode(
+            model,
+            rows((12,))[0][None],
+            skip=SKIPS[skip],
+            controller="fixed",
+            max_draft_length=8,
+            max_new_tokens=20,
+            do_sample=True,
+            seeds=[0],
+        )
+        rounds = [(r.drafted, r.accepted) for r in list(real)[1:]]
+        assert [(r.drafted, r.accepted) for r in simulate(played, fixed)] == rounds
+
+
+# ---------------------------------------------------------------------------------------------
+# The what-if table.
+
+
+@pytest.mark.parametrize("case", [0, 1, 3])
+def test_cells_are_totals_of_real_rounds(case: int) -> None:
+    model, trace = traced(*CASES[case])
+    exits, lengths, thresholds = (1, 4), (1, 3, 8), (0.0, 0.1, 0.6)
+    table = what_if(trace, exits, lengths, thresholds)
+    for e, d, t in ((0, 0, 0), (1, 1, 1), (1, 2, 0), (1, 2, 1), (0, 2, 2)):
+        settings: dict[str, Any] = {"controller": "confidence", "threshold": thresholds[t]}
+        if thresholds[t] == 0.0:
+            settings = {"controller": "fixed"}
+        rounds = [
+            round_
+            for text in range(3)
+            for round_ in decoded(
+                model,
+                case,
+                [text],
+                skip=SkipConfig.early_exit(exits[e]),
+                max_draft_length=lengths[d],
+                **settings,
+            )
+        ]
+        drafted = [r.drafted[0] for r in rounds]
+        assert table["rounds"][e][d][t] == len(rounds)
+        assert table["drafted"][e][d][t] == sum(drafted)
+        assert table["emitted"][e][d][t] == sum(r.emitted[0] for r in rounds)
+        counts = [drafted.count(n) for n in range(lengths[d] + 1)]
+        assert table["lengths"][e][d][t] == counts
+
+
+def test_not_a_number_stops_where_a_threshold_asks() -> None:
+    _, played = replayed(1, "exit 4")
+    broken = Replay(
+        played.trace,
+        played.skip,
+        played.texts,
+        played.tokens,
+        played.matches,
+        torch.full_like(played.confidences, float("nan")),
+        played.ends,
+    )
+    assert sum(count_rounds(broken, 8, 0.5)[2:]) == 0
+    assert count_rounds(broken, 8) == count_rounds(played, 8)
+
+
+def test_the_best_exit_is_the_one_that_pays() -> None:
+    table = {
+        "exits": [2, 5],
+        "draft_lengths": [1, 2],
+        "thresholds": [0.0, 0.5],
+        "lengths": [
+            [[[0, 60], [20, 50]], [[0, 5, 45], [20, 10, 40]]],
+            [[[0, 52], [10, 45]], [[0, 2, 36], [9, 10, 30]]],
+        ],
+        "emitted": [[[100, 100], [100, 100]]] * 2,
+    }
+    cheap, dear = CostTable(0.1, (1.0, 1.1, 1.2)), CostTable(0.5, (1.0, 1.1, 1.2))
+    best = best_exit(table, lambda layer: cheap if layer == 2 else dear)
+    assert (best.exit_layer, best.draft_length, best.threshold) == (2, 2, 0.0)
+    assert best.speedup == pytest.approx(100 / (5 * 1.2 + 45 * 1.4))
+    assert best_exit(table, lambda layer: dear if layer == 2 else cheap).exit_layer == 5
+    with pytest.raises(ValueError, match="no exits"):
+        best_exit(table | {"exits": [], "lengths": [], "emitted": []}, lambda layer: cheap)
+
+
+def test_agreement_match_and_calibration_count_starts() -> None:
+    _, trace = traced(*CASES[1])
+    exits = agreement(trace)
+    assert [entry["exit"] for entry in exits] == [1, 2, 3, 4, 5]
+    for entry in exits:
+        layer = entry["exit"]
+        played = replay(trace, SkipConfig.early_exit(layer))
+        assert entry["match"] == pytest.approx(played.survival[0])
+        assert sum(b["count"] for b in entry["confidence"]) == trace.starts
+        matched = sum(b["matched"] for b in entry["confidence"])
+        assert matched == pytest.approx(entry["match"] * trace.starts)
+        for b in entry["confidence"]:
+            inside = (played.confidences[:, 0] >= b["low"]) & (played.confidences[:, 0] < b["high"])
+            assert b["count"] == int(inside.sum())
+            if b["count"]:
+                mean = float(played.confidences[inside, 0].double().mean())
+                assert b["mean"] == pytest.approx(mean)
+                assert b["matched"] == int(played.matches[inside, 0].sum())
+            else:
+                assert b["mean"] is None
+    greedy = agreement(traced(*CASES[0])[1])
+    assert all(entry["agreement"] == entry["match"] for entry in greedy)
+    assert any(entry["agreement"] != entry["match"] for entry in exits)
+
+
+def test_the_record_of_an_exit_trace() -> None:
+    model = lively_model("llama")
+    law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
+    seen: list[float] = []
+    record = exit_trace(
+        model,
+        rows(),
+        names=["a", "b", "c"],
+        law=law,
+        max_new_tokens=12,
+        draft_lengths=(1, 2, 4),
+        progress=lambda words, share: seen.append(share),
+    )
+    assert record["kind"] == "trace"
+    assert record["prompts"] == ["a", "b", "c"]
+    assert record["tokens"] == 36
+    assert record["law"] == law
+    assert len(record["exits"]) == 5
+    assert record["what_if"]["exits"] == list(default_exits(6)) == [1, 2, 3, 5]
+    assert all(0 <= share <= 1 for share in seen)
+    # one cell, with the seeds and the warpers of the record's law
+    rounds = [
+        round_
+        for number, row in enumerate(rows())
+        for round_ in list(
+            layerskip.decode(
+                model,
+                row[None],
+                skip=SkipConfig.early_exit(5),
+                controller="fixed",
+                max_draft_length=4,
+                max_new_tokens=12,
+                do_sample=True,
+                temperature=0.9,
+                top_k=40,
+                top_p=0.95,
+                seeds=[3 + number],
+            )
+        )[1:]
+    ]
+    assert record["what_if"]["rounds"][3][2][0] == len(rounds)
+
+
+def test_prices_of_simulated_rounds() -> None:
+    rounds = [SimulatedRound((2, 0), (1, 0), (2, 1)), SimulatedRound((0, 0), (0, 0), (1, 1))]
+    assert tokens_per_step(rounds, COSTS) == pytest.approx(5 / (0.4 + 1.2 + 1.0))
+    assert tokens_per_step([], COSTS) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": []}, "at least one token"),
+        ({"prompts": [torch.zeros(0, dtype=torch.long)]}, "at least one token"),
+        ({"seeds": [1]}, "one per prompt, 3; got 1"),
+        ({"max_new_tokens": 1}, "at least 2"),
+        ({"draft_length": 0}, "at least 1"),
+        ({"max_new_tokens": 250}, "at most 256"),
+        ({"eos": frozenset(range(97))}, "first token"),
+    ],
+)
+def test_bad_input_is_told(change: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"prompts": rows(), "max_new_tokens": 4} | change
+    with pytest.raises(ValueError, match=message):
+        take_trace(lively_model("llama"), settings.pop("prompts"), **settings)
+
+
+def test_more_bad_input() -> None:
+    _, played = replayed(0, "exit 4")
+    fixed = make_controller("fixed", costs=COSTS)
+    with pytest.raises(ValueError, match=r"0\.\.20"):
+        next(simulate(played, fixed, max_draft_length=21))
+    with pytest.raises(ValueError, match=r"1\.\.20"):
+        replay(played.trace, SKIPS["exit 4"], 21)
+    with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
+        replay(played.trace, SkipConfig.early_exit(6))
+    with pytest.raises(ValueError, match="rejection"):
+        law_of({"do_sample": True, "acceptance": "rejection"})
+    with pytest.raises(ValueError, match="draft lengths"):
+        exit_trace(
+            lively_model("llama"),
+            [prompt(3)],
+            names=["a"],
+            law={"do_sample": False},
+            draft_lengths=(),
+        )
