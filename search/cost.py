@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.engine import Decoder, Request, Round
 from layerskip.laws import Law, stream_key
-from layerskip.speculation import CostTable
 from layerskip.sublayers import Block, Pass, Sublayers
 
 COUNTS = tuple(range(1, 10))
@@ -301,74 +300,3 @@ class _Sweeps:
 def _typical(seconds: Sequence[float]) -> float:
     """Lower quartile: other work on the machine only ever adds to a time."""
     return sorted(seconds)[len(seconds) // 4]
-
-
-def step_seconds(record: Mapping[str, Any], context: int | None = None) -> float:
-    """Seconds of one target step of the whole batch: a pass over one token of every row."""
-    return float(_at(record, "passes", context)[0])
-
-
-def cost_table(
-    record: Mapping[str, Any], skip: SkipConfig, context: int | None = None
-) -> CostTable:
-    """c and v of any skip config, priced by the parts a round of it runs.
-
-    A draft step runs the kept sublayers and the head over one token. Verification carries the last
-    drafted token through the shared prefix alone, then all drafted tokens and the one before them
-    through the rest of the model and the head.
-
-    Args:
-        record: what `measure` returned.
-        skip: for the record's number of layers.
-        context: tokens before the round; between the record's contexts costs lie on a line, beyond
-            them they stay. The middle of the record's contexts by default.
-    """
-    attention, mlp, head, rest = (
-        _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
-    )
-    layers = len(attention[0])
-    skip = skip.resolve(layers)
-    prefix, counts = skip.shared_prefix(), record["counts"]
-    sublayers = [  # [count][sublayer]
-        [seconds for pair in zip(a, m, strict=True) for seconds in pair]
-        for a, m in zip(attention, mlp, strict=True)
-    ]
-    step = sum(sublayers[0]) + head[0] + rest[0]
-    kept = sum(sublayers[0][index] for index in skip.kept())
-    share = kept / sum(sublayers[0])
-    # a draft of everything repeats nothing sooner than a plain step does
-    shares = [*_at(record, "repeated_shares", context), 1.0]
-    factor = _on_line(shares, [*_at(record, "repeated", context), 1.0], share)
-    draft = factor * (kept + head[0]) + _at(record, "draft_rest", context)
-    shared = sum(sublayers[0][:prefix])
-    verifies = [
-        shared + sum(parts[prefix:]) + norm_and_head + around
-        for parts, norm_and_head, around in zip(sublayers, head, rest, strict=True)
-    ]
-    verify = [1.0]
-    for count in range(2, counts[-1] + 1):
-        # a longer pass is never cheaper; where it looks so, that was noise
-        verify.append(max(verify[-1], _on_line(counts, verifies, count) / step))
-    return CostTable(draft / step, tuple(verify), "measured")
-
-
-def _at(record: Mapping[str, Any], name: str, context: int | None) -> Any:
-    """A table of the record at a context."""
-    contexts = record["contexts"]
-    wanted = (contexts[0] + contexts[-1]) / 2 if context is None else context
-    return _on_line(contexts, record[name], wanted)
-
-
-def _on_line(places: Sequence[float], values: Sequence[Any], place: float) -> Any:
-    """Values, or nested lists of them, on straight lines between places; the last ones beyond."""
-    place = min(max(place, places[0]), places[-1])
-    high = next(i for i, known in enumerate(places) if known >= place)
-    low = max(0, high - 1)
-    part = 1.0 if high == low else (place - places[low]) / (places[high] - places[low])
-    return _mix(values[low], values[high], part)
-
-
-def _mix(low: Any, high: Any, part: float) -> Any:
-    if isinstance(low, Sequence):
-        return [_mix(a, b, part) for a, b in zip(low, high, strict=True)]
-    return low + part * (high - low)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Every file has a line here. A name taken from `layerskip` itself counts as its home module.
 FLOORS = {
     "layerskip.config": 0,
+    "layerskip.pricing": 0,
     "layerskip.roofline": 0,
     "layerskip.speculation": 0,
     "layerskip.cache": 1,
@@ -36,6 +37,13 @@ FLOORS = {
     "layerskip.loading": 5,
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
+    "layerskip.analysis.page": 6,
+    "layerskip.analysis.plots": 6,
+    "layerskip.analysis.predictions": 6,
+    "layerskip.analysis.report": 6,
+    "layerskip.analysis.runs": 6,
+    "layerskip.analysis.tables": 6,
+    "layerskip.analysis.verdict": 6,
     "layerskip.search": 6,
     "layerskip.search.moves": 6,
     "layerskip.search.sampler": 6,
