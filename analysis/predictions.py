@@ -1,0 +1,277 @@
+"""Knows what rounds should have cost: counted rounds and one cost table; no other clock.
+
+Predictions are of decoding, prefill left out, in target steps: a plain step costs 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from layerskip.analysis.runs import Round, Run, rounds_of, typical
+from layerskip.analysis.tables import ALL, acceptance_of, ratio_of_totals
+
+from layerskip.config import SkipConfig
+from layerskip.pricing import cost_table
+from layerskip.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
+
+LONGEST = 16  # of the fixed draft lengths that the closed formula is asked about
+
+
+@dataclass
+class _Unit:
+    """What one prompt (or batch) cost in target steps, and would have cost plainly."""
+
+    category: str
+    cost: float = 0.0
+    steps: int = 0
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Target steps paid per target step that plain decoding would have taken."""
+        return self.cost / self.steps
+
+
+def price(run: Run, method: str, batch_size: int, costs: CostTable) -> dict[str, _Unit]:
+    """Every unit's rounds of a method, priced; all repeats together.
+
+    Rows of a batch draft in lockstep, so that a round costs what its longest draft does, and plain
+    decoding takes as many steps as its longest row has tokens after the first.
+    """
+    units: dict[str, _Unit] = {}
+    for record in run.records:
+        rounds = record.get("rounds")
+        if rounds is None or (record["method"], record["batch_size"]) != (method, batch_size):
+            continue
+        emitted = np.array(rounds["emitted"], dtype=int).reshape(len(rounds["emitted"]), -1)
+        steps = int(emitted.sum(axis=0).max()) if emitted.size else 0  # (rounds, rows)
+        if not steps:
+            continue
+        name = "\n".join(record["prompts"])
+        unit = units.setdefault(name, _Unit(record["category"] or "other"))
+        unit.steps += steps
+        unit.cost += sum(costs.round_cost(max(row)) for row in rounds["drafted"])
+        unit.rounds += rounds_of(record)
+    return units
+
+
+def predictions(run: Run) -> pd.DataFrame:
+    """Predicted against measured decode speedups of the drafting methods, over the baseline.
+
+    Units of each category are dealt into two halves. The rounds of each half, priced with the
+    header's cost table, say what a token of the other half should cost, so that no prompt forecasts
+    itself; `from` says so where one prompt is all there is. Columns: `predicted`; `measured` with
+    `low` and `high`; `efficiency` = measured / predicted, of all units and, since the halves'
+    errors cancel there, of each half alone (`efficiency_a`, `efficiency_b`); `formula`
+    and `formula_length`: the closed formula at `alpha`, at the method's own draft length if that
+    is fixed; `best_length` and `best_formula`: the same at the best fixed length; `draft_cost` (c)
+    and `bound` (1 / c).
+    """
+    frame = typical(run)
+    rows = []
+    for batch_size in run.batch_sizes:
+        plain = frame[(frame["batch_size"] == batch_size) & (frame["method"] == run.baseline)]
+        plain = plain.set_index("unit")["decode"].dropna()
+        for method in run.drafting:
+            costs = run.cost_table(method, batch_size)
+            if costs is None:
+                continue
+            own = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)]
+            own = own.set_index("unit")["decode"].dropna()
+            units = {
+                name: unit
+                for name, unit in price(run, method, batch_size, costs).items()
+                if name in plain.index and name in own.index
+            }
+            for category in (ALL, *run.categories):
+                names = [n for n, u in units.items() if category in (ALL, u.category)]
+                if not names:
+                    continue
+                measured, low, high = ratio_of_totals(
+                    plain.loc[names].to_numpy(), own.loc[names].to_numpy()
+                )
+                halves = _halves(names, units)
+                forecasts = [
+                    _Forecast([units[name] for name in other] or [units[name] for name in half])
+                    for half, other in (halves, halves[::-1])
+                    if half
+                ]
+                paid = sum(
+                    len(half) * forecast.rate
+                    for half, forecast in zip(halves, forecasts, strict=False)
+                )
+                predicted = len(names) / paid
+                alphas = [f.alpha for f in forecasts if not np.isnan(f.alpha)]
+                alpha = float(np.mean(alphas)) if alphas else float("nan")
+                alone = [
+                    float(plain.loc[half].sum() / own.loc[half].sum()) * forecast.rate
+                    for half, forecast in zip(halves, forecasts, strict=False)
+                ]
+                rows.append(
+                    {
+                        "batch_size": batch_size,
+                        "category": category,
+                        "method": method,
+                        "predicted": predicted,
+                        "measured": measured,
+                        "low": low,
+                        "high": high,
+                        "efficiency": measured / predicted,
+                        "efficiency_a": alone[0],
+                        "efficiency_b": alone[-1],
+                        "from": "the other half" if halves[1] else "the same prompt",
+                        "alpha": alpha,
+                        **_formula(run, method, alpha, costs),
+                        "draft_cost": costs.draft,
+                        "bound": speedup_bound(costs.draft),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+class _Forecast:
+    """What units say about others: target steps paid per plain step, and alpha."""
+
+    def __init__(self, units: Sequence[_Unit]) -> None:
+        self.rate = float(np.mean([unit.rate for unit in units]))
+        self.alpha = acceptance_of(r for unit in units for r in unit.rounds)["alpha"]
+
+
+def _halves(names: Sequence[str], units: dict[str, _Unit]) -> tuple[list[str], list[str]]:
+    """Units dealt in turn, each category by itself, the odd ones out to the shorter half."""
+    halves: tuple[list[str], list[str]] = ([], [])
+    by_category: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_category[units[name].category].append(name)
+    for members in by_category.values():
+        first = len(halves[0]) > len(halves[1])
+        for number, name in enumerate(members):
+            halves[(number + first) % 2].append(name)
+    return halves
+
+
+def _formula(run: Run, method: str, alpha: float, costs: CostTable) -> dict[str, float]:
+    """The closed formula at the method's length, if that is fixed, and at the best one."""
+    nothing = float("nan")
+    length, best, at_length, at_best = nothing, nothing, nothing, nothing
+    settings = run.methods[method]
+    if not np.isnan(alpha):
+        best = optimal_draft_length(alpha, costs, LONGEST)
+        at_best = speedup(alpha, int(best), costs.draft, costs.verify_cost)
+        if settings["controller"] == "fixed" and settings["max_draft_length"]:
+            length = settings["max_draft_length"]
+            at_length = speedup(alpha, int(length), costs.draft, costs.verify_cost)
+    return {
+        "formula_length": length,
+        "formula": at_length,
+        "best_length": best,
+        "best_formula": at_best,
+    }
+
+
+def controllers(run: Run) -> pd.DataFrame:
+    """Drafting methods with the same skip config, their counted rounds priced with one cost table.
+
+    The table is that of the first of them, so that no clock noise stands between controllers.
+    Columns: `speedup` (plain steps / priced steps, all prompts), `of_best_fixed` (over the best of
+    the fixed draft lengths that were run, NaN without any), `mean_draft_length`, `alpha`.
+    """
+    rows = []
+    groups: dict[str, list[str]] = defaultdict(list)
+    for method in run.drafting:
+        groups[str(run.methods[method]["skipped"])].append(method)
+    for batch_size in run.batch_sizes:
+        for members in groups.values():
+            tables = [run.cost_table(method, batch_size) for method in members]
+            costs = next((table for table in tables if table is not None), None)
+            if costs is None:
+                continue
+            group = []
+            for method in members:
+                units = price(run, method, batch_size, costs)
+                if not units:
+                    continue
+                found = acceptance_of(r for unit in units.values() for r in unit.rounds)
+                group.append(
+                    {
+                        "batch_size": batch_size,
+                        "method": method,
+                        "controller": run.methods[method]["controller"],
+                        "speedup": len(units) / sum(unit.rate for unit in units.values()),
+                        "mean_draft_length": found["mean_draft_length"],
+                        "alpha": found["alpha"],
+                    }
+                )
+            fixed = [row["speedup"] for row in group if row["controller"] == "fixed"]
+            best = max(fixed, default=float("nan"))
+            rows += [row | {"of_best_fixed": row["speedup"] / best} for row in group]
+    return pd.DataFrame(rows)
+
+
+def exit_costs(run: Run, layer: int) -> tuple[CostTable, str] | None:
+    """Costs of an early exit at batch size 1, and where they come from; None where unknown.
+
+    From the run's cost line (`"parts"`) if it has one; else from a drafting method's table, its c
+    drawn out on the line through (its kept sublayers, c) and (all sublayers, 1) and its v taken as
+    it is (`"scaled"`).
+    """
+    depth = run.num_layers
+    if not 1 <= layer <= depth:
+        raise ValueError(f"exit layer must be in 1..{depth}, got {layer}")
+    for cost in run.costs:
+        if cost["batch_size"] == 1:
+            return cost_table(cost, SkipConfig.early_exit(layer)), "parts"
+    for method in run.drafting:
+        known, kept = run.cost_table(method, 1), run.methods[method]["num_kept"]
+        if known is not None and kept < 2 * depth:
+            slope = max(0.0, (1 - known.draft) / (2 * depth - kept))
+            draft = max(1e-6, known.draft + slope * (2 * layer - kept))
+            return CostTable(draft, known.verify, "analytic"), "scaled"
+    return None
+
+
+def what_if(run: Run) -> pd.DataFrame:
+    """The traces' simulated rounds of every exit, draft length and threshold, priced.
+
+    `speedup` is emitted / (drafted c + verify costs), NaN where no costs are known; `costs` says
+    where they come from, as in `exit_costs`. The totals do not tell how long each draft was: rounds
+    are priced at the mean length, which is exact for fixed lengths (up to the ends of texts) and
+    else as good as v is straight. `acceptance` is (emitted - rounds) / drafted.
+    """
+    rows = []
+    for number, trace in enumerate(run.traces):
+        table = trace["what_if"]
+        for i, layer in enumerate(table["exits"]):
+            priced = exit_costs(run, layer)
+            for j, length in enumerate(table["draft_lengths"]):
+                for k, threshold in enumerate(table["thresholds"]):
+                    rounds, drafted, emitted = (
+                        table[name][i][j][k] for name in ("rounds", "drafted", "emitted")
+                    )
+                    gain = float("nan")
+                    if priced is not None and rounds:
+                        gain = emitted / (rounds * _mean_round(priced[0], drafted / rounds))
+                    rows.append(
+                        {
+                            "trace": number,
+                            "exit": layer,
+                            "draft_length": length,
+                            "threshold": threshold,
+                            "speedup": gain,
+                            "costs": priced[1] if priced else "",
+                            "mean_draft_length": drafted / rounds if rounds else float("nan"),
+                            "acceptance": (emitted - rounds) / drafted if drafted else float("nan"),
+                        }
+                    )
+    return pd.DataFrame(rows)
+
+
+def _mean_round(costs: CostTable, drafted: float) -> float:
+    """The cost of a round of a mean draft length, on the line between whole lengths."""
+    low = int(drafted)
+    part = drafted - low
+    return (1 - part) * costs.round_cost(low) + part * costs.round_cost(low + 1)

@@ -1,0 +1,246 @@
+"""Knows run files as records and as frames of calls; refuses to know what the numbers mean.
+
+A *unit* is what one record timed: a prompt at batch size 1, a batch of prompts otherwise. Medians
+are taken over a unit's repeats, means and intervals over units.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from layerskip.records import read_run
+from layerskip.speculation import CostTable
+
+PHASES = ("draft", "verify", "other")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One row's part in one round: tokens drafted, accepted and emitted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a drafted token was refused; a round that an end of text cut tells nothing."""
+        return self.accepted < self.drafted and self.emitted > self.accepted
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run file: one model, one law, one machine."""
+
+    path: Path
+    label: str
+    """What tells this run from the others of a report, in words."""
+    slug: str
+    """The same as a file name."""
+    header: dict[str, Any]
+    records: Sequence[dict[str, Any]]
+    traces: Sequence[dict[str, Any]]
+    costs: Sequence[dict[str, Any]]
+
+    @property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """What the header says of each method, by name, in its order."""
+        return {method["name"]: method for method in self.header["methods"]}
+
+    @property
+    def measured(self) -> list[str]:
+        """Names of the methods with records, in the header's order."""
+        seen = {record["method"] for record in self.records}
+        return [name for name in self.methods if name in seen]
+
+    @property
+    def drafting(self) -> list[str]:
+        """Those of them that draft with the model's own sublayers in this engine."""
+        return [name for name in self.measured if self.methods[name]["kind"] == "self"]
+
+    @property
+    def baseline(self) -> str:
+        """Name of the method that speedups are over."""
+        return str(self.header["baseline"])
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes with records, ascending."""
+        return sorted({record["batch_size"] for record in self.records})
+
+    @property
+    def categories(self) -> list[str]:
+        """Kinds of prompts, in the records' order; none where there is only one."""
+        kinds = list(dict.fromkeys(record["category"] or "other" for record in self.records))
+        return kinds if len(kinds) > 1 else []
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.header["model"]["num_layers"])
+
+    def cost_table(self, method: str, batch_size: int) -> CostTable | None:
+        """The header's costs of a `self` method at a batch size; None where it holds none."""
+        table = (self.methods[method].get("costs") or {}).get(str(batch_size))
+        if table is None:
+            return None
+        return CostTable(float(table["draft"]), tuple(table["verify"]), table["source"])
+
+    def rounds(self, method: str, batch_size: int) -> Iterator[tuple[dict[str, Any], list[Round]]]:
+        """A method's records that hold rounds, each with its rounds, those of all rows."""
+        for record in self.records:
+            if (record["method"], record["batch_size"]) == (method, batch_size):
+                rounds = rounds_of(record)
+                if rounds:
+                    yield record, rounds
+
+
+def load_runs(files: Sequence[Path]) -> list[Run]:
+    """Read and check run files, and name each by what tells it from the others.
+
+    Raises:
+        ValueError: no file; or one that is missing, unreadable, truncated, of another schema,
+            without records, or that contradicts itself. Says which and why, in one line.
+    """
+    if not files:
+        raise ValueError(
+            "no run file given: name at least one file that `layerskip benchmark` wrote"
+        )
+    twice = [str(path) for path, n in Counter(Path(f).resolve() for f in files).items() if n > 1]
+    if twice:
+        raise ValueError(f"run file {twice[0]} is given twice; name each file once")
+    read = [read_run(Path(file)) for file in files]
+    for path, run in zip(files, read, strict=True):
+        _check(Path(path), run.header, run.records)
+    headers = [run.header for run in read]
+    labels = _labels(headers, [Path(file).stem for file in files])
+    return [
+        Run(
+            path=Path(file),
+            label=label,
+            slug=re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}",
+            header=run.header,
+            records=run.records,
+            traces=run.traces,
+            costs=run.costs,
+        )
+        for number, (file, run, label) in enumerate(zip(files, read, labels, strict=True))
+    ]
+
+
+def law_words(law: dict[str, Any]) -> str:
+    """Sampling settings in words."""
+    if not law["do_sample"]:
+        return "greedy"
+    words = f"sampled at T={law['temperature']:g}" if law.get("temperature") else "sampled"
+    for name in ("top_p", "top_k"):
+        if law.get(name):
+            words += f", {name} {law[name]:g}"
+    return words + (" by rejection" if law.get("acceptance") == "rejection" else "")
+
+
+def machine_words(header: dict[str, Any]) -> str:
+    """Device, dtype and threads in words."""
+    words = f"{header['dtype']} on {header['device']}"
+    threads = header.get("threads")
+    if header["device"] == "cpu" and threads:
+        words += f", {threads} thread{'s' * (threads != 1)}"
+    return words
+
+
+def calls(run: Run) -> pd.DataFrame:
+    """One row per record: seconds by phase and tokens, rows of a batch together."""
+    return pd.DataFrame(
+        [
+            {
+                "method": record["method"],
+                "batch_size": record["batch_size"],
+                "unit": "\n".join(record["prompts"]),
+                "category": record["category"] or "other",
+                "repeat": record["repeat"],
+                "total": record["seconds"]["total"],
+                "first": record["seconds"].get("first"),
+                **{phase: record["seconds"].get(phase) for phase in PHASES},
+                "tokens": sum(record["new_tokens"]),
+                "first_tokens": sum(record["first_tokens"]),
+                "rows": len(record["prompts"]),
+            }
+            for record in run.records
+        ]
+    ).astype({name: float for name in ("total", "first", *PHASES)})
+
+
+def typical(run: Run) -> pd.DataFrame:
+    """One row per (batch size, method, unit): medians over the unit's repeats.
+
+    Columns: `category`, `total` (seconds per new token, prefill included), `first` (seconds to the
+    first tokens), `decode` (seconds per token after them; NaN for texts of one token), `prefill`,
+    `draft`, `verify`, `other` (seconds per new token), `tokens` (new tokens).
+    """
+    frame = calls(run)
+    later = (frame["tokens"] - frame["first_tokens"]).where(lambda n: n > 0)
+    per_token = frame.assign(
+        decode=(frame["total"] - frame["first"]) / later,
+        total=frame["total"] / frame["tokens"],
+        prefill=frame["first"] / frame["tokens"],
+        **{phase: frame[phase] / frame["tokens"] for phase in PHASES},
+    )
+    columns = ["total", "first", "decode", "prefill", *PHASES, "tokens"]
+    grouped = per_token.groupby(["batch_size", "method", "unit"], sort=False)
+    return grouped[columns].median().join(grouped["category"].first()).reset_index()
+
+
+def rounds_of(record: dict[str, Any]) -> list[Round]:
+    """The rounds of all rows; a row that had finished emitted nothing and is left out."""
+    rounds = record.get("rounds")
+    if rounds is None:
+        return []
+    counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
+    rows = (row for round_ in counts for row in zip(*round_, strict=True))
+    return [Round(*row) for row in rows if row[2] > 0]
+
+
+def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """What a report needs beyond what reading has checked line by line."""
+    if not records:
+        raise ValueError(
+            f"run file {path} holds a header and no records: the benchmark stopped before its "
+            "first measurement; run it again with the same --output to continue it"
+        )
+    if header["baseline"] not in {record["method"] for record in records}:
+        raise ValueError(
+            f"run file {path} has no record of its baseline {header['baseline']!r}: without it "
+            "there is no speedup; measure it with the others (--method)"
+        )
+    for method in header["methods"]:
+        needed = {"skipped", "num_kept", "controller"} - method.keys()
+        if method["kind"] == "self" and needed:
+            raise ValueError(
+                f"run file {path} does not say {', '.join(sorted(needed))} of its method "
+                f"{method['name']!r}; a method of kind 'self' needs them"
+            )
+    for record in records:
+        if not sum(record["new_tokens"]):
+            raise ValueError(
+                f"run file {path} has a record of method {record['method']!r} (prompts "
+                f"{', '.join(record['prompts'])}) without new tokens; speeds per token need one"
+            )
+
+
+def _labels(headers: list[dict[str, Any]], stems: list[str]) -> list[str]:
+    """Model and law; the machine, then the file too where those do not tell runs apart."""
+    labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]
+    further = [machine_words(header) for header in headers]
+    for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
+        times = Counter(labels)
+        labels = [
+            f"{label}, {extra}" if times[label] > 1 else label
+            for label, extra in zip(labels, more, strict=True)
+        ]
+    return labels

@@ -1,0 +1,398 @@
+"""Knows what was measured: speedups with intervals, acceptance, phases, losslessness; no forecasts.
+
+Every function takes one run and returns one table. Seconds per token of a method are the mean over
+units (prompts at batch size 1) of the unit's median over repeats of seconds / new tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from layerskip.analysis.runs import PHASES, Round, Run, typical
+from numpy.typing import NDArray
+
+DRAWS = 4000
+ALL = "all"
+Ratio = tuple[float, float, float]
+
+
+def ratio_of_totals(over: NDArray[np.float64], under: NDArray[np.float64]) -> Ratio:
+    """sum(over) / sum(under), and its 95% bootstrap interval over units.
+
+    Units are drawn with replacement, both sides of a unit together (paired), DRAWS times from a
+    fixed seed; the interval's ends are the 2.5% and 97.5% quantiles. One unit has no interval: NaN.
+
+    Args:
+        over, under: seconds per token of the two methods, (units,) each, in one order.
+    """
+    if not len(over):
+        return float("nan"), float("nan"), float("nan")
+    ratio = float(over.sum() / under.sum())
+    if len(over) == 1:
+        return ratio, float("nan"), float("nan")
+    drawn = np.random.default_rng(0).integers(0, len(over), (DRAWS, len(over)))  # (draws, units)
+    ratios = over[drawn].sum(axis=1) / under[drawn].sum(axis=1)  # (draws,)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return ratio, float(low), float(high)
+
+
+def comparisons(run: Run) -> list[str]:
+    """What speedups are over: the baseline, and the library's own generate() where measured."""
+    library = [n for n in run.measured if run.methods[n]["kind"] == "generate"]
+    return [run.baseline, *(name for name in library if name != run.baseline)]
+
+
+def speedup(run: Run) -> pd.DataFrame:
+    """Speedups by batch size, category and method, over every method of `comparisons`.
+
+    Over units that both methods have. Columns: `prompts` (units), `tokens_per_second` (of the whole
+    call, 1 / mean seconds per token), `speedup` with `low` and `high` (ratio of totals, see
+    `ratio_of_totals`), `mean_of_ratios` (mean of the units' own ratios), `decode_speedup` with
+    `decode_low` and `decode_high` (the same without the time to the first token and that token),
+    `first_ms` (mean milliseconds to the first token).
+    """
+    frame = typical(run)
+    rows = []
+    for (batch_size, category), group in _groups(run, frame):
+        by_method = {name: part.set_index("unit") for name, part in group.groupby("method")}
+        for over in comparisons(run):
+            for method in run.measured:
+                if method not in by_method or over not in by_method:
+                    continue
+                ours, theirs = by_method[method], by_method[over]
+                units = [unit for unit in theirs.index if unit in ours.index]
+                if not units:
+                    continue
+                a, b = theirs.loc[units], ours.loc[units]
+                total = ratio_of_totals(a["total"].to_numpy(), b["total"].to_numpy())
+                both = (a["decode"].notna() & b["decode"].notna()).to_numpy()
+                decode = ratio_of_totals(a["decode"].to_numpy()[both], b["decode"].to_numpy()[both])
+                rows.append(
+                    {
+                        "batch_size": batch_size,
+                        "category": category,
+                        "method": method,
+                        "over": over,
+                        "prompts": len(units),
+                        "tokens_per_second": 1 / b["total"].mean(),
+                        **dict(zip(("speedup", "low", "high"), total, strict=True)),
+                        "mean_of_ratios": float((a["total"] / b["total"]).mean()),
+                        **dict(
+                            zip(
+                                ("decode_speedup", "decode_low", "decode_high"), decode, strict=True
+                            )
+                        ),
+                        "first_ms": 1000 * b["first"].mean(),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def acceptance_of(rounds: Iterable[Round]) -> dict[str, float]:
+    """Counts and rates of rounds.
+
+    `alpha` is the maximum-likelihood acceptance of one draft token: accepted / (accepted +
+    rejected), where a round rejects at most one token and those behind it were never asked;
+    `acceptance_rate` is accepted / drafted; `mean_acceptance_length` 1 + accepted / rounds that
+    drafted; `tokens_per_pass` emitted / all rounds. Rates of nothing are NaN.
+    """
+    rounds = list(rounds)
+    drafts = sum(r.drafted > 0 for r in rounds)
+    drafted = sum(r.drafted for r in rounds)
+    accepted = sum(r.accepted for r in rounds)
+    rejected = sum(r.rejected for r in rounds)
+    return {
+        "rounds": len(rounds),
+        "drafts": drafts,
+        "drafted": drafted,
+        "accepted": accepted,
+        "rejected": rejected,
+        "alpha": _share(accepted, accepted + rejected),
+        "acceptance_rate": _share(accepted, drafted),
+        "mean_acceptance_length": 1 + _share(accepted, drafts),
+        "tokens_per_pass": _share(sum(r.emitted for r in rounds), len(rounds)),
+        "mean_draft_length": _share(drafted, len(rounds)),
+    }
+
+
+def acceptance(run: Run) -> pd.DataFrame:
+    """`acceptance_of` by batch size, category and drafting method, over all repeats."""
+    rows = []
+    for batch_size in run.batch_sizes:
+        for method in run.drafting:
+            by_category: dict[str, list[Round]] = defaultdict(list)
+            for record, rounds in run.rounds(method, batch_size):
+                by_category[ALL] += rounds
+                if run.categories:
+                    by_category[record["category"] or "other"] += rounds
+            rows += [
+                {"batch_size": batch_size, "category": category, "method": method}
+                | acceptance_of(rounds)
+                for category, rounds in by_category.items()
+            ]
+    return pd.DataFrame(rows)
+
+
+def positions(run: Run) -> pd.DataFrame:
+    """Acceptance by place in the draft, all batch sizes together.
+
+    `tried`: rounds whose draft reached the position with all before it accepted; `accepted`: those
+    of them whose token was accepted too; `acceptance`: their ratio; `reached`: rounds that drafted
+    so far; `chain`: the share of those with all tokens up to the position accepted.
+    """
+    rows = []
+    for method in run.drafting:
+        rounds = [
+            round_
+            for batch_size in run.batch_sizes
+            for _, rounds in run.rounds(method, batch_size)
+            for round_ in rounds
+        ]
+        for position in range(1, max((r.drafted for r in rounds), default=0) + 1):
+            reached = [r for r in rounds if r.drafted >= position]
+            accepted = sum(r.accepted >= position for r in reached)
+            tried = accepted + sum(r.accepted == position - 1 and r.rejected for r in reached)
+            rows.append(
+                {
+                    "method": method,
+                    "position": position,
+                    "tried": tried,
+                    "accepted": accepted,
+                    "acceptance": _share(accepted, tried),
+                    "reached": len(reached),
+                    "chain": _share(accepted, len(reached)),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def phases(run: Run) -> pd.DataFrame:
+    """Milliseconds per new token by phase, of every batch size and method.
+
+    `prefill` is the time to the first token, spread over all tokens; `rest` is what the phases
+    leave of `total`: all of the decoding, for methods that do not tell phases apart.
+    """
+    frame = typical(run)
+    rows = []
+    for batch_size in run.batch_sizes:
+        for method in run.measured:
+            mean = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)][
+                ["total", "prefill", *PHASES]
+            ].mean()
+            if pd.isna(mean["total"]):
+                continue
+            parts = {name: 1000 * mean[name] for name in ("prefill", *PHASES)}
+            known = sum(value for value in parts.values() if not pd.isna(value))
+            rows.append(
+                {
+                    "batch_size": batch_size,
+                    "method": method,
+                    **parts,
+                    # medians of parts need not add up to the median of the whole
+                    "rest": max(0.0, 1000 * mean["total"] - known),
+                    "total": 1000 * mean["total"],
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def losslessness(run: Run) -> pd.DataFrame:
+    """Texts compared with the baseline's, all repeats: `equal`, `near_ties`, `faults`.
+
+    A text that differs without a near-tie to show for it is a fault. Methods whose law promises no
+    equal text have `compared` 0.
+    """
+    rows = []
+    for method in run.measured:
+        compared = equal = ties = 0
+        for record in run.records:
+            if record["method"] != method or record["equal"] is None:
+                continue
+            excused = {d["row"] for d in record["differences"] if d["near_tie"]}
+            excused -= {d["row"] for d in record["differences"] if not d["near_tie"]}
+            for row, same in enumerate(record["equal"]):
+                if same is not None:
+                    compared += 1
+                    equal += bool(same)
+                    ties += not same and row in excused
+        rows.append(
+            {
+                "method": method,
+                "compared": compared,
+                "equal": equal,
+                "near_ties": ties,
+                "faults": compared - equal - ties,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def repetition(run: Run) -> pd.DataFrame:
+    """Mean share of 4-grams seen before in the same text, and texts that loop, by category."""
+    by_group: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
+    for record in run.records:
+        texts = list(zip(record["repeated_4grams"], record["loops"], strict=True))
+        by_group[ALL, record["method"]] += texts
+        if run.categories:
+            by_group[record["category"] or "other", record["method"]] += texts
+    rows = [
+        {
+            "category": category,
+            "method": method,
+            "texts": len(by_group[category, method]),
+            "repeated_4grams": float(np.mean([share for share, _ in by_group[category, method]])),
+            "loops": sum(loop for _, loop in by_group[category, method]),
+        }
+        for category in (ALL, *run.categories)
+        for method in run.measured
+        if by_group[category, method]
+    ]
+    return pd.DataFrame(rows)
+
+
+def calibration(run: Run) -> pd.DataFrame:
+    """The traces' bins: mean confidence against the share of drafted tokens that matched."""
+    rows = [
+        {
+            "trace": number,
+            "exit": entry["exit"],
+            "low": bin_["low"],
+            "high": bin_["high"],
+            "tokens": bin_["count"],
+            "confidence": bin_["mean"],
+            "matched": _share(bin_["matched"], bin_["count"]),
+        }
+        for number, trace in enumerate(run.traces)
+        for entry in trace["exits"]
+        for bin_ in entry["confidence"]
+        if bin_["count"]
+    ]
+    return pd.DataFrame(rows)
+
+
+def exits(run: Run) -> pd.DataFrame:
+    """The traces' exits: agreement, match under the law, and calibration error.
+
+    `calibration_error` is the mean over tokens of |confidence - share matched| by bin.
+    """
+    bins = calibration(run)
+    rows = []
+    for number, trace in enumerate(run.traces):
+        for entry in trace["exits"]:
+            own: Any = None
+            if len(bins):
+                own = bins[(bins["trace"] == number) & (bins["exit"] == entry["exit"])]
+            error = float("nan")
+            if own is not None and len(own):
+                gaps = (own["confidence"] - own["matched"]).abs()
+                error = float((gaps * own["tokens"]).sum() / own["tokens"].sum())
+            rows.append(
+                {
+                    "trace": number,
+                    "exit": entry["exit"],
+                    "agreement": entry["agreement"],
+                    "match": entry["match"],
+                    "calibration_error": error,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def sublayers(run: Run) -> pd.DataFrame:
+    """Every drafting method's kept and skipped sublayers; `ms` of one token where measured."""
+    milliseconds: dict[tuple[str, int], float] = {}
+    for cost in run.costs[:1]:
+        one = cost["counts"].index(1)
+        for kind in ("attention", "mlp"):
+            by_context = [context[one] for context in cost[kind]]  # (contexts, layers)
+            for layer, seconds in enumerate(np.mean(by_context, axis=0)):
+                milliseconds[kind, layer] = 1000 * float(seconds)
+    rows = [
+        {
+            "method": method,
+            "layer": layer,
+            "sublayer": kind,
+            "kept": layer not in run.methods[method]["skipped"][kind],
+            "ms": milliseconds.get((kind, layer), float("nan")),
+        }
+        for method in run.drafting
+        for kind in ("attention", "mlp")
+        for layer in range(run.num_layers)
+    ]
+    return pd.DataFrame(rows)
+
+
+def comparison(runs: list[Run]) -> pd.DataFrame:
+    """All runs' speedups over their baselines, all categories together, one below the other."""
+    return together(runs, speedup).query("category == 'all'").pipe(_over_baseline, runs)
+
+
+def repeatability(runs: list[Run]) -> pd.DataFrame:
+    """Pairs of runs of the same thing: do the intervals of a method's speedup overlap?
+
+    The same thing: model hash, law, dtype, device, threads, execution and number of new tokens.
+    """
+    table = comparison(runs)
+    rows = []
+    for number, first in enumerate(runs):
+        for second in runs[number + 1 :]:
+            if _thing(first) != _thing(second):
+                continue
+            a = table[table["run"] == first.label].set_index(["batch_size", "method"])
+            b = table[table["run"] == second.label].set_index(["batch_size", "method"])
+            for key in a.index.intersection(b.index):
+                if key[1] == first.baseline:
+                    continue
+                x, y = a.loc[key], b.loc[key]
+                rows.append(
+                    {
+                        "run": first.label,
+                        "other_run": second.label,
+                        "batch_size": key[0],
+                        "method": key[1],
+                        "speedup": x["speedup"],
+                        "other_speedup": y["speedup"],
+                        "overlap": bool(x["low"] <= y["high"] and y["low"] <= x["high"]),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def together(runs: Iterable[Run], table: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
+    """One table of all runs, with the run's label in the first column."""
+    frames = []
+    for run in runs:
+        frame = table(run)
+        if len(frame):
+            frame.insert(0, "run", run.label)
+            frames.append(frame)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def _thing(run: Run) -> tuple[Any, ...]:
+    header = run.header
+    law = tuple(sorted((k, v) for k, v in header["law"].items() if k != "seed"))
+    names = ("dtype", "device", "threads", "execution", "max_new_tokens")
+    return (header["model"]["hash"], law, *(header[name] for name in names))
+
+
+def _over_baseline(table: pd.DataFrame, runs: list[Run]) -> pd.DataFrame:
+    baselines = {run.label: run.baseline for run in runs}
+    return table[table["over"] == table["run"].map(baselines)].reset_index(drop=True)
+
+
+def _groups(run: Run, frame: pd.DataFrame) -> Iterable[tuple[tuple[int, str], pd.DataFrame]]:
+    """The parts of a table by batch size, and all or one category of prompts."""
+    for batch_size in run.batch_sizes:
+        part = frame[frame["batch_size"] == batch_size]
+        yield (batch_size, ALL), part
+        for category in run.categories:
+            yield (batch_size, category), part[part["category"] == category]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")

@@ -1,0 +1,265 @@
+"""Run files made up for tests: rounds drawn from a known acceptance, seconds from known costs."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+COSTS = {"draft": 0.15, "verify": [1.0, 1.2, 1.35, 1.45, 1.5], "source": "measured"}
+STEP = 0.001  # seconds of one target step
+LAYERS = 6
+
+
+def header(**changes: Any) -> dict[str, Any]:
+    """The header of a sampled run with five methods."""
+    return {
+        "kind": "header",
+        "schema": 1,
+        "created": "2026-11-21T09:40:00Z",
+        "argv": ["benchmark", "tiny"],
+        "environment": {
+            "layerskip": "0.1.0",
+            "python": "3.11.7",
+            "packages": {"torch": "2.13.0"},
+            "platform": "Linux",
+            "cpu": {"model": "Test CPU", "cores": 2, "threads": 1},
+            "devices": [],
+            "git": {"revision": "0" * 40, "dirty": False},
+        },
+        "model": {
+            "name": "tiny",
+            "hash": "0123456789abcdef",
+            "architecture": "llama",
+            "num_layers": LAYERS,
+            "parameters": 1000,
+        },
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "execution": "fused",
+        "law": {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_p": None,
+            "top_k": None,
+            "acceptance": "coupled",
+            "seed": 0,
+        },
+        "max_new_tokens": 64,
+        "repeats": 2,
+        "warmup": 1,
+        "batch_sizes": [1],
+        "prompts": {"name": "shipped", "sha256": "0", "count": 8, "categories": {}},
+        "baseline": "plain",
+        "methods": [
+            {"name": "generate", "kind": "generate"},
+            {"name": "plain", "kind": "plain"},
+            drafting("self"),
+            drafting("self:fixed-4", controller="fixed", max_draft_length=4),
+            {"name": "generate-prompt-lookup", "kind": "generate-prompt-lookup", "num_tokens": 10},
+        ],
+    } | changes
+
+
+def drafting(name: str, **changes: Any) -> dict[str, Any]:
+    """A method of kind `self`: exit 2 of 6 layers."""
+    skipped = list(range(2, LAYERS))
+    return {
+        "name": name,
+        "kind": "self",
+        "label": "exit 2, expected-gain",
+        "skip": {"schema": 1, "exit_layer": 2},
+        "skipped": {"attention": skipped, "mlp": skipped},
+        "num_kept": 4,
+        "prefix": 4,
+        "controller": "expected-gain",
+        "max_draft_length": None,
+        "threshold": None,
+        "costs": {"1": COSTS | {"step_seconds": STEP}},
+    } | changes
+
+
+def record(method: str, prompt: str = "code-1", **changes: Any) -> dict[str, Any]:
+    """One call that took 10 ms, 1 ms of it to the first of 10 tokens."""
+    return {
+        "kind": "record",
+        "method": method,
+        "prompts": [prompt],
+        "category": prompt.partition("-")[0],
+        "batch_size": 1,
+        "repeat": 0,
+        "order": 0,
+        "prompt_tokens": [5],
+        "new_tokens": [10],
+        "seconds": {"total": 0.01, "first": 0.001, "draft": None, "verify": None, "other": None},
+        "first_tokens": [1],
+        "rounds": None,
+        "peak_memory": None,
+        "repeated_4grams": [0.1],
+        "loops": [False],
+        "equal": None,
+        "differences": [],
+    } | changes
+
+
+def seconds(total: float, first: float = 0.001, **phases: float) -> dict[str, float | None]:
+    """The `seconds` of a record."""
+    return {"total": total, "first": first, "draft": None, "verify": None, "other": None} | phases
+
+
+def rounds(*triples: tuple[int, int, int]) -> dict[str, Any]:
+    """Rounds of a batch of one from (drafted, accepted, emitted)."""
+    return {
+        "drafted": [[d] for d, _, _ in triples],
+        "accepted": [[a] for _, a, _ in triples],
+        "emitted": [[e] for _, _, e in triples],
+        "confidences": [[[0.5] * d] for d, _, _ in triples],
+    }
+
+
+def drawn_rounds(
+    draw: random.Random, alpha: float, length: int, tokens: int
+) -> list[tuple[int, int, int]]:
+    """Rounds that emit `tokens` in all, drafting up to `length` each."""
+    done = []
+    while tokens:
+        drafted = min(length, tokens - 1)
+        accepted = 0
+        while accepted < drafted and draw.random() < alpha:
+            accepted += 1
+        done.append((drafted, accepted, accepted + 1))
+        tokens -= accepted + 1
+    return done
+
+
+def round_cost(drafted: int) -> float:
+    """Target steps of a round, by COSTS."""
+    return drafted * COSTS["draft"] + COSTS["verify"][drafted] if drafted else 1.0
+
+
+def made_up(
+    *,
+    prompts: int = 4,
+    categories: tuple[str, ...] = ("code", "foreign"),
+    alpha: float = 0.6,
+    speed: float = 1.0,
+    noise: float = 0.02,
+    seed: int = 0,
+    head: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """The lines of a whole run; `speed` multiplies the seconds of the drafting methods."""
+    draw = random.Random(seed)
+    top = header() if head is None else head
+    lines = [top]
+    for category in categories:
+        for number in range(prompts):
+            texts = random.Random(f"{category} {number}")
+            counts = {
+                method["name"]: drawn_rounds(
+                    texts, alpha, method["max_draft_length"] or 3, top["max_new_tokens"] - 1
+                )
+                for method in top["methods"]
+                if method["kind"] == "self"
+            }
+            for repeat in range(top["repeats"]):
+                for order, method in enumerate(top["methods"]):
+                    name, kind = method["name"], method["kind"]
+                    steps = top["max_new_tokens"] - 1
+                    times: dict[str, float | None]
+                    slower = {"generate": 1.4, "generate-prompt-lookup": 1.1}.get(kind, 1.0)
+                    shake = 1 + noise * draw.uniform(-1, 1)
+                    times = seconds(0.002 + steps * STEP * slower * shake, 0.002)
+                    done = [(0, 0, 1)] * steps
+                    if kind == "self":
+                        done = counts[name]
+                        drafts = sum(d for d, _, _ in done) * COSTS["draft"] * STEP * speed
+                        rest = sum(round_cost(d) for d, _, _ in done) * STEP * speed - drafts
+                        times = seconds(
+                            0.002 + (drafts + rest) * shake,
+                            0.002,
+                            draft=drafts * shake,
+                            verify=rest * shake * 0.9,
+                            other=rest * shake * 0.1,
+                        )
+                    elif kind == "plain":
+                        whole = times["total"] - 0.002
+                        times |= {"draft": 0.0, "verify": whole * 0.9, "other": whole * 0.1}
+                    lines.append(
+                        record(
+                            name,
+                            f"{category}-{number}",
+                            repeat=repeat,
+                            order=order,
+                            new_tokens=[top["max_new_tokens"]],
+                            seconds=times,
+                            rounds=rounds(*done) if kind in ("plain", "self") else None,
+                            repeated_4grams=[0.15],
+                            equal=[True] if kind == "self" else None,
+                        )
+                    )
+    return lines
+
+
+def trace() -> dict[str, Any]:
+    """A trace over three exits, of one hundred starts."""
+    exits, lengths, thresholds = [1, 2, 3], [1, 2, 4], [0.0, 0.4]
+    alphas = {1: 0.3, 2: 0.6, 3: 0.8}
+    bins = [i / 10 for i in range(10)]
+    table = {"rounds": [], "drafted": [], "emitted": []}
+    for e in exits:
+        cells = [
+            [(round(1000 / (1 + alphas[e] * g * (0.8 if t else 1.0))), g, t) for t in thresholds]
+            for g in lengths
+        ]
+        table["rounds"].append([[n for n, _, _ in row] for row in cells])
+        table["drafted"].append(
+            [[int(n * g * (0.7 if t else 1)) for n, g, t in row] for row in cells]
+        )
+        table["emitted"].append([[1000 for _ in row] for row in cells])
+    return {
+        "kind": "trace",
+        "prompts": ["code-0"],
+        "tokens": 1000,
+        "law": header()["law"],
+        "exits": [
+            {
+                "exit": e,
+                "agreement": alphas[e],
+                "match": alphas[e],
+                "confidence": [
+                    {
+                        "low": low,
+                        "high": low + 0.1,
+                        "count": 10 * (i + 1),
+                        "mean": low + 0.05,
+                        "matched": round(10 * (i + 1) * (low + 0.05) * alphas[e]),
+                    }
+                    for i, low in enumerate(bins)
+                ],
+            }
+            for e in exits
+        ],
+        "what_if": {"exits": exits, "draft_lengths": lengths, "thresholds": thresholds, **table},
+    }
+
+
+def cost() -> dict[str, Any]:
+    """A cost line: 100 us per attention, 50 per MLP, 60 head, 40 rest; 20% more per further token."""
+    counts, contexts = [1, 2, 4, 8], [64, 256]
+    more = [1 + 0.2 * (n - 1) for n in counts]
+    part = {"attention": 1e-4, "mlp": 5e-5}
+    lines: dict[str, Any] = {
+        name: [[[s * m] * LAYERS for m in more] for _ in contexts] for name, s in part.items()
+    }
+    lines |= {
+        name: [[s * m for m in more] for _ in contexts]
+        for name, s in {"head": 6e-5, "rest": 4e-5}.items()
+    }
+    lines["passes"] = [[1e-3 * m for m in more] for _ in contexts]
+    return {"kind": "cost", "batch_size": 1, "contexts": contexts, "counts": counts, **lines}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    """A run file of these lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
