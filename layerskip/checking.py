@@ -252,7 +252,7 @@ def compare_greedy(
             execution=execution,
         )
         got = out.sequences[0, width:].tolist()
-        return _first_difference(opened, index, ids, expected, got, scores)
+        return first_difference(opened, index, ids, expected, got, scores)
 
     return _compare_all(compare, prompts)
 
@@ -291,7 +291,7 @@ def compare_coupled(
             )
             for enabled in (False, True)
         )
-        return _first_difference(opened, index, ids, expected, got, scores)
+        return first_difference(opened, index, ids, expected, got, scores)
 
     return _compare_all(compare, prompts)
 
@@ -317,7 +317,7 @@ def _compare_all(
     )
 
 
-def _first_difference(
+def first_difference(
     model: Sublayers,
     prompt: int,
     ids: Tensor,

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from layerskip import __version__, measuring
+from layerskip.benchmarking import benchmark
 from layerskip.flags import (
     MAX_NEW_TOKENS,
     NO_SKIP,
@@ -294,6 +295,7 @@ def _summary(result: dict[str, Any]) -> str:
     return words if result["seed"] is None else f"{words}; seed {result['seed']}"
 
 
+app.command()(benchmark)
 app.command()(measuring.check)
 app.command()(measuring.demo)
 

@@ -50,6 +50,7 @@ class Request:
         stop: asked after every emitted token with (row, that row's history (1, n)); True ends
             the row. Called in order, once per row and token.
         keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
+        clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
     input_ids: Tensor
@@ -61,6 +62,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     stop: Stop | None = None
     keep_scores: bool = False
+    clock: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Round:
             temperature 1) of each drafted token; empty where the controller needs none.
         finished: whether each row is finished after this round.
         scores, logits: per row, (emitted, V) float32, when the request asked for them.
+        times: what the request's clock said when the round began, when its drafts were there, when
+            the target's logits were, and when its tokens were out.
     """
 
     index: int
@@ -86,6 +90,7 @@ class Round:
     finished: tuple[bool, ...]
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
+    times: tuple[float, ...] | None = None
 
 
 @dataclass
@@ -201,11 +206,15 @@ class Decoder:
         self.history = F.pad(request.input_ids.to(self.device), (0, slack))  # (B, W + slack)
         self._reads_history = request.stop is not None or request.law.reads_history
         self.stats = DecodingStats()
+        self._times: list[float] = []  # of the round in progress
         controller.reset(rows)
 
     def rounds(self) -> Iterator[Round]:
         """Yield the prefill's round and every round after it, until all rows are finished."""
+        self._mark(begin=True)
+        self._mark()
         raw = self.session.prefill()  # (B, V)
+        self._mark()
         positions = [(row, 0) for row in self.rows]
         scores = self._scores(raw, positions)  # (B, V)
         first = self._draw(scores, positions, TARGET)
@@ -218,10 +227,13 @@ class Decoder:
             yield self._round(index)
 
     def _round(self, index: int) -> Round:
+        self._mark(begin=True)
         drafts, confidences, laws = self._draft()
+        self._mark()
         longest = max(map(len, drafts))
         last = [(self.emitted[row] + drafts[row])[-1] for row in self.rows]
         raw = self.session.verify(self._tensor(last), longest)  # (B, longest + 1, V)
+        self._mark()
         positions = [
             (row, offset)
             for row in self.rows
@@ -233,6 +245,13 @@ class Decoder:
         accept = self._reject if self.rejection else self._match
         tokens = accept(drafts, positions, scores, laws)
         return self._close(index, tokens, drafts, confidences, positions, scores, picked)
+
+    def _mark(self, *, begin: bool = False) -> None:
+        """Note the time, if the request has a clock."""
+        if begin:
+            self._times.clear()
+        if self.request.clock is not None:
+            self._times.append(self.request.clock())
 
     def _draft(self) -> tuple[list[list[int]], list[list[float]], dict[Position, Tensor]]:
         """Draft in lockstep, each row for as long as its controller says.
@@ -428,6 +447,7 @@ class Decoder:
             ]
             kept_scores = tuple(scores[i] for i in kept)
             kept_logits = tuple(raw[i].float() for i in kept)
+        self._mark()
         round_ = Round(
             index=index,
             tokens=tuple(map(tuple, emitted)),
@@ -437,6 +457,7 @@ class Decoder:
             finished=tuple(self.finished),
             scores=kept_scores,
             logits=kept_logits,
+            times=tuple(self._times) or None,
         )
         session = self.session
         sublayers = session.model.num_sublayers

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -113,10 +114,15 @@ def shipped_prompts(per_category: int) -> list[Prompt]:
     from layerskip.loading import SHIPPED_PROMPTS
     from layerskip.prompts import read_prompts
 
+    return first_of_each(read_prompts(SHIPPED_PROMPTS), per_category)
+
+
+def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """The first so many prompts of each category; None takes all."""
     chosen: dict[str | None, list[Prompt]] = {}
-    for prompt in read_prompts(SHIPPED_PROMPTS):
+    for prompt in prompts:
         chosen.setdefault(prompt.category, []).append(prompt)
-    return [prompt for prompts in chosen.values() for prompt in prompts[:per_category]]
+    return [prompt for each in chosen.values() for prompt in each[:limit]]
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:

@@ -85,6 +85,7 @@ class LayerSkipDecoding:
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
         costs: cost table of the controller; measured or taken from the skip config otherwise.
         execution: "auto", "modules" or "fused", see `Sublayers`.
+        clock: fills the rounds' `times`; on a GPU it should wait for the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.
     """
@@ -102,6 +103,7 @@ class LayerSkipDecoding:
         seeds: Sequence[int] | None = None,
         costs: CostTable | None = None,
         execution: str = "auto",
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if skip is not None and not isinstance(skip, SkipConfig):
             skip = SkipConfig.load(skip)
@@ -129,6 +131,7 @@ class LayerSkipDecoding:
         self.seeds = None if seeds is None else tuple(seeds)
         self.costs = costs
         self.execution = execution
+        self.clock = clock
 
     def __repr__(self) -> str:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
@@ -199,6 +202,7 @@ class LayerSkipDecoding:
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
             stop=_stop(others) if others else None,
             keep_scores=keep_scores,
+            clock=self.clock,
         )
         decoder, costs = self.decoder(model, request)
         rounds = []
@@ -435,6 +439,7 @@ _SETTINGS = {
     "seeds",
     "costs",
     "execution",
+    "clock",
 }
 
 
@@ -487,6 +492,7 @@ def decode(
         rejection=decoding.acceptance == "rejection",
         eos=frozenset(ends),
         keep_scores=keep_scores,
+        clock=decoding.clock,
     )
     with torch.no_grad():
         decoder, _ = decoding.decoder(model, request)

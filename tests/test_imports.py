@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "layerskip.config": 0,
     "layerskip.pricing": 0,
+    "layerskip.records": 0,
     "layerskip.roofline": 0,
     "layerskip.speculation": 0,
     "layerskip.cache": 1,
@@ -28,6 +29,7 @@ FLOORS = {
     "layerskip.passes": 3,
     "layerskip.training": 3,
     "layerskip.engine": 4,
+    "layerskip.benchmark": 5,
     "layerskip.checking": 5,
     "layerskip.costs": 5,
     "layerskip.demo": 5,
@@ -35,6 +37,7 @@ FLOORS = {
     "layerskip.generation": 5,
     "layerskip.lawtest": 5,
     "layerskip.loading": 5,
+    "layerskip.methods": 5,
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
     "layerskip.analysis.page": 6,
@@ -59,6 +62,7 @@ FLOORS = {
     "layerskip.flags": 6,
     "layerskip.__main__": 7,
     "layerskip.cli": 7,
+    "layerskip.benchmarking": 7,
     "layerskip.measuring": 7,
     "layerskip": 8,  # lazily
 }
