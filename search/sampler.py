@@ -14,6 +14,7 @@ import math
 import os
 import random
 import socket
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -120,16 +121,16 @@ class SublayerSampler(BaseSampler):
             params: dict[str, Any] = {**self.space.params(0), **fixed}
             self._claim(study, trial, self.space.from_params(params), "enqueued")
             return params
-        rejected: set[int] = set()
-        for _ in range(CLAIM_ATTEMPTS):
+        draw = random.Random(f"{self.seed} {trial.number}")
+        for attempt in range(CLAIM_ATTEMPTS):
             history = read_history(study, self.space, besides=trial.number)
-            history.taken |= rejected
-            mask, origin = self._propose(study, trial, history)
+            mask, origin = self._propose(study, trial, history, draw)
             self._claim(study, trial, mask, origin)
-            # Two workers that chose at the same moment see each other here, one of them at least.
+            # Of two workers that chose at the same moment, one at least sees the other here; where
+            # both do, both choose again, and waits of unequal lengths part them.
             if mask not in read_history(study, self.space, besides=trial.number).taken:
                 break
-            rejected.add(mask)
+            time.sleep(draw.uniform(0, 0.02 * 2**attempt))
         return self.space.params(mask)
 
     def sample_independent(
@@ -137,13 +138,14 @@ class SublayerSampler(BaseSampler):
     ) -> Any:
         raise ValueError(f"{param_name} is not a parameter of {self.space}")
 
-    def _propose(self, study: Study, trial: FrozenTrial, history: History) -> tuple[int, str]:
+    def _propose(
+        self, study: Study, trial: FrozenTrial, history: History, draw: random.Random
+    ) -> tuple[int, str]:
         """A free set and what proposed it; any set at all where none is free."""
         space = self.space
         for name, mask in self.seeds.items():
             if history.free(space, mask):
                 return mask, f"seed:{name}"
-        draw = random.Random(f"{self.seed} {trial.number}")
         single = moves.next_single(space, history)
         if single is not None:
             return single, "single"

@@ -31,13 +31,15 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import SkipConfig
 
-from .sampler import SublayerSampler, claim, read_history, worker
+from .sampler import SublayerSampler, claim, read_history
 from .space import Space
 
 LOCK_SECONDS = 5
 """After so long a lock on a journal is that of a process that was killed while it wrote."""
-UNOWNED_SECONDS = 5.0
+UNOWNED_SECONDS = 2.0
 """A trial says at once who runs it; one that does not for so long was left by a killed process."""
+OWN_ATTRIBUTES = frozenset({"worker", "origin", "skipped"})
+"""Attributes that say where a trial comes from; others say what its config is worth."""
 SILENT_SECONDS = 600.0
 """At least so long, and ten times the slowest trial, may a trial of another machine take."""
 
@@ -87,25 +89,23 @@ def open_study(
         ValueError: the storage cannot be opened, or holds another search under that name.
     """
     made_with = {"space": space.to_dict(), **(identity or {})}
-    with _quiet(), _readable_errors(storage):
+    with _quiet(), _readable_errors(f"cannot open the study {name!r} in {storage}"):
         study = optuna.create_study(
             storage=_open_storage(storage),
             study_name=name,
             direction="maximize",
             load_if_exists=True,
         )
-        found = study.user_attrs.get("layerskip")
-        if found is None and not study.get_trials(deepcopy=False):
+        if not study.user_attrs and not study.get_trials(deepcopy=False):
             study.set_user_attr("layerskip", made_with)
-            study.set_metric_names(["value"])
-        elif found != made_with:
-            found = found or {}
-            keys = [key for key in {**made_with, **found} if found.get(key) != made_with.get(key)]
-            raise ValueError(
-                f"the study {name!r} was made with another {' and '.join(keys)}: "
-                + "; ".join(f"{k} {found.get(k)!r} then, {made_with.get(k)!r} now" for k in keys)
-                + "; choose another study name or storage"
-            )
+        found = study.user_attrs.get("layerskip", {})
+    differing = [k for k in {**made_with, **found} if found.get(k) != made_with.get(k)]
+    if differing:
+        raise ValueError(
+            f"the study {name!r} was made with another {' and '.join(differing)}: "
+            + "; ".join(f"{k} {found.get(k)!r} then, {made_with.get(k)!r} now" for k in differing)
+            + ". Choose another study name or storage"
+        )
     return study
 
 
@@ -139,22 +139,26 @@ def run(
     study.sampler = SublayerSampler(space, seeds=seeds, seed=seed)
     with _quiet():
         fail_stale(study)
-        while time.monotonic() < deadline and _left(study, space, trials):
-            with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale, and failed
-                _run_trial(study, space, evaluate)
-            if progress is not None:
-                progress(_standing(study, trials))
-        fail_stale(study)
+        try:
+            while time.monotonic() < deadline and _left(study, space, trials):
+                with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale, and failed
+                    _run_trial(study, space, evaluate)
+                if progress is not None:
+                    progress(_standing(study, trials))
+        finally:
+            fail_stale(study)  # the trial that Ctrl-C ended, and those of workers killed meanwhile
 
 
 def fail_stale(study: Study) -> int:
-    """Fail the running trials whose process is gone, and say how many.
+    """Fail the running trials that nobody runs any more, and say how many.
 
-    On this machine that is known. A trial of another machine is stale when it runs for longer than
-    any could: see SILENT_SECONDS.
+    Those are the trials of this process, which runs none while it calls this, those of processes of
+    this machine that are gone, and those of other machines that run for longer than a trial could:
+    see SILENT_SECONDS.
     """
     trials = study.get_trials(deepcopy=False)
-    durations = [t.duration.total_seconds() for t in trials if t.duration is not None]
+    finished = [t for t in trials if t.state is TrialState.COMPLETE]
+    durations = [t.duration.total_seconds() for t in finished if t.duration is not None]
     longest = max(SILENT_SECONDS, 10 * max(durations, default=0.0))
     stale = [t for t in trials if t.state is TrialState.RUNNING and _is_stale(t, longest)]
     for trial in stale:
@@ -175,41 +179,38 @@ def redacted(text: str) -> str:
 
 
 def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
-    trial = study.ask(space.distributions)
-    try:
-        mask = space.from_params(trial.params)
-        if mask not in space:
-            trial.set_user_attr("error", f"not in {space}")
-            study.tell(trial, state=TrialState.FAIL)
-            return
-        same = [t for t in _finished(study) if claim(t, space) == mask]
-        if same:
-            for name in same[0].user_attrs.keys() - {"worker", "origin", "skipped"}:
-                trial.set_user_attr(name, same[0].user_attrs[name])
-            trial.set_user_attr("copy_of", same[0].number)
-            study.tell(trial, _value(same[0]))
-            return
+    trial = study.ask()
+    # Asked for here, where all parameters may be given by hand, or the space may have none.
+    mask = space.from_params(trial.relative_params)
+    for name, distribution in space.distributions.items():
+        trial._suggest(name, distribution)
+    if mask not in space:
+        trial.set_user_attr("error", f"not in {space}")
+        study.tell(trial, state=TrialState.FAIL)
+        return
+    same = next((t for t in _finished(study) if claim(t, space) == mask), None)
+    if same is not None:
+        known = {k: v for k, v in same.user_attrs.items() if k not in OWN_ATTRIBUTES}
+        value, known["copy_of"] = _value(same), same.number
+    else:
         found = evaluate(space.skip_config(mask))
-        if not math.isfinite(found.value):
-            trial.set_user_attr("error", f"value {found.value}")
-            raise ValueError(f"{space.skip_config(mask)} has the value {found.value}")
+        value = found.value
+        if not math.isfinite(value):
+            trial.set_user_attr("error", f"value {value}")
+            study.tell(trial, state=TrialState.FAIL)
+            raise ValueError(f"{space.skip_config(mask)} must have a finite value, got {value}")
         known = {"guide": found.guide, "acceptance": found.acceptance}
         known |= {"draft_cost": found.draft_cost, **found.attributes}
-        for name, value in known.items():
-            if value is not None:
-                trial.set_user_attr(name, value)
-        study.tell(trial, found.value)
-    except UpdateFinishedTrialError:
-        raise
-    except BaseException:  # Ctrl-C too: nothing stays that looks as if it ran
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-        raise
+    for name, attribute in known.items():
+        if attribute is not None:
+            trial.set_user_attr(name, attribute)
+    study.tell(trial, value)
 
 
 def _left(study: Study, space: Space, trials: int) -> bool:
     known = study.get_trials(deepcopy=False)
-    done = sum(t.state in (TrialState.COMPLETE, TrialState.RUNNING) for t in known)
-    if done >= trials:
+    running = sum(t.state is TrialState.RUNNING and "worker" in t.user_attrs for t in known)
+    if running + sum(t.state is TrialState.COMPLETE for t in known) >= trials:
         return False
     waiting = any(t.state is TrialState.WAITING for t in known)
     return waiting or len(read_history(study, space).taken) < space.size
@@ -241,12 +242,9 @@ def _is_stale(trial: FrozenTrial, longest: float) -> bool:
     owner = trial.user_attrs.get("worker")
     if owner is None:
         return seconds > UNOWNED_SECONDS
-    if owner == worker():
-        return False
     host, process, _ = owner.rsplit(":", 2)
     if host != socket.gethostname():
         return seconds > longest
-    # This process is not `owner`, so that one of the same number was another, before.
     return int(process) == os.getpid() or not _is_running(int(process))
 
 
@@ -318,17 +316,14 @@ def _open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
 
 
 @contextlib.contextmanager
-def _readable_errors(storage: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Whatever a database driver raises, as one line without passwords."""
+def _readable_errors(what: str) -> Iterator[None]:
+    """Whatever a storage raises as a ValueError of one line, without passwords."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:
-        words = redacted(str(error)).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"cannot open the study in {redacted(str(storage))}: {words[0]}"
-        ) from None  # the driver's own message may hold the password
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # Not chained: the driver's own message may hold the password.
+        raise ValueError(redacted(f"{what}: {reason}")) from None
 
 
 @contextlib.contextmanager

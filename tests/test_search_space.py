@@ -1,0 +1,186 @@
+"""The sets that a search walks, their parameters, and the sets it starts from."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from layerskip.search import seeds
+from layerskip.search.space import Space
+from optuna.distributions import CategoricalDistribution, IntDistribution
+
+from layerskip.config import SkipConfig
+
+
+def space(kind: str = "sublayer", num_layers: int = 5, **options) -> Space:
+    return Space(kind=kind, num_layers=num_layers, **options)
+
+
+ALL = [
+    space(kind, num_layers, allow_ends=ends, budget=budget)
+    for kind, num_layers, ends, budget in product(
+        ("exit", "layer", "sublayer"), (1, 2, 4), (False, True), (None, 1, 3)
+    )
+]
+
+
+@pytest.mark.parametrize("space", ALL, ids=str)
+class TestEverySpace:
+    def test_lists_what_it_counts_and_holds(self, space):
+        masks = list(space.enumerate())
+        assert len(masks) == len(set(masks)) == space.size
+        held = [mask for mask in range(-1, 1 << 2 * space.num_layers) if mask in space]
+        assert held == sorted(masks)
+
+    def test_masks_and_parameters_stand_one_to_one(self, space):
+        seen = set()
+        for mask in space.enumerate():
+            params = space.params(mask)
+            assert params.keys() == space.distributions.keys()
+            assert space.from_params(params) == mask
+            seen.add(tuple(params.items()))
+        assert len(seen) == space.size
+
+    def test_masks_are_resolved_skip_configs(self, space):
+        for mask in space.enumerate():
+            skip = space.skip_config(mask)
+            assert skip == skip.resolve(space.num_layers)
+            assert space.mask(skip) == mask
+
+    def test_skipping_nothing_is_in_and_skipping_all_is_not(self, space):
+        assert 0 in space
+        assert (1 << 2 * space.num_layers) - 1 not in space
+
+    def test_holds_the_exits_that_the_budget_allows(self, space):
+        for exit_layer in range(1, space.num_layers):
+            mask = space.exit_mask(exit_layer)
+            assert mask == space.mask(SkipConfig.early_exit(exit_layer))
+            allowed = space.budget is None or mask.bit_count() <= space.budget
+            assert (mask in space) is allowed
+
+    def test_keeps_to_the_budget_and_the_ends(self, space):
+        for mask in space.enumerate():
+            assert space.budget is None or mask.bit_count() <= space.budget
+            if not space.allow_ends:
+                assert mask & 0b11 == 0
+                assert mask >> 2 * space.num_layers - 2 in (0b00, 0b11)
+
+    def test_seeds_are_distinct_members(self, space):
+        hidden = torch.randn(2 * space.num_layers + 1, 3, 4)
+        for found in (seeds.standard(space), seeds.from_hidden_states(space, hidden)):
+            assert all(mask in space for mask in found.values())
+            assert len(set(found.values())) == len(found)
+
+
+def test_parameters_are_those_of_optuna():
+    assert space("exit").distributions == {"exit": IntDistribution(1, 5)}
+    assert list(space("layer").distributions) == ["layer.1", "layer.2", "layer.3", "layer.4"]
+    assert list(space("sublayer", 3).distributions) == ["attention.1", "mlp.1", "layer.2"]
+    free = space("sublayer", 2, allow_ends=True).distributions
+    assert list(free) == ["attention.0", "mlp.0", "attention.1", "mlp.1"]
+    assert free["mlp.1"] == CategoricalDistribution((False, True))
+
+
+def test_counts_a_large_space_without_listing_it():
+    assert space("sublayer", 80, allow_ends=True).size == 2**160 - 1
+    assert space("sublayer", 80).size == 2 ** (2 * 78 + 1)
+    assert space("layer", 80, allow_ends=True, budget=4).size == 1 + 80 + math.comb(80, 2)
+
+
+def test_says_what_it_is():
+    assert str(space()) == "the sublayer space of 5 layers"
+    words = "the layer space of 5 layers, ends free, at most 4 sublayers"
+    assert str(space("layer", allow_ends=True, budget=4)) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "block"}, "space must be one of exit, layer, sublayer, got 'block'"),
+        ({"num_layers": 0}, "num_layers must be 1 or more, got 0"),
+        ({"budget": 0}, "budget must be 1 or more, got 0"),
+        ({"budget": 1.5}, r"budget must be an integer, got 1\.5"),
+        ({"num_layers": True}, "num_layers must be an integer, got True"),
+    ],
+)
+def test_refuses_what_is_no_space(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Space(**{"kind": "layer", "num_layers": 5, **options})
+
+
+def test_refuses_parameters_of_a_set_outside():
+    with pytest.raises(ValueError, match=r"is not in the layer space of 5 layers"):
+        space("layer").params(0b100)
+
+
+def test_standard_seeds():
+    found = seeds.standard(space("layer", 12))
+    assert found["none"] == 0
+    assert [name for name in found if name.startswith("exit")] == [
+        f"exit-{layer}" for layer in range(11, 0, -1)
+    ]
+    assert space("layer", 12).skip_config(found["even-4"]) == SkipConfig.layers([2, 5, 7, 10])
+
+
+class TestHiddenStates:
+    """Made-up residual streams of 8 layers, of which layers 3 and 5 add next to nothing."""
+
+    def hidden(self, quiet=(3, 5), tokens=6, width=32):
+        generator = torch.Generator().manual_seed(0)
+        updates = torch.randn(16, tokens, width, generator=generator)
+        for layer in quiet:
+            updates[2 * layer : 2 * layer + 2] *= 1e-3
+        start = torch.randn(1, tokens, width, generator=generator)
+        return torch.cat([start, start + updates.cumsum(0)])
+
+    def test_seeds_leave_out_what_adds_nothing(self):
+        layers = space("layer", 8)
+        found = seeds.from_hidden_states(layers, self.hidden())
+        for name in ("influence-2", "cosine-2"):
+            if name in found:  # equal sets go by the first name
+                assert layers.skip_config(found[name]) == SkipConfig.layers([3, 5])
+        assert "influence-2" in found
+
+    def test_cosine_sets_are_the_best_ones_where_updates_do_not_depend_on_the_state(self):
+        """Skipping a pair of layers whose updates cancel bends nothing at the end."""
+        hidden = self.hidden(quiet=())
+        update = hidden[7] - hidden[6]
+        hidden[9:] += -update - (hidden[9] - hidden[8])  # mlp 4 undoes what mlp 3 did
+        switches = [1 << 7, 1 << 9]
+        assert seeds.cosine_sets(hidden, switches, 2) == [0, 1 << 9, 1 << 7 | 1 << 9]
+
+    def test_cosine_sets_hold_their_counts(self):
+        layers = space("sublayer", 8)
+        switches = list(layers.switches.values())
+        found = seeds.cosine_sets(self.hidden(), switches, 9)
+        assert len(found) == 10
+        for count, mask in enumerate(found):
+            assert sum(bool(mask & switch) for switch in switches) == count
+            assert mask in layers
+
+    def test_nothing_to_skip(self):
+        assert seeds.cosine_sets(self.hidden(), [], 0) == [0]
+        assert seeds.from_hidden_states(space("layer", 1), torch.ones(3, 2, 4)) == {}
+
+    @pytest.mark.parametrize("shape", [(16, 6, 32), (17, 32), (17, 0, 32)])
+    def test_refuses_other_shapes(self, shape):
+        with pytest.raises(ValueError, match=r"hidden must be \(17, T, D\) for 8 layers"):
+            seeds.from_hidden_states(space("layer", 8), torch.ones(shape))
+
+
+class TestGivenConfigs:
+    def test_published_sets(self):
+        skip = SkipConfig(attention=(1, 2), mlp=(3,))
+        found = seeds.given(space(), {"file.json": skip, "exit": SkipConfig.early_exit(2)})
+        assert found == {"file.json": 0b10010100, "exit": 0b1111110000}
+
+    @pytest.mark.parametrize(
+        ("skip", "message"),
+        [
+            (SkipConfig(attention=(7,)), "skip config x: attention indices must be in 0..4"),
+            (SkipConfig(attention=(0,)), "skip config x is not in the sublayer space of 5 layers"),
+        ],
+    )
+    def test_refuses_another_model_and_another_space(self, skip, message):
+        with pytest.raises(ValueError, match=message):
+            seeds.given(space(), {"x": skip})

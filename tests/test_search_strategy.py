@@ -1,0 +1,474 @@
+"""The search as an Optuna study: what it finds is good, and nothing is lost or repeated."""
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import optuna
+import pytest
+from landscapes import Landscape, best_by_long_search
+from layerskip.search import moves, sampler, seeds, study
+from layerskip.search.moves import History
+from layerskip.search.space import Space
+from layerskip.search.study import Evaluation, best_trial, open_study, redacted, run
+from optuna.trial import TrialState
+
+TWELVE_BITS = Space(kind="sublayer", num_layers=6, allow_ends=True)
+LAYERS = Space(kind="layer", num_layers=4)  # 8 sets
+LARGER = Space(kind="sublayer", num_layers=12)  # 21 switches: sampled by TPE, which is faster
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Makes processes that need not import what the others did."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["layerskip.search.study", "landscapes"])
+    return context
+
+
+def evaluation_of(space: Space, landscape: Landscape, *, floor: float | None = None):
+    """`evaluate` for `run`; with a floor, as if drafting turned itself off below it."""
+
+    def evaluate(skip):
+        value, acceptance, cost = landscape(space.mask(skip))
+        if floor is None:
+            return Evaluation(value=value, acceptance=acceptance, draft_cost=cost)
+        return Evaluation(
+            value=max(value, floor), guide=value, acceptance=acceptance, draft_cost=cost
+        )
+
+    return evaluate
+
+
+def searched(space: Space, landscape: Landscape, trials: int, *, storage=None, **options):
+    found = open_study(space, storage=storage)
+    evaluate = evaluation_of(space, landscape, floor=options.pop("floor", None))
+    run(found, space, evaluate, trials=trials, seeds=seeds.standard(space), **options)
+    return found
+
+
+def story(found) -> list[tuple]:
+    """What a study tells, trial by trial, of what does not depend on the process."""
+    attributes = ("origin", "skipped", "acceptance")
+    return [(t.value, t.params, *(t.user_attrs.get(a) for a in attributes)) for t in found.trials]
+
+
+def masks(found) -> list[int]:
+    return [int(t.user_attrs["skipped"], 16) for t in found.trials]
+
+
+class TestQuality:
+    @pytest.mark.parametrize("exits", [False, True])
+    def test_finds_the_optimum_of_twelve_bits(self, exits):
+        landscape = Landscape(6, seed=2, exits=exits)
+        optimum = max(landscape(mask)[0] for mask in TWELVE_BITS.enumerate())
+        for seed in range(3):
+            trials = 20
+            found = searched(TWELVE_BITS, landscape, trials, seed=seed)
+            while best_trial(found).value < optimum and trials < 120:
+                trials += 20  # goes on as if it had not stopped
+                evaluate = evaluation_of(TWELVE_BITS, landscape)
+                run(found, TWELVE_BITS, evaluate, trials=trials, seeds={}, seed=seed)
+            assert best_trial(found).value == pytest.approx(optimum)
+
+    @pytest.mark.parametrize(
+        ("exits", "floor"), [(False, None), (True, None), (False, 1.0)], ids=str
+    )
+    def test_comes_near_a_long_search(self, exits, floor):
+        space, landscape = Space(kind="sublayer", num_layers=16), Landscape(16, 0, exits=exits)
+        _, optimum = best_by_long_search(landscape, space)
+        landscape.calls = 0
+        found = searched(space, landscape, 200, floor=floor)
+        assert landscape.calls == 200
+        assert best_trial(found).value >= 0.99 * optimum
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("exits", [False, True])
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize(("num_layers", "trials"), [(16, 200), (24, 250), (32, 300)])
+    def test_comes_near_long_searches(self, num_layers, trials, seed, exits):
+        space = Space(kind="sublayer", num_layers=num_layers)
+        landscape = Landscape(num_layers, seed, exits=exits)
+        _, optimum = best_by_long_search(landscape, space)
+        assert best_trial(searched(space, landscape, trials)).value >= 0.99 * optimum
+
+    def test_is_never_worse_than_an_exit_or_nothing(self):
+        space, landscape = Space(kind="layer", num_layers=12), Landscape(12, 5, exits=True)
+        found = searched(space, landscape, 13)
+        exits = [landscape(space.exit_mask(layer))[0] for layer in range(1, 13)]
+        assert best_trial(found).value >= max(exits)
+
+
+class TestLedger:
+    def test_every_trial_has_an_origin_and_a_set_of_its_own(self):
+        found = searched(TWELVE_BITS, Landscape(6, 0), 40)
+        origins = Counter(t.user_attrs["origin"].partition(":")[0] for t in found.trials)
+        assert origins.keys() == {"seed", "single", "ranked", "local", "gp"}
+        assert origins["single"] == 12
+        assert len(set(masks(found))) == 40
+        for trial, mask in zip(found.trials, masks(found), strict=True):
+            assert TWELVE_BITS.params(mask) == trial.params
+            assert {"acceptance", "draft_cost", "worker"} <= trial.user_attrs.keys()
+            assert trial.state is TrialState.COMPLETE
+
+    def test_larger_spaces_are_sampled_by_tpe(self):
+        space, landscape = LARGER, Landscape(12, 0)
+        found = searched(space, landscape, 70)
+        origins = {t.user_attrs["origin"] for t in found.trials}
+        assert "tpe" in origins
+        assert "gp" not in origins
+        assert story(searched(space, landscape, 70)) == story(found)
+        assert story(searched(space, landscape, 70, seed=1)) != story(found)
+
+    def test_tpe_stands_in_where_scipy_is_missing(self, monkeypatch):
+        monkeypatch.setattr(sampler.importlib.util, "find_spec", lambda name: None)
+        found = searched(TWELVE_BITS, Landscape(6, 0), 40)
+        assert "tpe" in {t.user_attrs["origin"] for t in found.trials}
+
+    def test_stops_where_the_space_ends(self):
+        for space in (LAYERS, Space(kind="exit", num_layers=7), Space(kind="layer", num_layers=1)):
+            found = searched(space, Landscape(space.num_layers, 0), 100)
+            assert sorted(masks(found)) == sorted(space.enumerate())
+
+    def test_keeps_to_the_budget(self):
+        space = dataclasses.replace(LARGER, budget=4)
+        found = searched(space, Landscape(12, 0), 50)
+        assert len(found.trials) == 50
+        assert {"local", "tpe"} <= {t.user_attrs["origin"] for t in found.trials}
+        assert all(mask in space for mask in masks(found))
+
+    def test_given_seeds_come_first(self):
+        found = open_study(LAYERS)
+        evaluate = evaluation_of(LAYERS, Landscape(4, 0))
+        run(found, LAYERS, evaluate, trials=1, seeds={"mine": 0b1100})
+        assert story(found)[0][2:4] == ("seed:mine", "0xc")
+
+    def test_progress_tells_the_best_so_far(self):
+        told = []
+        found = searched(LAYERS, Landscape(4, 0), 5, progress=told.append)
+        assert [p.finished for p in told] == [1, 2, 3, 4, 5]
+        assert all(p.trials == 5 for p in told)
+        assert told[-1].best == best_trial(found).value
+        assert told[-1].best_origin == best_trial(found).user_attrs["origin"]
+
+    def test_configs_enqueued_by_hand(self):
+        space = dataclasses.replace(LAYERS, budget=2)
+        found, landscape = open_study(space), Landscape(4, 0)
+        found.enqueue_trial({"layer.1": False, "layer.2": True, "layer.3": False})
+        found.enqueue_trial({"layer.2": True})  # the same, written in part
+        found.enqueue_trial({"layer.1": True, "layer.2": True})  # over the budget
+        run(found, space, evaluation_of(space, landscape), trials=4, seeds={})
+        first, second, third, *others = found.trials
+        assert {t.user_attrs["origin"] for t in (first, second, third)} == {"enqueued"}
+        assert first.values == second.values
+        assert second.user_attrs["copy_of"] == 0
+        assert second.user_attrs["acceptance"] == first.user_attrs["acceptance"]
+        assert third.state is TrialState.FAIL
+        assert third.user_attrs["error"] == f"not in {space}"
+        assert landscape.calls == 3  # of 4 finished trials
+        assert 0b110000 not in [int(t.user_attrs["skipped"], 16) for t in others]
+
+    def test_a_session_leaves_optuna_as_it_was(self):
+        optuna.logging.set_verbosity(optuna.logging.INFO)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            searched(TWELVE_BITS, Landscape(6, 0), 30)
+        assert optuna.logging.get_verbosity() == optuna.logging.INFO
+        assert caught == []
+
+
+class TestStops:
+    def test_resuming_goes_on_as_if_nothing_had_stopped(self, tmp_path):
+        landscape = Landscape(6, 1)
+        whole = searched(TWELVE_BITS, landscape, 40, seed=3)
+        for storage in (tmp_path / "study.log", f"sqlite:///{tmp_path}/study.db"):
+            searched(TWELVE_BITS, landscape, 20, seed=3, storage=storage)
+            assert story(searched(TWELVE_BITS, landscape, 40, seed=3, storage=storage)) == story(
+                whole
+            )
+        assert {"local", "gp"} <= {t.user_attrs["origin"] for t in whole.trials[20:]}
+
+    def test_ctrl_c_keeps_what_is_finished(self):
+        found = open_study(LAYERS)
+        evaluate = evaluation_of(LAYERS, Landscape(4, 0))
+
+        def interrupted(skip):
+            if len(found.trials) == 4:
+                raise KeyboardInterrupt
+            return evaluate(skip)
+
+        with pytest.raises(KeyboardInterrupt):
+            run(found, LAYERS, interrupted, trials=8, seeds={})
+        assert [t.state.name for t in found.trials] == ["COMPLETE"] * 3 + ["FAIL"]
+        run(found, LAYERS, evaluate, trials=8, seeds={})
+        assert masks(found)[3] == masks(found)[4]  # tried again
+        assert sorted({*masks(found)}) == sorted(LAYERS.enumerate())
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_values_that_are_no_numbers_end_the_search(self, value):
+        found = open_study(LAYERS)
+        evaluate = evaluation_of(LAYERS, Landscape(4, 0))
+        with pytest.raises(ValueError, match="must have a finite value, got"):
+            run(found, LAYERS, lambda _: Evaluation(value=value), trials=8, seeds={"none": 0})
+        run(found, LAYERS, evaluate, trials=8, seeds={"none": 0})
+        assert masks(found).count(0) == 1  # nor is it asked for again
+
+    def test_time_over(self, monkeypatch):
+        clock = iter(range(100))
+        monkeypatch.setattr(study.time, "monotonic", lambda: float(next(clock)))
+        assert len(searched(LAYERS, Landscape(4, 0), 8, timeout=3.5).trials) == 3
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"trials": 0}, "trials must be 1 or more, got 0"),
+            ({"trials": 1, "timeout": 0.0}, r"timeout must be more than 0 seconds, got 0\.0"),
+            ({"trials": 1, "timeout": math.nan}, "timeout must be more than 0 seconds, got nan"),
+        ],
+    )
+    def test_refuses_no_trials_and_no_time(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            searched(LAYERS, Landscape(4, 0), **options)
+
+    def test_fails_the_running_trials_of_dead_processes_only(self, monkeypatch, tmp_path):
+        found = open_study(LAYERS, storage=tmp_path / "study.log")
+        here, alive = socket.gethostname(), os.getppid()
+        dead = multiprocessing.get_context("spawn").Process(target=print)
+        dead.start()
+        dead.join()
+        owners = [f"{here}:{alive}:a", f"{here}:{dead.pid}:b", f"{here}:{os.getpid()}:c", "far:1:d"]
+        for owner in owners:
+            found.ask().set_user_attr("worker", owner)
+        found.ask()  # killed before it said whose it is
+        assert study.fail_stale(found) == 2
+        assert [t.state.name for t in found.trials] == ["RUNNING", "FAIL", "FAIL"] + ["RUNNING"] * 2
+        monkeypatch.setattr(study, "UNOWNED_SECONDS", -1.0)
+        monkeypatch.setattr(study, "SILENT_SECONDS", -1.0)
+        assert study.fail_stale(found) == 2
+        assert [t.state.name for t in found.trials] == ["RUNNING"] + ["FAIL"] * 4
+        run(found, LAYERS, evaluation_of(LAYERS, Landscape(4, 0)), trials=3, seeds={})
+        assert sum(t.state is TrialState.COMPLETE for t in found.trials) == 2  # one still runs
+
+    def test_a_trial_failed_by_another_worker_ends_quietly(self):
+        found = open_study(LAYERS)
+        evaluate = evaluation_of(LAYERS, Landscape(4, 0))
+
+        def slow(skip):
+            if len(found.trials) == 2:
+                found.tell(1, state=TrialState.FAIL)
+            return evaluate(skip)
+
+        run(found, LAYERS, slow, trials=3, seeds={})
+        assert [t.state.name for t in found.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+class TestStorage:
+    def test_half_a_line_is_cut_off(self, tmp_path):
+        path = tmp_path / "study.log"
+        found = searched(LAYERS, Landscape(4, 0), 3, storage=path)
+        before, lines = story(found), path.read_bytes()
+        path.write_bytes(lines + b'{"op_code":5,"worker')
+        resumed = searched(LAYERS, Landscape(4, 0), 8, storage=path)
+        assert story(resumed)[:3] == before
+        assert path.read_bytes().startswith(lines)
+        assert len(resumed.trials) == 8
+
+    def test_makes_the_folder_of_a_journal(self, tmp_path):
+        searched(LAYERS, Landscape(4, 0), 1, storage=str(tmp_path / "a" / "b.log"))
+        assert (tmp_path / "a" / "b.log").exists()
+
+    def test_studies_of_another_search_are_refused(self, tmp_path):
+        path = tmp_path / "study.log"
+        open_study(LAYERS, storage=path, identity={"model": "a"})
+        open_study(LAYERS, storage=path, identity={"model": "a"})
+        other = dataclasses.replace(LAYERS, kind="sublayer")
+        for space, identity, words in [
+            (LAYERS, {"model": "b"}, "another model: model 'a' then, 'b' now"),
+            (LAYERS, {}, "another model: model 'a' then, None now"),
+            (other, {"model": "a"}, "another space: .* Choose another study name or storage"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                open_study(space, storage=path, identity=identity)
+        open_study(other, storage=path, identity={"model": "a"}, name="another")
+
+    def test_a_study_of_other_hands_is_refused(self, tmp_path):
+        url = f"sqlite:///{tmp_path}/study.db"
+        optuna.create_study(storage=url, study_name="layerskip").add_trial(
+            optuna.trial.create_trial(value=1.0)
+        )
+        with pytest.raises(ValueError, match="was made with another space"):
+            open_study(LAYERS, storage=url)
+
+    @pytest.mark.parametrize(
+        "storage",
+        [
+            "sqlite:////no/such/folder/study.db",
+            "postgresql://me:hunter2@localhost:1/db",
+            "nonsense://me:hunter2@localhost:1/db?password=hunter2",
+            "{tmp}/folder",
+            "{tmp}/file/study.log",
+            "{tmp}/file",
+        ],
+    )
+    def test_storages_that_cannot_be_opened(self, storage, tmp_path):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").write_text("not a journal\nat all\n")
+        storage = storage.format(tmp=tmp_path)
+        with pytest.raises(ValueError, match="cannot open the study 'layerskip' in ") as caught:
+            open_study(LAYERS, storage=storage)
+        assert "hunter2" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert caught.value.__suppress_context__
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("postgresql://me:hunter2@host/db", "postgresql://me:***@host/db"),
+            ("mysql+pymysql://me:p@ss:w/rd@host:3306/db", "mysql+pymysql://me:***@host:3306/db"),
+            ("redis://:hunter2@host", "redis://:***@host"),
+            ("x://h/db?user=me&password=hunter2&a=b", "x://h/db?user=me&password=***&a=b"),
+            ("--storage=x://u:pw@h/d --seed 3", "--storage=x://u:***@h/d --seed 3"),
+            ("x://host:5432/db and sqlite:///a.db", "x://host:5432/db and sqlite:///a.db"),
+            ("mail me@host: soon", "mail me@host: soon"),
+        ],
+    )
+    def test_redacts_passwords(self, text, expected):
+        assert redacted(text) == expected
+
+
+class TestWorkers:
+    """Processes that share a storage, and end when they like or when they do not."""
+
+    def launch(self, context, storage, trials, log=None, seconds=0.0):
+        process = context.Process(target=work, args=(str(storage), trials, log, seconds))
+        process.start()
+        return process
+
+    @pytest.mark.parametrize("storage", ["study.log", "sqlite:///{}/study.db"])
+    def test_two_workers_share_a_study(self, context, storage, tmp_path):
+        storage = storage.format(tmp_path) if "{}" in storage else tmp_path / storage
+        open_study(LARGER, storage=storage)
+        workers = [self.launch(context, storage, 60, seconds=0.002) for _ in range(2)]
+        for process in workers:
+            process.join(120)
+            assert process.exitcode == 0
+        found = open_study(LARGER, storage=storage)
+        assert {t.state for t in found.trials} == {TrialState.COMPLETE}
+        assert 60 <= len(found.trials) <= 61
+        assert len({t.user_attrs["worker"] for t in found.trials}) == 2
+        assert len(set(masks(found))) == len(found.trials)
+
+    @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+    def test_killed_workers_lose_nothing(self, context, kills, tmp_path):
+        storage, log = tmp_path / "study.log", tmp_path / "told.txt"
+        open_study(LARGER, storage=storage)
+        log.touch()
+        for kill in range(kills):
+            process = self.launch(context, storage, 1000, str(log), seconds=0.002)
+            told = log.stat().st_size
+            while log.stat().st_size == told and process.is_alive():  # until it works
+                time.sleep(0.005)
+            time.sleep(0.01 + 0.037 * kill % 0.2)
+            process.kill()
+            process.join(60)
+            assert process.exitcode == -signal.SIGKILL
+        told = [line.split() for line in log.read_text().splitlines()]
+        last = self.launch(context, storage, len(told) + 10)
+        last.join(120)
+        assert last.exitcode == 0
+        found = open_study(LARGER, storage=storage)
+        complete = {t.number: t for t in found.trials if t.state is TrialState.COMPLETE}
+        for number, value in told:
+            assert complete[int(number)].value == float(value)
+        assert len(complete) >= len(told) + 10
+        assert {t.state for t in found.trials} <= {TrialState.COMPLETE, TrialState.FAIL}
+        assert len(found.trials) - len(complete) <= kills
+        assert len({t.user_attrs["skipped"] for t in complete.values()}) == len(complete)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["study.log", "told.txt"]
+
+
+def work(storage: str, trials: int, log: str | None, seconds: float) -> None:
+    """A worker process: searches, and writes down what it was told is finished."""
+    landscape, found = Landscape(12, 0), open_study(LARGER, storage=storage)
+    evaluate = evaluation_of(LARGER, landscape)
+
+    def slow(skip):
+        time.sleep(seconds)
+        return evaluate(skip)
+
+    def tell(_):
+        if log is not None:
+            mine = [t for t in found.get_trials(deepcopy=False) if t.value is not None]
+            with Path(log).open("a") as told:
+                told.write(f"{mine[-1].number} {mine[-1].value!r}\n")
+
+    run(found, LARGER, slow, trials=trials, seeds=seeds.standard(LARGER), progress=tell)
+    sys.exit(0)
+
+
+class TestMoves:
+    def history(self, scores: dict[int, float], losses=None) -> History:
+        return History(scores=scores, losses=losses or {}, taken=set(scores))
+
+    def test_the_path_leaves_out_what_costs_least(self):
+        """Value rises up to 5 of 8 layers in the order of their losses, then falls."""
+        space = Space(kind="layer", num_layers=9, allow_ends=False)
+        order = list(reversed(space.switches.values()))
+        history = self.history(
+            {0: 1.0} | dict.fromkeys(order, 0.9), {s: float(i) for i, s in enumerate(order)}
+        )
+        tried = []
+        while (mask := moves.next_on_path(space, history)) is not None:
+            count = mask.bit_count() // 2
+            assert mask == sum(order[:count])
+            history.scores[mask] = 2.0 - abs(count - 5) / 10
+            history.taken.add(mask)
+            tried.append(count)
+        assert 5 in tried
+        assert len(tried) < 8
+
+    def test_the_path_needs_something_to_start_from(self):
+        assert moves.next_on_path(LAYERS, self.history({})) == 0
+        assert moves.next_on_path(LAYERS, History(taken=set(LAYERS.enumerate()))) is None
+
+    def test_local_moves_are_a_flip_a_swap_or_two_flips(self):
+        landscape = Landscape(6, 0)
+        tried = [0b111, 0b101000, 0, 1 << 11]
+        history = self.history({mask: landscape(mask)[0] for mask in tried})
+        best = max(tried, key=history.scores.__getitem__)
+        mask = moves.next_local(TWELVE_BITS, history)
+        assert history.free(TWELVE_BITS, mask)
+        assert 1 <= (mask ^ best).bit_count() <= 2
+
+    def test_local_moves_follow_what_paid(self):
+        """Of 12 switches, one always adds and one always takes away."""
+        scores = {}
+        for mask in (0, 0b1, 0b10, 0b11, 0b101, 0b110, 0b111, 0b1001, 0b1010):
+            scores[mask] = 1.0 + 0.1 * (mask & 1) - 0.1 * (mask >> 1 & 1)
+        proposed = moves.next_local(TWELVE_BITS, self.history(scores))
+        assert proposed & 0b11 == 0b01
+
+    def test_no_local_move_without_scores_or_neighbours(self):
+        assert moves.next_local(LAYERS, self.history({})) is None
+        everything = self.history(dict.fromkeys(LAYERS.enumerate(), 1.0))
+        assert moves.next_local(LAYERS, everything) is None
+
+    def test_equal_scores_are_no_obstacle(self):
+        assert moves.next_local(LAYERS, self.history({0: 1.0, 0b1100: 1.0})) in LAYERS
+
+    def test_unseen_sets_run_out(self):
+        draw = sampler.random.Random(0)
+        history, found = History(), []
+        while (mask := moves.unseen(LAYERS, history, 0b1100, draw)) is not None:
+            found.append(mask)
+            history.taken.add(mask)
+        assert found[0] == 0b1100
+        assert sorted(found) == sorted(LAYERS.enumerate())
