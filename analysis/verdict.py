@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-
 from layerskip.analysis import predictions, tables
 from layerskip.analysis.runs import Run, law_words, machine_words, typical
 
@@ -93,7 +92,7 @@ def _faults(run: Run, verdict: Verdict) -> None:
 
 def _headline(run: Run, method: str, row: Any, candidates: int) -> str:
     name = run.header["model"]["name"]
-    prompts = f"{row['prompts']} prompt{'s' * (row['prompts'] != 1)}"
+    prompts = f"{row['prompts']} prompts"
     where = f"({law_words(run.header['law'])}, {machine_words(run.header)})"
     which = f" ({method}, the fastest of {candidates} measured)" if candidates > 1 else ""
     times = f"{row['speedup']:.2f} times"
@@ -248,9 +247,9 @@ def _advise(
         length, best = forecast["formula_length"], forecast["best_length"]
         if forecast["best_formula"] > BETTER * forecast["formula"]:
             advice.append(
-                f"At this acceptance a draft length of {best:.0f} should do better than {length:.0f} "
-                f"({forecast['best_formula']:.2f} against {forecast['formula']:.2f} by formula); or "
-                "let --controller expected-gain choose."
+                f"At this acceptance a draft length of {best:.0f} should do better than "
+                f"{length:.0f} ({forecast['best_formula']:.2f} against "
+                f"{forecast['formula']:.2f} by formula); or let --controller expected-gain choose."
             )
     costs = run.cost_table(method, run.batch_sizes[0])
     if costs is not None and shares.get("verify", 0) > 0.5 and costs.verify_cost(4) > 1.25:

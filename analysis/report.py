@@ -1,0 +1,241 @@
+"""Knows how run files become a folder, whole or not at all; leaves numbers and looks to others."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from layerskip.analysis import plots, predictions, tables, verdict
+from layerskip.analysis.page import Picture, Section, Table, markdown, page, visible
+from layerskip.analysis.runs import Run, law_words, load_runs, machine_words
+
+MARK = ".layerskip-report.json"
+"""A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
+
+TEXTS = 3  # prompts whose texts are shown, where the run kept them
+LONGEST_TEXT = 4000  # characters of them
+
+TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
+    "speedup": tables.speedup,
+    "losslessness": tables.losslessness,
+    "acceptance": tables.acceptance,
+    "positions": tables.positions,
+    "phases": tables.phases,
+    "predictions": predictions.predictions,
+    "controllers": predictions.controllers,
+    "repetition": tables.repetition,
+    "exits": tables.exits,
+    "what-if": predictions.what_if,
+    "calibration": tables.calibration,
+    "sublayers": tables.sublayers,
+}
+NOT_ON_THE_PAGE = ("calibration", "sublayers")  # their plots are
+
+
+def write_report(
+    files: Sequence[Path], output: Path, progress: Callable[[str], None] = lambda _: None
+) -> str:
+    """Write a report about run files: index.html, report.md, tables as CSV, plots as PNG and SVG.
+
+    It is built in a folder beside `output` and then renamed, so that `output` is never half there.
+    An earlier report is replaced; any other folder that holds something is refused.
+
+    Args:
+        files: run files that `layerskip benchmark` wrote.
+        output: the folder to write.
+        progress: told what is being done, in words.
+
+    Returns:
+        What the runs say, in plain words: a paragraph per run.
+
+    Raises:
+        ValueError: the run files are not what they must be, or `output` may not be written to.
+    """
+    runs = load_runs(files)
+    output = Path(output)
+    _check_output(output, files)
+    verdicts = [verdict.judge(run) for run in runs]
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{output.name}.", dir=output.absolute().parent
+        ) as folder:
+            built = Path(folder) / "report"
+            _build(runs, verdicts, [str(file) for file in files], built, progress)
+            _replace(built, output, Path(folder) / "old")
+    except OSError as error:
+        raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
+    return visible(verdict.words(verdicts), lines=True)
+
+
+def _build(
+    runs: Sequence[Run],
+    verdicts: Sequence[verdict.Verdict],
+    files: Sequence[str],
+    folder: Path,
+    progress: Callable[[str], None],
+) -> None:
+    (folder / "tables").mkdir(parents=True)
+    (folder / "plots").mkdir()
+    several = len(runs) > 1
+    sections = []
+    if several:
+        everything = [
+            Table("comparison", tables.comparison(list(runs))),
+            Table("repeatability", tables.repeatability(list(runs))),
+        ]
+        for table in everything:
+            _write_table(table, folder)
+        drawn = [_draw(plot, "", folder, progress) for plot in plots.overview_plots(runs)]
+        sections.append(Section("All runs", "all-runs", (), None, drawn, everything))
+    for number, (run, judged) in enumerate(zip(runs, verdicts, strict=True)):
+        prefix = f"{run.slug}-" if several else ""
+        progress(f"drawing {run.label}")
+        sections.append(
+            Section(
+                title=run.label,
+                slug=f"run-{number + 1}",
+                facts=_facts(run),
+                verdict=judged,
+                pictures=[_draw(p, prefix, folder, progress) for p in plots.run_plots(run)],
+                tables=[
+                    Table(name, make(run))
+                    for name, make in TABLES.items()
+                    if name not in NOT_ON_THE_PAGE
+                ],
+                texts=_texts(run),
+            )
+        )
+    for name, make in TABLES.items():
+        _write_table(Table(name, tables.together(runs, make)), folder)
+    title = "Self-speculative decoding, measured"
+    if not several:
+        title += f": {runs[0].label}"
+    _write(folder / "index.html", page(title, sections, files))
+    _write(folder / "report.md", markdown(title, sections, files))
+    own = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    _write(folder / MARK, json.dumps({"files": own}, indent=0) + "\n")
+
+
+def _draw(plot: plots.Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
+    """Save a plot as PNG and SVG; nothing in the files depends on when they were made."""
+    progress(f"drawing {plot.title}")
+    name = f"plots/{prefix}{plot.name}"
+    drawing = io.StringIO()
+    with mpl.rc_context(plots.STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # names in scripts the font lacks
+        plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
+        plot.figure.set_layout_engine("none")  # it has been laid out
+        plot.figure.savefig(folder / f"{name}.png", dpi=160)
+    svg = drawing.getvalue()
+    _write(folder / f"{name}.svg", svg)
+    return Picture(name, plot.title, plot.alt, svg)
+
+
+def _write_table(table: Table, folder: Path) -> None:
+    table.frame.to_csv(
+        folder / "tables" / f"{table.name}.csv", index=False, errors="backslashreplace"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """What the header says of model, law, machine and code."""
+    header = run.header
+    model, environment = header["model"], header["environment"]
+    facts = [
+        (
+            "Model",
+            f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
+            f"{model['parameters'] / 1e6:,.1f} M parameters",
+        ),
+        ("Law", law_words(header["law"]) + f", up to {header['max_new_tokens']} new tokens"),
+        ("Machine", f"{_machine(environment)}; {machine_words(header)}"),
+        (
+            "Prompts",
+            f"{header['prompts']['count']} ({header['prompts'].get('name') or 'unnamed'}), "
+            f"{header['repeats']} repeats after {header['warmup']} for warming up",
+        ),
+        ("Measured", f"{header['created']}, {_code(environment)}"),
+    ]
+    for method in run.drafting:
+        costs = run.cost_table(method, run.batch_sizes[0])
+        if costs is not None:
+            verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
+            facts.append(
+                (f"Costs of {method}", f"c = {costs.draft:.3f}, {verify} ({costs.source})")
+            )
+    return facts
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    devices = [str(device.get("name")) for device in environment.get("devices") or []]
+    cpu = environment.get("cpu") or {}
+    return ", ".join([*devices, str(cpu.get("model") or "unknown processor")])
+
+
+def _code(environment: dict[str, Any]) -> str:
+    packages = environment.get("packages") or {}
+    words = f"layerskip {environment.get('layerskip')}"
+    git = environment.get("git")
+    if git:
+        words += f" ({str(git['revision'])[:10]}{', changed' if git['dirty'] else ''})"
+    known = [f"{n} {packages[n]}" for n in ("torch", "transformers") if packages.get(n)]
+    return ", ".join([words, *known])
+
+
+def _texts(run: Run) -> list[tuple[str, str, str]]:
+    """A few prompts and what followed, of the last drafting method, where the run kept them."""
+    method = (run.drafting or [run.baseline])[-1]
+    found: dict[str, tuple[str, str, str]] = {}
+    for record in run.records:
+        if record["method"] != method or not record.get("texts"):
+            continue
+        prompts = record.get("prompt_texts") or [""] * len(record["texts"])
+        for name, prompt, text in zip(record["prompts"], prompts, record["texts"], strict=False):
+            found.setdefault(name, (name, prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]))
+    return list(found.values())[:TEXTS]
+
+
+def _check_output(output: Path, files: Sequence[Path]) -> None:
+    """Refuse what may not be replaced: files, foreign folders, and folders with the input."""
+    if not output.exists():
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise ValueError(f"cannot write the report {output}: it is not a folder; name another one")
+    inside = {str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()}
+    try:
+        own = set(json.loads((output / MARK).read_text(encoding="utf-8"))["files"]) | {MARK}
+    except (OSError, ValueError, KeyError, TypeError):
+        own = set()
+    foreign = sorted(inside - own)
+    if foreign:
+        raise ValueError(
+            f"the folder {output} holds {foreign[0]}, which no report put there; give a new folder "
+            "or an earlier report's"
+        )
+
+
+def _replace(built: Path, output: Path, old: Path) -> None:
+    """Put the folder in its place; what was there goes, unless that fails."""
+    if output.exists():
+        os.replace(output, old)
+    try:
+        os.replace(built, output)
+    except OSError:
+        if old.exists():
+            os.replace(old, output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
