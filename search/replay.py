@@ -124,9 +124,8 @@ class ChainCache(RowCache):
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
         slots = torch.arange(self.known, device=device)  # (S,)
         text = slots < starts  # (B, G, S)
-        own = torch.eye(self.group, dtype=torch.bool, device=device).repeat(
-            1, steps
-        )  # (G, steps G)
+        alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
+        own = alone.repeat(1, steps)  # (G, steps G)
         if window is not None:
             place = starts + steps - 1  # (B, G, 1) of the token fed now
             text = text & (slots > place - window)
@@ -200,7 +199,7 @@ def _exit(
     chains: list[Chain] = []
     for text in trace.texts:
         drafted, following = text.drafted[layer - 1], text.following  # (places,) each
-        places = torch.nonzero((drafted != following) | (following == NOTHING))[:, 0]
+        places = torch.nonzero(drafted != following)[:, 0]
         places = places[places < text.starts + length - 1]  # as far as any start's draft reaches
         wrong.append(places)
         chains += [

@@ -129,7 +129,8 @@ def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> l
     agreeing = replay.matches.cumprod(1).sum(1)  # (N,)
     stops = replay.ends.clone()  # (N, J)
     if threshold > 0:
-        stops |= ~(replay.confidences >= threshold)  # so that NaN stops
+        # in double, as controllers compare; written so that NaN stops
+        stops |= ~(replay.confidences.double() >= threshold)
     stops = stops[:, :draft_length]
     nothing = replay.tokens[:, :draft_length] < 0  # drafted before, not with it
     first = torch.where(stops.any(1), stops.int().argmax(1), draft_length - 1)  # (N,)

@@ -144,6 +144,8 @@ def take_trace(
             "a trace needs max_new_tokens of at least 2 and draft_length of at least 1, got "
             f"{max_new_tokens} and {draft_length}"
         )
+    lengths = list(map(len, rows))
+    opened.check_lengths(lengths, max(lengths) + max_new_tokens)
     law = law or Law(do_sample=False, rows=1)
     keys = [stream_key(seed) for seed in seeds]
     # processors that read the tokens so far would read pads; such texts are decoded one by one
