@@ -130,10 +130,17 @@ def _elite(history: History, rank: int, apart: int) -> int:
 
 
 class _Surrogate:
-    """A Gaussian process over N sets of n switches, fitted to their scores."""
+    """A Gaussian process over N sets of n switches, fitted to their scores.
+
+    Switches differ in size: one that changes the score more alone sets sets farther apart.
+    """
 
     def __init__(self, switches: Sequence[int], scores: dict[int, float]) -> None:
         self.switches = switches
+        base = scores.get(0, 0.0)
+        alone = torch.tensor([abs(scores.get(s, base) - base) for s in switches]).double()
+        mean = float(alone.mean()) + 1e-12
+        self.sizes = (alone + mean) / (2 * mean) if 0 in scores else torch.ones_like(alone)  # (n,)
         self.known = self._bits(list(scores))  # (N, n)
         values = torch.tensor(list(scores.values()), dtype=torch.float64)  # (N,)
         values = values.clamp_min(float(values.quantile(0.2)))  # how bad the worst are is no news
@@ -142,7 +149,7 @@ class _Surrogate:
         same = self._overlap(self.known)  # (N, N)
         likeliest = -math.inf
         for scale in LENGTHSCALES:
-            kernel = torch.exp((same - len(switches)) / (scale * len(switches)))
+            kernel = torch.exp((same - self.sizes.sum()) / (scale * len(switches)))
             root = torch.linalg.cholesky(
                 kernel + NOISE * torch.eye(len(kernel), dtype=kernel.dtype)
             )
@@ -156,7 +163,7 @@ class _Surrogate:
     def expected_improvement(self, masks: Sequence[int]) -> list[float]:
         bits = self._bits(masks)  # (M, n)
         same = self._overlap(bits)  # (M, N)
-        kernel = torch.exp((same - len(self.switches)) / (self.scale * len(self.switches)))
+        kernel = torch.exp((same - self.sizes.sum()) / (self.scale * len(self.switches)))
         explained = torch.linalg.solve_triangular(self.root, kernel.T, upper=False)  # (N, M)
         spread = (self.variance * (1 + NOISE - explained.square().sum(0))).clamp_min(1e-12).sqrt()
         above = (kernel @ self.weights - self.best) / spread  # (M,)
@@ -169,5 +176,5 @@ class _Surrogate:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _overlap(self, bits: torch.Tensor) -> torch.Tensor:
-        """Switches that are alike: (M, n) against the known sets to (M, N)."""
-        return bits @ self.known.T + (1 - bits) @ (1 - self.known).T
+        """Switches that are alike, by size: (M, n) against the known sets to (M, N)."""
+        return (bits * self.sizes) @ self.known.T + ((1 - bits) * self.sizes) @ (1 - self.known).T

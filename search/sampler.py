@@ -32,6 +32,12 @@ from .space import Space
 
 LARGEST_GP = 16
 """Switches up to which Optuna's Gaussian process samples, and not its TPE, which is faster."""
+BAYESIAN_EVERY = 8
+"""Of so many trials after the ranked path one is sampled; the others are local moves."""
+ELITES = 5
+"""Every second local move is from one of so many good sets that are far from each other."""
+FEW = 32
+"""Sets left in a space from which on they are simply tried."""
 CLAIM_ATTEMPTS = 8
 """Proposals before a trial keeps a set that another one claimed at the same moment."""
 _TOKEN = uuid.uuid4().hex[:8]
@@ -152,12 +158,16 @@ class SublayerSampler(BaseSampler):
         ranked = moves.next_on_path(space, history)
         if ranked is not None:
             return ranked, "ranked"
-        turn = trial.number % 4
-        if turn != 3:
-            local = moves.next_local(space, history, rank=turn % 2)
+        turn = trial.number % BAYESIAN_EVERY
+        if turn:
+            far = draw.randrange(ELITES) if turn % 2 else 0
+            local = moves.next_local(space, history, rank=far)
             if local is not None:
                 return local, "local"
-        sampled, origin = self._bayesian(study, trial, draw.getrandbits(31))
+        if space.size - len(history.taken) <= FEW:
+            sampled, origin = 0, "remaining"
+        else:
+            sampled, origin = self._bayesian(study, trial, draw.getrandbits(31))
         free = moves.unseen(space, history, sampled, draw)
         return (0, "exhausted") if free is None else (free, origin)
 
