@@ -26,7 +26,7 @@ Chain = tuple[Text, int, int]  # the text left, the place and the id of the firs
 
 _GROUP = 16  # chains that share one copy of their text's keys and values
 _CHAINS = 256  # of one pass, at most
-_LOGITS = 2**24  # elements of one pass's logits, at most
+_LOGITS = 2**24  # elements of one pass's logits, or of noise made at once, at most
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,7 @@ def _run(
         # neighbouring chains draw at the same places: each noise is made once
         wanted = [(text.key, place + step + 1) for text, place, _ in flat for step in range(steps)]
         made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
-        keys, places = [key for key, _ in made], [place for _, place in made]
-        table = gumbel_noise(keys, places, model.vocabulary, device=model.device)  # (R, V)
+        table = _noise(trace, list(made))  # (R, V)
         rows = torch.tensor([made[pair] for pair in wanted], device=model.device)
         rows = rows.view(len(flat), steps)  # (B G, J)
     histories = None
@@ -299,3 +298,18 @@ def _run(
         tokens.append(fed)
         confidences.append(confidence)
     return torch.stack(tokens, 1).cpu(), torch.stack(confidences, 1).cpu()
+
+
+def _noise(trace: Trace, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """Gumbel noise at each (key, place), (R, V); made piece by piece, since making takes room."""
+    vocabulary, device = trace.model.vocabulary, trace.model.device
+    many = max(1, _LOGITS // vocabulary)
+    pieces = [wanted[first : first + many] for first in range(0, len(wanted), many)]
+    return torch.cat(
+        [
+            gumbel_noise(
+                [key for key, _ in piece], [place for _, place in piece], vocabulary, device=device
+            )
+            for piece in pieces
+        ]
+    )

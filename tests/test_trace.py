@@ -248,6 +248,7 @@ def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.Mon
     _, whole = replayed(2, "scattered")
     monkeypatch.setattr(replay_module, "_GROUP", 3)
     monkeypatch.setattr(replay_module, "_CHAINS", 6)
+    monkeypatch.setattr(replay_module, "_LOGITS", 700)
     monkeypatch.setattr(trace_module, "_ROWS", 2)
     monkeypatch.setattr(trace_module, "_LOGITS", 1)
     family, temperature, eos = CASES[2]
