@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 from layerskip.analysis.plots import INK, LINE, MUTED, PAPER
+from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
 
 Cell = Callable[[Any], str]
@@ -235,7 +236,7 @@ SHOWN: Mapping[str, tuple[str, str, Mapping[str, tuple[str, Cell]]]] = {
 }
 BRIEF = ("comparison", "repeatability", "speedup", "losslessness", "acceptance", "predictions")
 """Tables that the Markdown summary has."""
-LONG = 16  # rows from which a table is folded away
+LONG = 16  # rows from which on a table is folded away
 
 GLOSSARY = (
     ("target, draft", "The whole model, and the model with some sublayers left out."),
@@ -282,7 +283,8 @@ h2, h3 { line-height: 1.3; }
 figure { margin: 0; min-width: 0; }
 figure h3 { margin: 0 0 .4rem; font-size: 1.05rem; }
 figure svg { display: block; width: 100%; height: auto; }
-.box { overflow-x: auto; border: 1px solid var(--line); border-radius: .4rem; }
+.box { width: fit-content; max-width: 100%; overflow-x: auto; border: 1px solid var(--line);
+  border-radius: .4rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .65rem; text-align: right; white-space: nowrap; }
 th.t, td.t { text-align: left; }
@@ -291,6 +293,8 @@ tbody tr + tr td { border-top: 1px solid var(--line); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 pre { white-space: pre-wrap; background: var(--soft); padding: .7rem; border-radius: .4rem;
   max-height: 18rem; overflow: auto; }
+@media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
+  .facts dd { margin-bottom: .4rem; } }
 .glossary dt { font-weight: 600; } .glossary dd { margin: 0 0 .5rem; }
 """
 
@@ -431,7 +435,7 @@ def _section(section: Section, number: int) -> str:
                 f"</summary><figcaption>{escape(picture.alt)}</figcaption></details></figure>"
             )
         parts.append("</div>")
-    parts += [_html_table(table) for table in section.tables if len(table.frame)]
+    parts += [_shown(table) for table in section.tables if len(table.frame)]
     if section.texts:
         parts.append("<details><summary>Some of the texts</summary>")
         for name, prompt, text in section.texts:
@@ -444,7 +448,18 @@ def _section(section: Section, number: int) -> str:
     return "\n".join(parts)
 
 
-def _html_table(table: Table) -> str:
+def _shown(table: Table) -> str:
+    """A table; of a long one the lines over all prompts, the whole of it folded away."""
+    if len(table.frame) <= LONG:
+        return _html_table(table)
+    frame, title = table.frame, SHOWN[table.name][0]
+    brief = frame[frame["category"] == ALL] if "category" in frame else frame.iloc[:0]
+    head = _html_table(Table(table.name, brief)) if len(brief) else f"<h3>{escape(title)}</h3>"
+    summary = f"<summary>{escape(title)}: all {len(frame)} rows</summary>"
+    return f"{head}<details>{summary}{_html_table(table, heading=False)}</details>"
+
+
+def _html_table(table: Table, *, heading: bool = True) -> str:
     title, note, _ = SHOWN[table.name]
     heads, rows = _cells(table)
     aligned = [' class="t"' if text else "" for _, text in heads]
@@ -462,10 +477,7 @@ def _html_table(table: Table) -> str:
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     words = f'<p class="note">{escape(note)}</p>'
-    if len(rows) > LONG:
-        summary = f"<summary>{escape(title)} ({len(rows)} rows)</summary>"
-        return f"<details>{summary}{words}{grid}</details>"
-    return f"<h3>{escape(title)}</h3>{words}{grid}"
+    return f"<h3>{escape(title)}</h3>{words}{grid}" if heading else grid
 
 
 def _markdown_table(table: Table) -> list[str]:

@@ -300,8 +300,8 @@ def surface(run: Run) -> Plot | None:
         return None
     costs = run.cost_table(table["method"].iloc[0], run.batch_sizes[0])
     assert costs is not None  # there is no prediction without
-    draft_costs = np.geomspace(0.02, 1.0, 80)  # (C,)
-    alphas = np.linspace(0.0, 0.995, 80)  # (A,)
+    draft_costs = np.geomspace(0.02, 1.0, 150)  # (C,)
+    alphas = np.linspace(0.0, 0.995, 150)  # (A,)
     best = best_speedups(alphas, draft_costs, costs)  # (A, C)
     figure, axes = _figure(4.4)
     levels = [1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 10, 50]
@@ -311,7 +311,7 @@ def surface(run: Run) -> Plot | None:
         draft_costs, alphas, best, levels=levels[1:-1], colors=WHITE, linewidths=0.7
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=8)
-    axes.contour(draft_costs, alphas, best, levels=[1.0001], colors=INK, linewidths=1.2)
+    axes.contour(draft_costs, alphas, best, levels=[1.0001], colors=WHITE, linestyles="--")
     words = []
     for number, (_, row) in enumerate(table[table["category"] == tables.ALL].iterrows()):
         axes.plot(

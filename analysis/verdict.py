@@ -92,29 +92,29 @@ def _faults(run: Run, verdict: Verdict) -> None:
 
 def _headline(run: Run, method: str, row: Any, candidates: int) -> str:
     name = run.header["model"]["name"]
-    prompts = f"{row['prompts']} prompts"
-    where = f"({law_words(run.header['law'])}, {machine_words(run.header)})"
+    where = f"{law_words(run.header['law'])}, {machine_words(run.header)}"
     which = f" ({method}, the fastest of {candidates} measured)" if candidates > 1 else ""
     times = f"{row['speedup']:.2f} times"
     if math.isnan(row["low"]):
         return (
             f"Self-speculation{which} decoded {name} {times} as fast as {run.baseline} decoding "
-            f"{where} on the one prompt measured; one prompt says nothing about others."
+            f"({where}) on the one prompt measured; one prompt says nothing about others."
         )
-    interval = f"(95% interval {row['low']:.2f} to {row['high']:.2f}, {prompts})"
+    details = (
+        f"(95% interval {row['low']:.2f} to {row['high']:.2f}, {row['prompts']} prompts; {where})"
+    )
     if row["high"] < 1:
         return (
             f"Self-speculation{which} was slower than {run.baseline} decoding: {name} ran {times} "
-            f"as fast {interval} {where}."
+            f"as fast {details}."
         )
     if row["low"] <= 1:
         return (
             f"Self-speculation{which} is not distinguishable from {run.baseline} decoding: {name} "
-            f"ran {times} as fast {interval} {where}."
+            f"ran {times} as fast {details}."
         )
     return (
-        f"Self-speculation{which} made {name} {times} as fast as {run.baseline} decoding "
-        f"{interval} {where}."
+        f"Self-speculation{which} made {name} {times} as fast as {run.baseline} decoding {details}."
     )
 
 
