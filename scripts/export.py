@@ -55,9 +55,9 @@ From random weights, with this repository's own scripts:
     python scripts/train.py {name} --work runs/train
     python scripts/export.py {name} --work runs/train --output layerskip/models/{name}
 
-{steps} steps of 4096 tokens, {tokens:.1f} million tokens in all, none seen twice, at length 256 and,
-while the learning rate falls, at 512; Muon for the matrices of the layers (6e-3) and AdamW for the rest (4e-3),
-25 steps of warmup, linear decay to zero; bfloat16 autocast, one thread of {hardware},
+{steps} steps of 4096 tokens, {tokens:.1f} million tokens in all, none seen twice, at length 256
+and, while the learning rate falls, at 512; Muon for the layers' matrices (6e-3), AdamW for the rest
+(4e-3), 25 steps of warmup; bfloat16 autocast, one thread of {hardware},
 {minutes:.0f} minutes of processor time.
 {recipe}
 
@@ -89,12 +89,14 @@ WHAT = {
 }
 RECIPE = {
     "demo-llama": """
-The loss is the cross-entropy of the final layer and, from step 450 on, w times (0.7 times a loss at
-exit 3, plus 0.3 times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That loss is the KL
-divergence of the exit's law from the final one, held fixed; over the last 450 steps, the mean of
-that and the total variation, both at temperature 0.8. w was set by hand while training: 0.5 until
-step 510, 0.1 until 600 (the deep layers were still learning to copy), 0.5 until 750, 1 until the
-last 450 steps, then 2. No layer dropout. The learning rate falls over the last 450 steps.""",
+The learning rate falls to zero over steps 950 to 1400, and once more, from half of its height, over
+the last 400. The loss is the cross-entropy of the final layer and, from step 450 on, w times (0.7
+times a loss at exit 3, plus 0.3 times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That
+loss is the KL divergence of the exit's law from the final one, held fixed; from step 950 on, the
+mean of that and the total variation, both at temperature 0.8. w was 0.5 until step 510, 0.1 until
+600 (the deep layers were still learning to copy) and 0.5 until 750, set by hand while training,
+then 1, and 2 from step 950. The last 400 steps are for exit 3: w is 6, and there is no other exit.
+No layer dropout.""",
     "demo-gemma2": """
 The loss is the cross-entropy of the final layer and nothing else. The learning rate falls over the
 last 350 steps.""",
@@ -118,22 +120,27 @@ def processor_minutes(log: Path) -> float:
     return sum(parts) / 60
 
 
-def compare(rows: list[dict[str, float]], reference: Path) -> str:
-    """The same shape trained with the ordinary loss only, if that run has been measured."""
-    if not reference.exists():
+def compare(folder: Path, reference: Path) -> str:
+    """The same shape trained with the ordinary loss only, if both were measured after as many steps.
+
+    The last measurement of the reference counts.
+    """
+    measured = sorted(reference.glob("evaluation-*.json"), key=lambda path: path.stat().st_mtime)
+    if not measured or not (own := folder / measured[-1].name).exists():
         return ""
-    ordinary = json.loads(reference.read_text())
+    ordinary, here = json.loads(measured[-1].read_text()), json.loads(own.read_text())
     lines = [
         "## Against ordinary training",
-        f"The same shape, seed, data, order and {ordinary['steps']} steps with the cross-entropy "
-        "of the final layer only:\n",
+        f"The same shape, seed, data, order and learning rates with the cross-entropy of the final "
+        f"layer only, both after {ordinary['steps']} steps:\n",
         "| | this model | ordinary |",
         "|---|---|---|",
-        f"| final layer, loss | {rows[-1]['loss']:.3f} | {ordinary['exits'][-1]['loss']:.3f} |",
     ]
-    for name in ("loss", "agreement", "overlap@1", "overlap@0.8"):
-        pair = f"{rows[2][name]:.3f} | {ordinary['exits'][2][name]:.3f}"
-        lines.append(f"| exit 3, {name} | {pair} |")
+    rows = [("final layer, loss", -1, "loss")]
+    rows += [(f"exit 3, {name}", 2, name) for name in ("loss", "agreement", "overlap@0.8")]
+    for words, index, name in rows:
+        pair = f"{here['exits'][index][name]:.3f} | {ordinary['exits'][index][name]:.3f}"
+        lines.append(f"| {words} | {pair} |")
     return "\n".join(lines) + "\n\n"
 
 
@@ -154,7 +161,7 @@ def write_card(name: str, work: Path, result: dict, parameters: int, hardware: s
         python=data["python"],
         windows=result["windows"],
         table=table(result["exits"]),
-        comparison=compare(result["exits"], work / f"{name}-ordinary" / "evaluation.json"),
+        comparison=compare(work / name, work / f"{name}-ordinary"),
         parameters=parameters / 1e6,
     )
 
@@ -201,7 +208,7 @@ def main() -> None:
     if not args.no_card:
         rows = measure(model, args.work, args.windows)
         result = {"steps": steps, "windows": args.windows, "exits": rows}
-        (folder / "evaluation.json").write_text(json.dumps(result, indent=1))
+        (folder / f"evaluation-{steps}.json").write_text(json.dumps(result, indent=1))
         print(table(rows))
         if args.output:
             card = write_card(args.name, args.work, result, model.num_parameters(), args.hardware)

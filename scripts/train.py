@@ -27,10 +27,12 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1400, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
+STEPS = {"demo-llama": 1800, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 EXITS_FROM = 450  # no exit loss before: the deep layers learn to copy first
+# A second, shorter cycle of the learning rate for demo-llama, mostly for its exit at 3.
+SECOND_CYCLE = {"demo-llama": 400}
 
 
 def build_model(name: str) -> PreTrainedModel:
@@ -86,19 +88,29 @@ def build_optimizers(
     ]
 
 
-def schedule(step: int, steps: int, cooldown: int) -> float:
-    """Learning-rate factor: up in 25 steps, flat, then linear to zero over the last `cooldown`.
+def schedule(step: int, steps: int, cooldown: int, second: int) -> float:
+    """Learning-rate factor: up in 25 steps, flat, then linear to zero over `cooldown` steps.
 
-    Nothing before the cooldown depends on the number of steps, here or in the losses: a run may
-    be resumed with another number of steps until then.
+    Over the `second` steps behind that, if any, it falls from one half to zero once more. Nothing
+    before the cooldown depends on the number of steps, here or in the losses: a run may be resumed
+    with another number of steps until then.
     """
-    return min((step + 1) / 25, 1.0, (steps - step) / cooldown)
+    first = steps - second
+    if step >= first:
+        return 0.5 * (steps - step) / second
+    return min((step + 1) / 25, 1.0, (first - step) / cooldown)
 
 
-def exit_weight(step: int, cooling: bool) -> float:
+def exit_weight(step: int, cooldown_from: int, second_from: int) -> float:
     """What the losses of the early exits count; more once the deep layers have learned."""
-    turns = ((EXITS_FROM + 60, 0.5), (600, 0.1), (750, 0.5))  # set by hand while training
-    return next((weight for until, weight in turns if step < until), 2.0 if cooling else 1.0)
+    turns = (  # the first three were set by hand while training
+        (EXITS_FROM + 60, 0.5),
+        (600, 0.1),
+        (750, 0.5),
+        (cooldown_from, 1.0),
+        (second_from, 2.0),
+    )
+    return next((weight for until, weight in turns if step < until), 6.0)
 
 
 def make_step_loss(
@@ -106,6 +118,7 @@ def make_step_loss(
     tokens: Tensor,
     name: str,
     cooldown_from: int,
+    second_from: int,
     tokens_per_step: int,
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
@@ -139,8 +152,10 @@ def make_step_loss(
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
         exits = []
         if early_exits and step >= EXITS_FROM:
-            exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]]
-        weights = torch.tensor([0.7, 0.3]) * exit_weight(step, cooling)
+            others = [OTHER_EXITS[step % len(OTHER_EXITS)]] if step < second_from else []
+            exits = [EXIT, *others]
+        shares = [0.7, 0.3] if len(exits) == 2 else [1.0]
+        weights = torch.tensor(shares) * exit_weight(step, cooldown_from, second_from)
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
@@ -180,16 +195,23 @@ def main() -> None:
     model.config.save_pretrained(folder)
     optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
     last: dict[str, float] = {}
+    second = min(SECOND_CYCLE.get(args.name, 0), steps // 4)
     cooldown = min(COOLDOWN[args.name], steps // 2)
     step_loss = make_step_loss(
-        model, tokens, args.name, steps - cooldown, args.tokens_per_step, last
+        model,
+        tokens,
+        args.name,
+        steps - second - cooldown,
+        steps - second,
+        args.tokens_per_step,
+        last,
     )
     progress = training.train(
         model,
         optimizers,
         step_loss,
         steps,
-        schedule=lambda step: schedule(step, steps, cooldown),
+        schedule=lambda step: schedule(step, steps, cooldown, second),
         checkpoint=folder / "checkpoint.pt",
     )
     started = time.time()
