@@ -121,7 +121,7 @@ def processor_minutes(log: Path) -> float:
 
 
 def compare(folder: Path, reference: Path) -> str:
-    """The same shape trained with the ordinary loss only, if both were measured after as many steps.
+    """The same shape trained with the ordinary loss only, where both were measured at one step.
 
     The last measurement of the reference counts.
     """
