@@ -244,7 +244,7 @@ def trace() -> dict[str, Any]:
 
 
 def cost() -> dict[str, Any]:
-    """A cost line: 100 us per attention, 50 per MLP, 60 head, 40 rest; 20% more per further token."""
+    """A cost line: attention 100 us, MLP 50, head 60, rest 40; 20% more per further token."""
     counts, contexts = [1, 2, 4, 8], [64, 256]
     more = [1 + 0.2 * (n - 1) for n in counts]
     part = {"attention": 1e-4, "mlp": 5e-5}

@@ -1,0 +1,404 @@
+"""The report as a whole: what it says, how it escapes, what it refuses, and that it is written whole."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import run_files as made
+from layerskip.analysis import report, write_report
+from layerskip.analysis.page import escape, escape_markdown, visible
+from layerskip.analysis.runs import load_runs
+from layerskip.analysis.verdict import judge, words
+
+
+def said(tmp_path, lines):
+    [run] = load_runs([made.write(tmp_path / "run.jsonl", lines)])
+    return words([judge(run)])
+
+
+class Page(HTMLParser):
+    """Elements, ids and texts of a page; fails on tags left open or closed twice."""
+
+    VOID = ("meta", "br", "path", "use")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.labels, self.text = [], [], [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("href", "src", "xlink:href"):
+                self.links.append(value)
+            if name == "aria-label":
+                self.labels.append(value)
+            assert not name.startswith("on")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A report about one run with everything in it."""
+    folder = tmp_path_factory.mktemp("written")
+    run = made.write(folder / "run.jsonl", [*made.made_up(), made.trace(), made.cost()])
+    return folder / "report", write_report([run], folder / "report")
+
+
+def test_the_page_stands_alone(written):
+    folder, summary = written
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert all(link.startswith("#") for link in page.links)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in text
+    assert 'name="viewport"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert page.tags.count("h1") == page.tags.count("main") == 1
+    pictures = [label for label in page.labels if ". " in label]
+    assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 9
+    assert all(re.search(r"\d", label) for label in pictures)
+    assert summary.split(". ")[0] in page.text
+    # drawings take the page's colours; none of the exchangeable ones is left in them
+    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert "var(--ink)" in drawings
+    assert "#222222" not in drawings
+    assert "<style" not in drawings
+
+
+def test_the_folder_holds_tables_and_plots(written):
+    folder, _ = written
+    plots = {path.name for path in (folder / "plots").iterdir()}
+    names = {name.partition(".")[0] for name in plots}
+    assert names == {
+        "speedup", "phases", "acceptance-by-position", "predicted-measured", "surface", "what-if",
+        "calibration", "skip-map", "draft-length",
+    }  # fmt: skip
+    assert plots == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
+    tables = {path.stem: path.read_text() for path in (folder / "tables").iterdir()}
+    assert tables.keys() == report.TABLES.keys()
+    assert tables["speedup"].startswith("run,batch_size,category,method,over,prompts,")
+    markdown = (folder / "report.md").read_text()
+    for link in re.findall(r"!\[.*?\]\((.*?)\)", markdown):
+        assert (folder / link).is_file()
+    assert "| ratio of totals |" in markdown
+    own = json.loads((folder / report.MARK).read_text())["files"]
+    files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert files == {*own, report.MARK}
+
+
+def test_the_same_records_give_the_same_files(written, tmp_path):
+    folder, _ = written
+    run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.trace(), made.cost()])
+    write_report([run], tmp_path / "again")
+    for name in ("plots/surface.svg", "plots/phases.png", "tables/speedup.csv"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+NASTY = "<script>alert(1)</script>|`x`\n# **b** [l](u) \u202eevil\u2066 \ud800 $x$ 中文 &amp; \"'"
+
+
+def test_text_from_records_is_escaped(tmp_path):
+    head = made.header()
+    head["model"] = head["model"] | {"name": NASTY}
+    head["methods"][2]["name"] = NASTY + "2"
+    head["environment"]["cpu"]["model"] = NASTY
+    head["prompts"]["name"] = NASTY
+    lines = made.made_up(prompts=1, categories=("code", NASTY), head=head)
+    for line in lines[1:]:
+        line |= {"texts": [NASTY], "prompt_texts": ["</pre><b>" + NASTY]}
+    run = made.write(tmp_path / "run.jsonl", lines)
+    summary = write_report([run], tmp_path / "report")
+    text = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "alert(1)" in page.text
+    assert not {"script", "b"} & set(page.tags)
+    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "<script" not in markdown
+    assert "[l](u)" not in markdown
+    for shown in (text, markdown, summary):
+        assert not re.search("[\u202e\u2066\ud800]", shown)
+        assert "\\u202e" in shown.replace("\\\\u202e", "\\u202e")
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+    assert widths <= {6, 10, 11, 13, 15}, widths  # as many cells as the tables have columns
+
+
+def test_escaping():
+    assert visible("a\nb\u202e\x00") == "a\\u000ab\\u202e\\u0000"
+    assert visible("a\r\nb\x1b[1m", lines=True) == "a\nb\\u001b[1m"
+    assert escape("<a href='x'>&") == "&lt;a href=&#x27;x&#x27;&gt;&amp;"
+    assert escape_markdown("a|b`c`<d>\n") == "a\\|b\\`c\\`&lt;d&gt;\\\\u000a"
+
+
+def test_a_gain_in_words(tmp_path):
+    text = said(tmp_path, [*made.made_up(), made.trace(), made.cost()])
+    assert text.startswith(
+        "Self-speculation (self, the fastest of 2 measured) made tiny 1.15 times as fast as plain "
+        "decoding (95% interval 1.09 to 1.23, 8 prompts; sampled at T=0.8, float32 on cpu, 1 "
+        "thread). Over transformers' generate() it is 1.60 times as fast"
+    )
+    assert "can gain more than 6.7 times (1/c, with c = 0.15" in text
+    assert "67% of its time goes to verification, 22% to drafting." in text
+    assert "15% of the 4-grams" in text
+    assert "Try --exit-layer 3: with up to 4 drafted tokens, threshold 0.4" in text
+    assert "Verifying 4 tokens costs 1.45 plain steps here" in text
+
+
+def only(*methods, **changes):
+    """A header of these methods, plain ones by name."""
+    known = {m["name"]: m for m in made.header()["methods"]}
+    return made.header(methods=[known.get(m, m) if isinstance(m, str) else m for m in methods],
+                       **changes)  # fmt: skip
+
+
+def test_a_loss_is_said_first(tmp_path):
+    text = said(tmp_path, made.made_up(speed=1.5, head=only("plain", "self")))
+    assert text.startswith("Self-speculation was slower than plain decoding: tiny ran 0.7")
+    assert "--no-draft" in text
+    assert "Add --trace" in text
+
+
+def test_noise_is_not_called_a_gain(tmp_path):
+    lines = made.made_up(speed=1.15, head=only("plain", "self"))
+    text = said(tmp_path, lines)
+    assert text.startswith("Self-speculation is not distinguishable from plain decoding: tiny ran")
+    assert "Measure more prompts" in text
+
+
+def test_one_prompt_shows_nothing_about_others(tmp_path):
+    lines = made.made_up(prompts=1, categories=("code",), head=only("plain", "self"))
+    text = said(tmp_path, lines)
+    assert "on the one prompt measured; one prompt says nothing about others." in text
+    assert "nan" not in text.lower()
+
+
+def test_faults_come_before_all_else(tmp_path):
+    lines = made.made_up(head=only("plain", "self"))
+    wrong = [line for line in lines if line.get("method") == "self"][:3]
+    for line in wrong:
+        line["equal"] = [False]
+    text = said(tmp_path, lines)
+    assert text.startswith("FAULT: 3 of 16 texts of self differ")
+    tie = {"row": 0, "position": 1, "margin": 0.0, "resolution": 1e-5, "near_tie": True}
+    for line in wrong:
+        line["differences"] = [tie]
+    assert said(tmp_path, lines).startswith("Self-speculation made")
+
+
+def test_looping_texts_flatter(tmp_path):
+    lines = made.made_up()
+    assert "flatters" not in said(tmp_path, lines)
+    for line in lines[1:5]:
+        line["loops"] = [True]
+    assert "flatters" not in said(tmp_path, lines)
+    for line in lines[1:]:
+        line["loops"] = [True]
+    assert "16 of 16 texts loop: text that repeats itself is easy" in said(tmp_path, lines)
+
+
+def test_a_faster_peer_is_named(tmp_path):
+    lines = made.made_up()
+    for line in lines[1:]:
+        if line["method"] == "generate-prompt-lookup":
+            line["seconds"] = made.seconds(0.02)
+    text = said(tmp_path, lines)
+    assert "generate-prompt-lookup was faster still: 2.8" in text
+    assert "prefer generate-prompt-lookup" in text
+
+
+def test_unfinished_runs_say_so(tmp_path):
+    head = made.header()
+    head["prompts"]["count"] = 24
+    text = said(tmp_path, made.made_up(head=head))
+    assert "The run is unfinished: 8 of 24 prompts" in text
+
+
+def test_a_run_without_drafts_is_reported(tmp_path):
+    text = said(tmp_path, made.made_up(head=only("plain", "generate")))
+    assert text.startswith("Speed relative to plain: generate 0.7")
+    assert "add one with --method self" in text
+    assert "nothing else was measured" in said(tmp_path, made.made_up(head=only("plain")))
+
+
+def test_dear_drafts_and_bad_lengths_are_told(tmp_path):
+    dear = made.drafting("self", controller="fixed", max_draft_length=4,
+                         costs={"1": made.COSTS | {"draft": 0.9}})  # fmt: skip
+    text = said(tmp_path, made.made_up(speed=2.0, head=only("plain", dear)))
+    assert "The draft is too dear: at c = 0.90" in text
+    assert "a draft length of 0 should do better than 4" in text
+    assert "Try --controller expected-gain" in text
+
+
+def test_a_trace_without_hope_is_told(tmp_path):
+    trace = made.trace()
+    trace["what_if"]["emitted"] = [[[300] * 2] * 3] * 3
+    text = said(tmp_path, [*made.made_up(), trace, made.cost()])
+    assert "prices every exit layer and draft length below plain decoding" in text
+
+
+def greedy(**changes):
+    return made.header(law={"do_sample": False, "temperature": None, "top_p": None, "top_k": None,
+                            "acceptance": None, "seed": 0}, **changes)  # fmt: skip
+
+
+def test_several_runs_on_one_page(tmp_path):
+    batched = made.made_up(prompts=2, head=only("plain", "self", batch_sizes=[1, 2]))
+    for line in [line for line in batched if line.get("method")]:
+        twice = dict(line, batch_size=2, prompts=[line["prompts"][0], "code-9"])
+        for name in ("prompt_tokens", "new_tokens", "first_tokens", "repeated_4grams", "loops"):
+            twice[name] = line[name] * 2
+        twice["equal"] = line["equal"] and line["equal"] * 2
+        twice["rounds"] = {k: [row * 2 for row in v] for k, v in line["rounds"].items()}
+        batched.append(twice)
+    files = [
+        made.write(tmp_path / "a.jsonl", batched),
+        made.write(tmp_path / "b.jsonl", made.made_up(prompts=1, head=greedy())),
+    ]
+    summary = write_report(files, tmp_path / "report")
+    assert summary.count("\n\n") == 1
+    assert "By batch size it was" in summary
+    assert "tiny, greedy: Self-speculation" in summary
+    page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
+    assert len(page.ids) == len(set(page.ids))
+    plots = {path.name for path in (tmp_path / "report" / "plots").iterdir()}
+    assert {
+        "overview.svg", "predicted-measured-all.png", "tiny-sampled-at-t-0.8-batch-sizes.svg",
+        "tiny-sampled-at-t-0.8-speedup-batch-2.png", "tiny-greedy-speedup.svg",
+    } <= plots  # fmt: skip
+
+
+def lines_of(*lines):
+    return [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+
+
+BAD = {
+    "empty": ([], "empty"),
+    "header only": (lines_of(made.header()), "no records"),
+    "no baseline": (lines_of(made.header(), made.record("self")), "no record of its baseline"),
+    "unknown method": (lines_of(made.header(), made.record("other")), "method must be one of"),
+    "schema": (lines_of(made.header(schema=2), made.record("plain")), "schema must be 1"),
+    "cut off": (lines_of(made.header(), '{"kind": "rec'), "line 2"),
+    "not finite": (lines_of(made.header(), json.dumps(made.record("plain")).replace(
+        "0.01,", "NaN,")), "finite"),
+    "negative": (lines_of(made.header(), made.record("plain", seconds=made.seconds(-1.0))),
+                 "seconds.total"),
+    "lengths": (lines_of(made.header(), made.record("plain", new_tokens=[1, 2])), "new_tokens"),
+    "no tokens": (lines_of(made.header(), made.record("plain", new_tokens=[0],
+                                                      first_tokens=[0])), "without new tokens"),
+    "bare self": (lines_of(only("plain", {"name": "self", "kind": "self"}), made.record("plain")),
+                  "does not say controller, num_kept, skipped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_in_one_line(tmp_path, name):
+    lines, message = BAD[name]
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        write_report([file], tmp_path / "report")
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_missing_and_repeated_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no run file given"):
+        write_report([], tmp_path / "report")
+    with pytest.raises(ValueError, match=r"nothing\.jsonl"):
+        write_report([tmp_path / "nothing.jsonl"], tmp_path / "report")
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    with pytest.raises(ValueError, match="given twice"):
+        write_report([run, tmp_path / "." / "run.jsonl"], tmp_path / "report")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Reports without plots, where only the folder matters."""
+    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
+
+
+def test_earlier_reports_are_replaced_and_other_folders_refused(tmp_path, quick):
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    output = tmp_path / "deep" / "report"
+    write_report([run], output)
+    stale = output / "tables" / "speedup.csv"
+    stale.write_text("old")
+    write_report([run], output)
+    assert stale.read_text() != "old"
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes\.txt, which no report put there"):
+        write_report([run], output)
+    assert (output / "notes.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="which no report put there"):
+        write_report([run], tmp_path)
+    with pytest.raises(ValueError, match="not a folder"):
+        write_report([run], run)
+    (tmp_path / "empty").mkdir()
+    write_report([run], tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "empty", "run.jsonl"]
+    assert [path.name for path in output.parent.iterdir()] == ["report"]
+
+
+def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    write_report([run], tmp_path / "report")
+    before = (tmp_path / "report" / "index.html").read_text()
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "markdown", fails)
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_report([run], tmp_path / "report")
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_report([run], tmp_path / "other")
+    assert (tmp_path / "report" / "index.html").read_text() == before
+    monkeypatch.undo()
+    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
+    replace = os.replace
+    monkeypatch.setattr(
+        report.os, "replace", lambda a, b: fails() if Path(a).name == "report" and
+        Path(a).parent != tmp_path else replace(a, b)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_report([run], tmp_path / "report")
+    assert (tmp_path / "report" / "index.html").read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run.jsonl"]
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"  # importing them fails
+        "from pathlib import Path\n"
+        "from layerskip.analysis import report\n"
+        "report.plots.run_plots = lambda run: [report.plots.phases(run)]\n"
+        f"report.write_report([Path({str(run)!r})], Path({str(tmp_path / 'report')!r}))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"DISPLAY": ""})
+    assert (tmp_path / "report" / "index.html").is_file()

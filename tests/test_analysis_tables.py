@@ -1,0 +1,357 @@
+"""The report's numbers against values worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import run_files as made
+from layerskip.analysis import plots, predictions, tables
+from layerskip.analysis.runs import load_runs
+
+from layerskip.speculation import CostTable, optimal_draft_length, speedup
+
+
+def run_of(tmp_path, lines, head=None):
+    [run] = load_runs([made.write(tmp_path / "run.jsonl", [head or made.header(), *lines])])
+    return run
+
+
+def one(table, **where):
+    """The only row with these values."""
+    for name, value in where.items():
+        table = table[table[name] == value]
+    assert len(table) == 1, table
+    return table.iloc[0]
+
+
+def timed(method, prompt, totals, tokens=10, first=0.001, **changes):
+    """Records of one prompt, one for each repeat."""
+    return [
+        made.record(method, prompt, repeat=i, new_tokens=[tokens],
+                    seconds=made.seconds(total, first), **changes)
+        for i, total in enumerate(totals)
+    ]  # fmt: skip
+
+
+def test_speedup_is_the_ratio_of_totals_of_medians(tmp_path):
+    run = run_of(
+        tmp_path,
+        [
+            *timed("plain", "code-1", [0.020, 0.030, 0.900]),  # median 3 ms a token
+            *timed("plain", "text-1", [0.050, 0.050, 0.050]),  # 5
+            *timed("self", "code-1", [0.010, 0.011, 0.001]),  # 1
+            *timed("self", "text-1", [0.012, 0.060, 0.060], tokens=20),  # 3
+            *timed("generate", "code-1", [0.060]),  # 6
+            *timed("generate", "text-1", [0.100]),  # 10
+        ],
+    )
+    table = tables.speedup(run)
+    row = one(table, category="all", method="self", over="plain")
+    assert row["prompts"] == 2
+    assert row["speedup"] == pytest.approx((3 + 5) / (1 + 3))
+    assert row["mean_of_ratios"] == pytest.approx((3 / 1 + 5 / 3) / 2)
+    assert row["tokens_per_second"] == pytest.approx(1000 / 2)
+    assert row["first_ms"] == pytest.approx(1)
+    # decoding: (total - first) / (tokens - 1), medians over repeats
+    plain = (29 / 9 + 49 / 9) / 1000
+    ours = (9 / 9 + 59 / 19) / 1000
+    assert row["decode_speedup"] == pytest.approx(plain / ours)
+    assert one(table, category="code", method="self", over="plain")["speedup"] == pytest.approx(3)
+    row = one(table, category="all", method="self", over="generate")
+    assert row["speedup"] == pytest.approx((6 + 10) / (1 + 3))
+    assert row["low"] == pytest.approx(10 / 3)  # of two prompts: either twice, or both
+    assert row["high"] == pytest.approx(6)
+
+
+def test_speedups_compare_only_prompts_that_both_have(tmp_path):
+    run = run_of(
+        tmp_path,
+        [
+            *timed("plain", "code-1", [0.030]),
+            *timed("plain", "code-2", [0.500]),
+            *timed("self", "code-1", [0.010]),
+        ],
+    )
+    row = one(tables.speedup(run), method="self", over="plain")
+    assert (row["prompts"], row["speedup"]) == (1, pytest.approx(3))
+    assert math.isnan(row["low"])  # one prompt has no interval
+
+
+def test_texts_of_one_token_have_no_decoding(tmp_path):
+    run = run_of(
+        tmp_path,
+        [r for m in ("plain", "self") for r in timed(m, "code-1", [0.002], tokens=1)],
+    )
+    row = one(tables.speedup(run), method="self", over="plain")
+    assert row["speedup"] == pytest.approx(1)
+    assert math.isnan(row["decode_speedup"])
+
+
+def test_bootstrap_is_paired_and_seeded():
+    slow, fast = np.array([1.0, 5.0, 9.0]), np.array([0.5, 2.5, 4.5])
+    assert tables.ratio_of_totals(slow, fast) == pytest.approx((2, 2, 2))  # paired: no spread
+    draws = np.random.default_rng(1).uniform(1, 2, (2, 40))
+    ratio, low, high = tables.ratio_of_totals(*draws)
+    assert low < ratio < high
+    assert tables.ratio_of_totals(*draws) == (ratio, low, high)
+    # the normal interval of a ratio of means is close to the bootstrap's
+    a, b = draws
+    sd = np.std(a / b.mean() - ratio * b / b.mean()) / np.sqrt(40)
+    assert (low, high) == pytest.approx((ratio - 1.96 * sd, ratio + 1.96 * sd), abs=0.3 * sd)
+    assert all(map(math.isnan, tables.ratio_of_totals(np.array([]), np.array([]))))
+
+
+ROUNDS = made.rounds((2, 2, 3), (3, 1, 2), (0, 0, 1), (2, 0, 1), (2, 1, 1))
+
+
+def test_acceptance(tmp_path):
+    # the last round was cut by an end: one accepted, and nothing is known of the second
+    lines = [made.record("plain"), made.record("self", new_tokens=[9], rounds=ROUNDS)]
+    row = one(tables.acceptance(run_of(tmp_path, lines)), category="all")
+    assert (row["rounds"], row["drafts"], row["drafted"]) == (5, 4, 9)
+    assert (row["accepted"], row["rejected"]) == (4, 2)
+    assert row["alpha"] == pytest.approx(4 / 6)
+    assert row["acceptance_rate"] == pytest.approx(4 / 9)
+    assert row["mean_acceptance_length"] == pytest.approx(1 + 4 / 4)
+    assert row["tokens_per_pass"] == pytest.approx(8 / 5)
+    assert row["mean_draft_length"] == pytest.approx(9 / 5)
+
+
+def test_acceptance_by_position(tmp_path):
+    lines = [made.record("plain"), made.record("self", new_tokens=[9], rounds=ROUNDS)]
+    table = tables.positions(run_of(tmp_path, lines)).set_index("position")
+    assert table["tried"].tolist() == [4, 2, 0]
+    assert table["accepted"].tolist() == [3, 1, 0]
+    assert table["acceptance"].tolist()[:2] == [3 / 4, 1 / 2]
+    assert math.isnan(table.loc[3, "acceptance"])
+    assert table["chain"].tolist() == [3 / 4, 1 / 4, 0]
+
+
+def test_finished_rows_of_a_batch_count_for_nothing(tmp_path):
+    rounds = {
+        "drafted": [[2, 1], [1, 0]],
+        "accepted": [[1, 1], [1, 0]],
+        "emitted": [[2, 2], [2, 0]],
+        "confidences": [[[0.5] * 2, [0.5]], [[0.5], []]],
+    }
+    both = {"batch_size": 2, "prompts": ["code-1", "code-2"], "prompt_tokens": [5, 5],
+            "first_tokens": [1, 1], "new_tokens": [5, 3], "repeated_4grams": [0.0, 1.0],
+            "loops": [False, True], "seconds": made.seconds(0.008)}  # fmt: skip
+    lines = [made.record(m, **both) for m in ("plain", "self")]
+    lines[1]["rounds"] = rounds
+    head = made.header(methods=[{"name": "plain", "kind": "plain"}, made.drafting(
+        "self", costs={"2": made.COSTS})], batch_sizes=[2])  # fmt: skip
+    run = run_of(tmp_path, lines, head)
+    row = one(tables.acceptance(run), category="all")
+    assert (row["rounds"], row["drafted"], row["accepted"]) == (3, 4, 3)
+    assert one(tables.speedup(run), method="self")["tokens_per_second"] == pytest.approx(1000)
+    row = one(tables.repetition(run), method="self")
+    assert (row["repeated_4grams"], row["loops"], row["texts"]) == (0.5, 1, 2)
+    # rows draft in lockstep: rounds of 2 and 1 drafts, in place of 4 plain steps
+    cost = 2 * 0.15 + 1.35 + 0.15 + 1.2
+    assert one(predictions.predictions(run))["predicted"] == pytest.approx(4 / cost)
+
+
+def test_phases_add_up(tmp_path):
+    parts = {"draft": 0.004, "verify": 0.010, "other": 0.002}
+    lines = [
+        made.record("plain", seconds=made.seconds(0.02)),
+        made.record("self", seconds=made.seconds(0.02, 0.003, **parts)),
+    ]
+    table = tables.phases(run_of(tmp_path, lines))
+    row = one(table, method="self")
+    assert row[["prefill", "draft", "verify", "other", "rest", "total"]].tolist() == (
+        pytest.approx([0.3, 0.4, 1.0, 0.2, 0.1, 2.0])
+    )
+    row = one(table, method="plain")
+    assert math.isnan(row["verify"])
+    assert row["rest"] == pytest.approx(1.9)
+
+
+def test_differences_are_faults_unless_near_ties_explain_them(tmp_path):
+    tie = {"row": 0, "position": 5, "margin": 1e-6, "resolution": 1e-5, "near_tie": True}
+    fault = tie | {"near_tie": False, "margin": 0.5}
+    told = [(True, []), (False, [tie]), (False, [fault]), (False, []), (False, [tie, fault])]
+    lines = [made.record("plain")] + [
+        made.record("self", repeat=i, equal=[same], differences=differences)
+        for i, (same, differences) in enumerate(told)
+    ]
+    table = tables.losslessness(run_of(tmp_path, lines))
+    row = one(table, method="self")
+    assert row[["compared", "equal", "near_ties", "faults"]].tolist() == [5, 1, 1, 3]
+    assert one(table, method="plain")["compared"] == 0
+
+
+def priced(drafts):
+    """A method's rounds that always accept all: 10 tokens after the first, drafts + 1 at a time."""
+    count = 10 // (drafts + 1)
+    return made.rounds(*[(drafts, drafts, drafts + 1)] * count)
+
+
+def test_each_half_of_the_prompts_is_forecast_by_the_other(tmp_path):
+    lines = []
+    for name, drafts in (("code-1", 1), ("code-2", 4), ("code-3", 1)):
+        lines += timed("plain", name, [0.011], tokens=11)
+        lines += timed("self", name, [0.006], tokens=11, rounds=priced(drafts))
+    row = one(predictions.predictions(run_of(tmp_path, lines)), method="self")
+    rates = {1: (0.15 + 1.2) / 2, 4: (4 * 0.15 + 1.5) / 5}  # target steps a token
+    # halves: code-1 and code-3, forecast by code-2, and code-2 by them
+    assert row["predicted"] == pytest.approx(3 / (2 * rates[4] + rates[1]))
+    assert row["measured"] == pytest.approx(2)
+    assert row["efficiency"] == pytest.approx(2 * (2 * rates[4] + rates[1]) / 3)
+    assert row["efficiency_a"] == pytest.approx(2 * rates[4])
+    assert row["efficiency_b"] == pytest.approx(2 * rates[1])
+    assert row["from"] == "the other half"
+    assert row["alpha"] == 1
+    assert row["bound"] == pytest.approx(1 / 0.15)
+    assert math.isnan(row["formula"])
+
+
+def test_one_prompt_forecasts_itself_and_says_so(tmp_path):
+    lines = [*timed("plain", "code-1", [0.011], tokens=11),
+             *timed("self:fixed-4", "code-1", [0.006], tokens=11, rounds=priced(4))]  # fmt: skip
+    row = one(predictions.predictions(run_of(tmp_path, lines)))
+    assert row["from"] == "the same prompt"
+    assert row["predicted"] == pytest.approx(5 / (4 * 0.15 + 1.5))
+    assert (row["formula_length"], row["formula"]) == (4, pytest.approx(5 / 2.1))
+    costs = CostTable(0.15, tuple(made.COSTS["verify"]), "measured")
+    best = optimal_draft_length(1.0, costs, predictions.LONGEST)
+    assert row["best_length"] == best
+    assert row["best_formula"] == speedup(1.0, best, 0.15, costs.verify_cost)
+
+
+def test_rounds_that_draft_nothing_price_as_plain_steps(tmp_path):
+    lines = [*timed("plain", "code-1", [0.011], tokens=11),
+             *timed("self", "code-1", [0.011], tokens=11, rounds=priced(0))]  # fmt: skip
+    run = run_of(tmp_path, lines)
+    row = one(predictions.predictions(run))
+    assert (row["predicted"], row["measured"]) == (pytest.approx(1), pytest.approx(1))
+    assert math.isnan(row["alpha"])
+    assert math.isnan(row["best_length"])
+    assert plots.surface(run) is None
+
+
+def test_controllers_are_priced_with_one_table(tmp_path):
+    dear = made.drafting("self:fixed-4", controller="fixed", max_draft_length=4,
+                         costs={"1": made.COSTS | {"draft": 0.9}})  # fmt: skip
+    methods = [{"name": "plain", "kind": "plain"}, made.drafting("self"), dear]
+    lines = [*timed("plain", "code-1", [0.011], tokens=11),
+             *timed("self", "code-1", [0.006], tokens=11, rounds=priced(1)),
+             *timed("self:fixed-4", "code-1", [0.006], tokens=11, rounds=priced(4))]  # fmt: skip
+    table = predictions.controllers(run_of(tmp_path, lines, made.header(methods=methods)))
+    ours, fixed = 2 / 1.35, 5 / 2.1
+    assert one(table, method="self")["speedup"] == pytest.approx(ours)
+    assert one(table, method="self:fixed-4")["speedup"] == pytest.approx(fixed)
+    assert table["of_best_fixed"].tolist() == pytest.approx([ours / fixed, 1])
+
+
+def small_trace(rounds, drafted, emitted, **axes):
+    table = {"exits": [2], "draft_lengths": [2], "thresholds": [0.0]} | axes
+    return made.trace() | {
+        "what_if": table | {"rounds": rounds, "drafted": drafted, "emitted": emitted}
+    }
+
+
+PLAIN = [made.record("plain")]
+
+
+def test_what_if_is_priced_from_the_parts_of_a_pass(tmp_path):
+    trace = small_trace([[[10]]], [[[20]]], [[[25]]])
+    run = run_of(tmp_path, [*PLAIN, trace, made.cost()])
+    # 6 layers of 150 us, head 60, rest 40: exit 2 drafts for 400 us of 1000, verifies 3 tokens
+    # with 300 us of shared prefix for one token and 700 for three (1.4 times as dear)
+    row = one(predictions.what_if(run))
+    assert row["costs"] == "parts"
+    assert row["speedup"] == pytest.approx(25 / (20 * 0.4 + 10 * (0.3 + 0.7 * 1.4)))
+    assert row["acceptance"] == pytest.approx(15 / 20)
+    assert row["mean_draft_length"] == 2
+
+
+def test_what_if_without_parts_scales_a_drafting_methods_costs(tmp_path):
+    trace = small_trace(
+        [[[10]], [[10]]], [[[20]], [[20]]], [[[25]], [[25]]], exits=[2, 6]
+    )  # fmt: skip
+    run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
+    table = predictions.what_if(run)
+    assert set(table["costs"]) == {"scaled"}
+    two, six = table["speedup"]
+    assert two == pytest.approx(25 / (20 * 0.15 + 10 * 1.35))  # the table's own exit
+    assert six == pytest.approx(25 / (20 * 1.0 + 10 * 1.35))  # the whole model
+    bare = run_of(tmp_path, [*PLAIN, trace])
+    assert predictions.what_if(bare)["speedup"].isna().all()
+
+
+def test_what_if_of_drafts_of_mixed_lengths(tmp_path):
+    trace = small_trace([[[10]]], [[[5]]], [[[14]]])
+    run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
+    # half a draft a round: between a plain step and a round of one draft
+    mean = (1 + (0.15 + 1.2)) / 2
+    assert one(predictions.what_if(run))["speedup"] == pytest.approx(14 / (10 * mean))
+
+
+def test_calibration_error(tmp_path):
+    trace = made.trace()
+    trace["exits"] = [
+        {"exit": 2, "agreement": 0.5, "match": 0.4, "confidence": [
+            {"low": 0.0, "high": 0.5, "count": 30, "mean": 0.2, "matched": 3},
+            {"low": 0.5, "high": 0.9, "count": 0, "mean": 0.0, "matched": 0},
+            {"low": 0.9, "high": 1.0, "count": 10, "mean": 0.95, "matched": 10},
+        ]}
+    ]  # fmt: skip
+    run = run_of(tmp_path, [*PLAIN, trace])
+    assert tables.calibration(run)["matched"].tolist() == [0.1, 1.0]
+    row = one(tables.exits(run))
+    assert row["calibration_error"] == pytest.approx((30 * 0.1 + 10 * 0.05) / 40)
+    assert (row["agreement"], row["match"]) == (0.5, 0.4)
+
+
+def test_sublayers_carry_their_cost(tmp_path):
+    run = run_of(tmp_path, [*PLAIN, made.record("self"), made.cost()])
+    table = tables.sublayers(run)
+    assert one(table, layer=1, sublayer="attention")["ms"] == pytest.approx(0.1)
+    assert table["kept"].sum() == 4
+    assert not one(table, layer=2, sublayer="mlp")["kept"]
+
+
+def test_surface_equals_the_closed_formula():
+    costs = CostTable(0.15, tuple(made.COSTS["verify"]), "measured")
+    alphas, draft_costs = np.array([0.0, 0.3, 0.8, 1.0]), np.array([0.05, 0.5])
+    expected = [
+        [max(speedup(a, g, c, costs.verify_cost) for g in range(predictions.LONGEST + 1))
+         for c in draft_costs] for a in alphas
+    ]  # fmt: skip
+    assert plots.best_speedups(alphas, draft_costs, costs) == pytest.approx(np.array(expected))
+
+
+def test_two_runs_of_the_same_thing_are_compared(tmp_path):
+    files = []
+    for name, ours in (("a", [0.010, 0.012]), ("b", [0.011, 0.011]), ("c", [0.004, 0.004])):
+        lines = [
+            r
+            for prompt, total in zip(("code-1", "code-2"), ours, strict=True)
+            for r in (*timed("plain", prompt, [0.02]), *timed("self", prompt, [total]))
+        ]
+        files.append(made.write(tmp_path / f"{name}.jsonl", [made.header(), *lines]))
+    other = made.header(dtype="bfloat16")
+    files.append(made.write(tmp_path / "d.jsonl", [other, *lines]))
+    runs = load_runs(files)
+    assert [run.label for run in runs] == [
+        "tiny, sampled at T=0.8, float32 on cpu, 1 thread, a",
+        "tiny, sampled at T=0.8, float32 on cpu, 1 thread, b",
+        "tiny, sampled at T=0.8, float32 on cpu, 1 thread, c",
+        "tiny, sampled at T=0.8, bfloat16 on cpu, 1 thread",
+    ]
+    table = tables.repeatability(runs)
+    assert table["overlap"].tolist() == [True, False, False]
+    assert table["speedup"].tolist() == pytest.approx([0.04 / 0.022, 0.04 / 0.022, 0.04 / 0.022])
+    comparison = tables.comparison(runs)
+    assert len(comparison) == 8
+    assert set(comparison["over"]) == {"plain"}
+
+
+def test_predictions_find_the_costs_that_made_the_times(tmp_path):
+    run = run_of(tmp_path, made.made_up(prompts=20, noise=0.0)[1:], made.header())
+    table = predictions.predictions(run)
+    whole = table[table["category"] == "all"]
+    assert whole["efficiency"].tolist() == pytest.approx([1, 1], abs=0.005)
+    assert whole["alpha"].tolist() == pytest.approx([0.6, 0.6], abs=0.04)
