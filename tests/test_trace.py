@@ -166,12 +166,20 @@ def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
         assert list(simulate(played, Erratic(), texts, max_draft_length=length)) == real
 
 
+def by_length(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that likes another token at every length, so that pads would show."""
+    scores = scores.clone()
+    scores[:, ids.shape[1] % scores.shape[1]] += 4.0
+    return scores
+
+
 def test_processors_that_read_the_text() -> None:
     """Their history is the row's own tokens, drafted ones included."""
     model = lively_model("llama")
     penalties = [
         RepetitionPenaltyLogitsProcessor(3.0),
         MinLengthLogitsProcessor(20, sorted(EOS), device="cpu"),
+        by_length,
     ]
     law = sampling(0.8, *penalties)
     trace = take_trace(model, rows((9, 5)), max_new_tokens=16, law=law, eos=EOS, draft_length=5)
@@ -194,7 +202,11 @@ def test_processors_that_read_the_text() -> None:
                     eos_token_id=sorted(EOS),
                     seeds=[number],
                 )
-            )[1:]
+            )
+            text = trace.texts[number]
+            new = text.tokens[text.prompt :][: text.emitted].tolist()
+            assert [token for round_ in real for token in round_.tokens[0]] == new
+            real = real[1:]
             fixed = make_controller("fixed", max_draft_length=5, costs=COSTS)
             rounds = list(simulate(played, fixed, [number]))
             assert [r.drafted for r in rounds] == [r.drafted for r in real]
