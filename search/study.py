@@ -179,11 +179,9 @@ def redacted(text: str) -> str:
 
 
 def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
-    trial = study.ask()
-    # Asked for here, where all parameters may be given by hand, or the space may have none.
+    trial = study.ask(space.distributions)
+    # Not `params`: where all are given by hand, or the space has none, only this asks the sampler.
     mask = space.from_params(trial.relative_params)
-    for name, distribution in space.distributions.items():
-        trial._suggest(name, distribution)
     if mask not in space:
         trial.set_user_attr("error", f"not in {space}")
         study.tell(trial, state=TrialState.FAIL)
