@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 from layerskip.analysis.plots import INK, LINE, MUTED, PAPER
+from layerskip.analysis.runs import visible
 from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
 
@@ -297,19 +298,6 @@ pre { white-space: pre-wrap; background: var(--soft); padding: .7rem; border-rad
   .facts dd { margin-bottom: .4rem; } }
 .glossary dt { font-weight: 600; } .glossary dd { margin: 0 0 .5rem; }
 """
-
-
-def visible(text: str, *, lines: bool = False) -> str:
-    """The text with characters that do not print as their code points; spaces stay.
-
-    Args:
-        lines: keep line breaks and tabs.
-    """
-    kept = "\n\t" if lines else ""
-    return "".join(
-        c if c.isprintable() or c in kept else f"\\u{ord(c):04x}"
-        for c in text.replace("\r\n", "\n")
-    )
 
 
 def escape(text: str, *, lines: bool = False) -> str:

@@ -67,6 +67,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
 HATCHES = {"prefill": "", "draft": "///", "verify": "\\\\\\", "other": "xxx", "rest": ""}
+FEW_TOKENS = 10  # in a bin of confidences, below which its share is left out as noise
 BLACK, WHITE = "#000001", "#fffffe"  # on filled cells, whatever the page's colours
 
 
@@ -136,7 +137,8 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         )
     axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
-    axes.set_yticks([n * lanes + middle for n in range(len(methods))], methods)
+    names = [_clipped(method, 30) for method in methods]
+    axes.set_yticks([n * lanes + middle for n in range(len(methods))], names)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"times as fast as {run.baseline} (95% interval over prompts)")
@@ -201,16 +203,18 @@ def phases(run: Run) -> Plot | None:
         "rest": "not told apart",
     }
     colours = dict(zip(labels, (SKY, ORANGE, BLUE, PURPLE, LINE), strict=True))
+    places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
     for phase, label in labels.items():
         values = table[phase].fillna(0.0).to_numpy()
         if not values.any():
             continue
         axes.barh(
-            table["method"], values, left=left, label=label, color=colours[phase],
+            places, values, left=left, label=label, color=colours[phase],
             hatch=HATCHES[phase], edgecolor=INK, linewidth=0.5,
         )  # fmt: skip
         left += values
+    axes.set_yticks(places, [_clipped(method, 30) for method in table["method"]])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("milliseconds per new token")
@@ -398,7 +402,9 @@ def calibration(run: Run) -> Plot | None:
     table = tables.calibration(run)
     if not len(table):
         return None
-    table = table[table["trace"] == 0]
+    table = table[(table["trace"] == 0) & (table["tokens"] >= FEW_TOKENS)]
+    if not len(table):
+        return None
     chosen = _few_exits(run, sorted(table["exit"].unique()))
     figure, axes = _figure(3.8)
     axes.plot([0, 1], [0, 1], color=INK, linewidth=1, label="calibrated")
@@ -607,8 +613,7 @@ def _short(row: Any) -> str:
 
 
 def _clipped(text: str, length: int) -> str:
-    shown = "".join(c if c.isprintable() else " " for c in text)
-    return shown if len(shown) <= length else shown[: length - 1] + "…"
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _colour(number: int) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from layerskip.analysis import plots, predictions, tables, verdict
-from layerskip.analysis.page import Picture, Section, Table, markdown, page, visible
-from layerskip.analysis.runs import Run, law_words, load_runs, machine_words
+from layerskip.analysis.page import Picture, Section, Table, markdown, page
+from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, visible
 
 MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""

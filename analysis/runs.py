@@ -118,20 +118,47 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     read = [read_run(Path(file)) for file in files]
     for path, run in zip(files, read, strict=True):
         _check(Path(path), run.header, run.records)
-    headers = [run.header for run in read]
+    headers = [_printable(run.header) for run in read]
     labels = _labels(headers, [Path(file).stem for file in files])
     return [
         Run(
             path=Path(file),
             label=label,
             slug=re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}",
-            header=run.header,
-            records=run.records,
+            header=header,
+            records=[_printable(record) for record in run.records],
             traces=run.traces,
             costs=run.costs,
         )
-        for number, (file, run, label) in enumerate(zip(files, read, labels, strict=True))
+        for number, (file, run, header, label) in enumerate(
+            zip(files, read, headers, labels, strict=True)
+        )
     ]
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """The text with characters that do not print as their code points; spaces stay.
+
+    Args:
+        lines: keep line breaks and tabs.
+    """
+    kept = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in kept else f"\\u{ord(c):04x}"
+        for c in text.replace("\r\n", "\n")
+    )
+
+
+def _printable(value: Any) -> Any:
+    """A JSON value with its strings visible, but for the texts: names end up in plots and files."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    if isinstance(value, dict):
+        kept = ("texts", "prompt_texts")
+        return {k: v if k in kept else _printable(v) for k, v in value.items()}
+    return value
 
 
 def law_words(law: dict[str, Any]) -> str:

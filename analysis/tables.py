@@ -192,8 +192,8 @@ def phases(run: Run) -> pd.DataFrame:
                     "batch_size": batch_size,
                     "method": method,
                     **parts,
-                    # medians of parts need not add up to the median of the whole
-                    "rest": max(0.0, 1000 * mean["total"] - known),
+                    # medians of parts need not add up to the median of the whole; 0 is exact
+                    "rest": max(0.0, round(1000 * mean["total"] - known, 9)),
                     "total": 1000 * mean["total"],
                 }
             )
