@@ -333,7 +333,7 @@ class _Plan:
             given = [("layerskip", replace(own, model=None))]
         if not given and self.found is not None:
             known = {
-                entry["label"].partition(",")[0].replace(" ", "-"): entry["skip"]
+                entry["draft"]: entry["skip"]
                 for entry in self.found.header["methods"]
                 if entry["kind"] == "self"
             }
@@ -442,6 +442,7 @@ class _Plan:
                     skip=skip,
                     controller=controller,
                     max_draft_length=options.max_draft_length,
+                    draft=label,
                 )
                 if each.controller in WITH_THRESHOLD and options.threshold is not None:
                     each.threshold = options.threshold

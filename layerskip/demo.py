@@ -1,23 +1,24 @@
 """Plain and self-speculative decoding of prompts side by side; knows no text and no terminal.
 
-Sampled, with the coupled rule, so that both must give the same tokens. Times are taken in
-interleaved sweeps, after a warm-up; a prompt counts with its median, a method with all prompts.
+Sampled, with the coupled rule, so that both must give the same tokens. Measured as a benchmark is;
+a prompt counts with its median, a method with all prompts.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.benchmark import Judge, device_clock, interleaved
+from layerskip.checking import Comparison, Difference
 from layerskip.config import SkipConfig
-from layerskip.generation import DecodingStats, GenerationOutput, generate
-from layerskip.loading import unpadded
+from layerskip.engine import DecodingStats, Round
+from layerskip.methods import Batch, Engine, Method, Peer, Task
 from layerskip.speculation import CostTable
 
 TEMPERATURE = 0.8
@@ -32,18 +33,25 @@ class SideBySide:
 
     Attributes:
         tokens: per prompt, new tokens of this engine's plain decoding.
-        identical: whether self-speculation gave the same ones, every time.
-        speculative: per prompt, the last self-speculative output; its stats, rounds and costs.
+        comparison: of self-speculation with it; a prompt's first difference counts.
+        rounds: per prompt, those of the last self-speculative decoding.
+        costs: what the controller decided with; None where it needed no costs.
         seconds: by method, the median of each prompt.
         counts: by method, the new tokens of each prompt; transformers draws others, and may end
             sooner.
     """
 
     tokens: list[list[int]]
-    identical: bool
-    speculative: list[GenerationOutput]
+    comparison: Comparison
+    rounds: list[Sequence[Round]]
+    costs: CostTable | None
     seconds: dict[str, list[float]]
     counts: dict[str, list[int]]
+
+    @property
+    def identical(self) -> bool:
+        """Whether self-speculation gave the same tokens, every time."""
+        return not self.comparison.differences
 
     @property
     def tokens_per_second(self) -> dict[str, float]:
@@ -51,25 +59,18 @@ class SideBySide:
         return {method: sum(self.counts[method]) / sum(self.seconds[method]) for method in METHODS}
 
     @property
-    def costs(self) -> CostTable | None:
-        """What the controller decided with; None where it needed no costs."""
-        return self.speculative[0].costs
-
-    @property
     def stats(self) -> DecodingStats:
         """The counts of all prompts together."""
         total = DecodingStats()
-        for output in self.speculative:
-            assert output.stats is not None
-            total.num_drafts += output.stats.num_drafts
-            total.num_draft_tokens += output.stats.num_draft_tokens
-            total.num_accepted_tokens += output.stats.num_accepted_tokens
+        for rounds in self.rounds:
+            for round_ in rounds:
+                total.add(round_, lambda drafted: 0)
         return total
 
     @property
     def predicted_speedup(self) -> float | None:
         """Tokens per target step over the rounds, at the cost table's prices; None without one."""
-        rounds = [r for output in self.speculative for r in (output.rounds or [])[1:]]
+        rounds = [round_ for each in self.rounds for round_ in each[1:]]
         if self.costs is None or not rounds:
             return None
         emitted = sum(len(round_.tokens[0]) for round_ in rounds)
@@ -95,66 +96,56 @@ def side_by_side(
         repeats: sweeps timed.
         note: told what begins, in words.
     """
-    shared: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": TEMPERATURE,
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_new_tokens": max_new_tokens,
-    }
-    ours: dict[str, Any] = {
-        "skip": skip,
-        "seed": seed,
-        "execution": execution,
-        "acceptance": "coupled",
-    } | shared
-
-    def transformers(ids: Tensor) -> Tensor:
-        return model.generate(**unpadded(ids), **shared)  # type: ignore[no-any-return]
-
-    def plain(ids: Tensor) -> GenerationOutput:
-        return generate(model, unpadded(ids), enabled=False, **ours)
-
-    def speculate(ids: Tensor, streamer: Any = None) -> GenerationOutput:
-        return generate(model, unpadded(ids), enabled=True, streamer=streamer, **ours)
-
-    run: dict[str, Callable[[Tensor], Any]] = {
-        "transformers": transformers,
-        "plain": plain,
-        "self": speculate,
-    }
+    task = Task(max_new_tokens, True, temperature=TEMPERATURE, seed=seed, execution=execution)
+    batches = [
+        Batch((str(number + 1),), (number,), None, ids, torch.ones_like(ids))
+        for number, ids in enumerate(prompts)
+    ]
+    speculative = Engine(model, task, "self", skip)
+    methods: list[Method] = [
+        Peer(model, task, name="transformers"),
+        Engine(model, task),
+        speculative,
+    ]
+    judge = Judge(model, task, methods)
     note("decoding")
-    speculate(prompts[0], streamer)
-    for method in METHODS:
-        run[method](prompts[0])
-    tokens: list[list[int]] = []
-    speculative: list[GenerationOutput] = []
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    counts: dict[str, list[int]] = {method: [] for method in METHODS}
-    identical = True
-    for number, ids in enumerate(prompts):
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
-        for sweep in range(repeats):
-            note(f"timing prompt {number + 1} of {len(prompts)}, sweep {sweep + 1} of {repeats}")
-            last: dict[str, Any] = {}
-            new: dict[str, list[int]] = {}
-            for method in METHODS:
-                _synchronize(model)
-                start = time.perf_counter()
-                last[method] = run[method](ids)
-                _synchronize(model)
-                times[method].append(time.perf_counter() - start)
-                sequences = last[method] if method == "transformers" else last[method].sequences
-                new[method] = sequences[0, ids.shape[1] :].tolist()
-            identical = identical and new["self"] == new["plain"]
-        tokens.append(new["plain"])
-        speculative.append(last["self"])
-        for method in METHODS:
-            seconds[method].append(statistics.median(times[method]))
-            counts[method].append(len(new[method]))
-    return SideBySide(tokens, identical, speculative, seconds, counts)
-
-
-def _synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    costs = speculative.generate(batches[0], streamer=streamer).costs
+    tokens: list[list[int]] = [[] for _ in prompts]
+    rounds: list[Sequence[Round]] = [() for _ in prompts]
+    differences: dict[int, Difference] = {}
+    times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in METHODS}
+    counts: dict[str, list[int]] = {name: [0 for _ in prompts] for name in METHODS}
+    with torch.random.fork_rng():
+        for timed in interleaved(
+            methods,
+            batches,
+            repeats=repeats,
+            warmup=1,
+            now=device_clock(model.device),
+            note=lambda what, share: note(f"timing, {share:.0%}: prompt {what}"),
+        ):
+            judge.see(timed)
+            if timed.repeat < 0:
+                continue
+            name, (number,) = timed.method.name, timed.batch.numbers
+            (text,) = timed.decoded.tokens
+            times[name][number].append(timed.seconds)
+            counts[name][number] = len(text)
+            if name == "plain":
+                tokens[number] = text
+            if name == "self":
+                rounds[number] = timed.decoded.rounds or ()
+                for difference in judge.differences(timed) or ():
+                    differences.setdefault(number, replace(difference, prompt=number))
+    equal = [
+        differences[number].position if number in differences else len(text)
+        for number, text in enumerate(tokens)
+    ]
+    return SideBySide(
+        tokens=tokens,
+        comparison=Comparison(len(prompts), sum(equal), tuple(differences.values())),
+        rounds=rounds,
+        costs=costs,
+        seconds={name: list(map(statistics.median, each)) for name, each in times.items()},
+        counts=counts,
+    )

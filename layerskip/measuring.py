@@ -139,18 +139,13 @@ def demo(
     )
     settings: dict[str, Any] = {"execution": execution}
     sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
-    comparisons = []
-    if not found.identical:  # a near-tie or a fault?
-        comparisons = [
-            compare_coupled(loaded.model, timed, config, max_new_tokens=max_new_tokens, **sampling)
-        ]
     talk.progress("checking greedy text against transformers")
     length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
     greedy = compare_greedy(loaded.model, inputs, config, max_new_tokens=length, **settings)
     talk.progress("checking sampled text against plain decoding")
     coupled = compare_coupled(loaded.model, inputs, config, max_new_tokens=length, **sampling)
     talk.progress("")
-    comparisons += [coupled, greedy]
+    comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
     same = "yes" if found.identical else "no"
     print(title("The same text?"))
@@ -159,8 +154,8 @@ def demo(
     rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
     print(two_columns(rows))
     ids = [each.id for each in prompts]
-    for comparison in comparisons:
-        for line in differences(comparison, ids, loaded.tokenizer):
+    for comparison, names in zip(comparisons, (ids[::2], ids, ids), strict=True):
+        for line in differences(comparison, names, loaded.tokenizer):
             print(wrap(line))
     num_layers = loaded.model.config.num_hidden_layers
     why = _why(found, config, num_layers)

@@ -128,8 +128,13 @@ class Engine:
     """This engine: plain decoding, or self-speculation where there is a skip config.
 
     Args:
+        controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
+        draft: what the skip config is called.
+
+    Attributes:
         costs: by batch size, what the controller decides with; without an entry it is measured
             at the first call.
+        prices: the header's `costs`: by batch size, what was measured.
     """
 
     one_row = False
@@ -144,6 +149,7 @@ class Engine:
         controller: str | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
+        draft: str | None = None,
     ) -> None:
         self.model = model
         self.task = task
@@ -154,6 +160,7 @@ class Engine:
         self.controller = controller or stored.controller or DEFAULT_CONTROLLER
         self.max_draft_length = max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
+        self.draft = draft
         self.costs: dict[int, CostTable] = {}
         self.prices: dict[str, dict[str, Any]] = {}
 
@@ -165,6 +172,7 @@ class Engine:
             "name": self.name,
             "kind": self.kind,
             "label": f"{skip_label(self.skip)}, {self.controller}",
+            "draft": self.draft,
             "skip": self.skip.to_dict(),
             "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
             "num_kept": len(skip.kept()),
