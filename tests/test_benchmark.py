@@ -1,0 +1,588 @@
+"""The measuring loop with made-up methods and clocks, then with real ones on tiny models."""
+
+import gc
+import json
+
+import pytest
+import torch
+from models import lively_model, prompt, ragged
+
+import layerskip
+from layerskip.benchmark import (
+    Judge,
+    benchmark,
+    interleaved,
+    loops,
+    make_batches,
+    mean_draft_length,
+    price,
+    repeated_share,
+)
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.methods import (
+    Batch,
+    Decoded,
+    Engine,
+    Peer,
+    Task,
+    early_exit_peer,
+    prompt_lookup_peer,
+)
+from layerskip.records import RunWriter, key_of, read_run, read_unfinished
+from layerskip.speculation import CostTable
+
+SKIP = SkipConfig.early_exit(3)
+COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))
+
+
+class Clock:
+    """Stands still but for `advance`."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class Fake:
+    """A method that takes a given time, of which half until its first token."""
+
+    one_row = False
+
+    def __init__(self, name, clock, seconds=1.0, kind="plain", tokens=(5, 6, 7)):
+        self.name, self.clock, self.seconds, self.kind = name, clock, seconds, kind
+        self.tokens = tokens
+        self.calls = []
+        self.collecting = []
+
+    def describe(self):
+        return {"name": self.name, "kind": self.kind}
+
+    def decode(self, batch, repeat, clock):
+        self.calls.append((batch.names, repeat))
+        self.collecting.append(gc.isenabled())
+        self.clock.advance(self.seconds / 2)
+        first = clock()
+        self.clock.advance(self.seconds / 2)
+        return Decoded([list(self.tokens)] * batch.rows, first, [1] * batch.rows)
+
+
+def batches(*lengths, rows=1, seed=0):
+    made = []
+    for number, length in enumerate(lengths):
+        ids, mask = ragged((length,) * rows, seed=seed + number)
+        names = tuple(f"{number}-{row}" for row in range(rows))
+        numbers = tuple(range(number * rows, number * rows + rows))
+        made.append(Batch(names, numbers, "kind", ids, mask))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------
+# The loop
+
+
+def run_fakes(repeats, warmup, *, names="abc", done=(), count=2):
+    clock = Clock()
+    fakes = [Fake(name, clock) for name in names]
+    loop = interleaved(
+        fakes, batches(*[3] * count), repeats=repeats, warmup=warmup, now=clock, done=done
+    )
+    return fakes, [(t.batch.numbers[0], t.repeat, t.order, t.method.name) for t in loop]
+
+
+def test_methods_take_turns_on_every_batch():
+    _, calls = run_fakes(repeats=3, warmup=1)
+    orders = {}
+    for number, repeat, order, name in calls:
+        orders.setdefault((number, repeat), []).append(name)
+        assert order == len(orders[number, repeat]) - 1
+    assert list(orders) == [(n, r) for n in range(2) for r in (-1, 0, 1, 2)]
+    assert orders[0, 0] == ["a", "b", "c"]
+    assert orders[0, 1] == orders[1, 0] == ["b", "c", "a"]
+    for number in range(2):  # every method once in every place
+        places = zip(*(orders[number, repeat] for repeat in range(3)), strict=True)
+        assert all(sorted(place) == ["a", "b", "c"] for place in places)
+
+
+def test_what_is_done_is_left_out_and_not_warmed_up():
+    key = [(name, (f"{number}-0",), 1, 0) for number in range(2) for name in "abc"]
+    _, calls = run_fakes(repeats=1, warmup=1, done={*key[:3], key[4]})
+    assert [(number, repeat, name) for number, repeat, _, name in calls] == [
+        (1, -1, "a"),
+        (1, -1, "c"),
+        (1, 0, "c"),
+        (1, 0, "a"),
+    ]
+    fakes, calls = run_fakes(repeats=1, warmup=2, done=set(key))
+    assert calls == []
+    assert all(fake.calls == [] for fake in fakes)
+
+
+def test_seconds_are_those_of_the_calls():
+    clock = Clock()
+    slow, fast = Fake("slow", clock, 3.0), Fake("fast", clock, 1.0)
+    timed = list(interleaved([slow, fast], batches(3), repeats=2, warmup=0, now=clock))
+    for each in timed:
+        assert each.seconds == each.method.seconds
+        assert each.first == each.method.seconds / 2
+        assert each.peak_memory is None
+
+
+def test_methods_of_one_row_sit_out_larger_batches():
+    clock = Clock()
+    one, any_ = Fake("one", clock), Fake("any", clock)
+    one.one_row = True
+    both = [*batches(3), *batches(3, rows=2)]
+    seen = [
+        (t.method.name, t.batch.rows)
+        for t in interleaved([one, any_], both, repeats=1, warmup=1, now=clock)
+        if t.repeat == 0
+    ]
+    assert sorted(seen) == [("any", 1), ("any", 2), ("one", 1)]
+
+
+def test_the_collector_rests_during_calls_only():
+    clock = Clock()
+    fake = Fake("a", clock)
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    for _ in interleaved([fake], batches(3), repeats=2, warmup=0, now=clock):
+        assert gc.isenabled()
+    assert fake.collecting == [False, False]
+    fake.decode = None
+    with pytest.raises(TypeError):
+        list(interleaved([fake], batches(3), repeats=2, warmup=0, now=clock))
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+
+
+# ---------------------------------------------------------------------------------------------
+# What is recorded
+
+
+def measure(model, task, methods, found_batches, **settings):
+    records = []
+    settings = {"repeats": 1, "warmup": 0, "write": records.append} | settings
+    benchmark(model, task, methods, found_batches, **settings)
+    return records
+
+
+def all_methods(model, task, **drafting):
+    drafting = {"controller": "fixed", "max_draft_length": 3} | drafting
+    return [
+        Engine(model, task),
+        Engine(model, task, "self", SKIP, **drafting),
+        Peer(model, task),
+        early_exit_peer(model, task, 3),
+        early_exit_peer(model, task, 3, 4),
+        prompt_lookup_peer(model, task),
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively_model("llama")
+
+
+def test_greedy_texts_of_all_methods_are_the_same(model):
+    task = Task(10)
+    methods = all_methods(model, task)
+    records = measure(model, task, methods, batches(5, 7), warmup=1)
+    assert len(records) == 2 * 6
+    assert len({key_of(record) for record in records}) == len(records)
+    for record in records:
+        assert record["equal"] == [True]
+        assert record["differences"] == []
+        assert record["new_tokens"] == [10]
+        assert record["category"] == "kind"
+        assert "texts" not in json.dumps(record)
+        assert "prompt_texts" not in record
+        assert 0 < record["seconds"]["first"] < record["seconds"]["total"]
+        assert 1 <= record["first_tokens"][0] <= 10
+    assert {r["prompt_tokens"][0] for r in records} == {5, 7}
+
+
+def test_records_are_what_readers_take(model, tmp_path):
+    task = Task(8, do_sample=True, temperature=0.8, top_k=40, top_p=0.95)
+    methods = all_methods(model, task)
+    header = {
+        "kind": "header",
+        "schema": 1,
+        "created": "now",
+        "argv": [],
+        "environment": {},
+        "model": {"name": "x", "architecture": "llama", "num_layers": 6, "parameters": 1},
+        "device": "cpu",
+        "dtype": "float64",
+        "law": task.law,
+        "max_new_tokens": 8,
+        "repeats": 1,
+        "warmup": 0,
+        "batch_sizes": [1, 2],
+        "prompts": {"count": 3},
+        "baseline": "plain",
+        "methods": [method.describe() for method in methods],
+    }
+    path = tmp_path / "run.jsonl"
+    with RunWriter(path, header, None) as writer:
+        mixed = [*batches(5), *batches(6, rows=2)]
+        measure(model, task, methods, mixed, write=writer.write, text=lambda t: f"{t}")
+    records = read_run(path).records
+    assert [r["method"] for r in records if r["batch_size"] == 2] == ["self", "generate", "plain"]
+    for record in records:
+        ours = record["method"] in ("plain", "self")
+        assert record["equal"] == ([True] * record["batch_size"] if ours else None)
+        assert (record["rounds"] is None) == (not ours)
+        assert (record["seconds"]["draft"] is None) == (not ours)
+        assert len(record["texts"]) == len(record["prompt_texts"]) == record["batch_size"]
+
+
+def test_counts_are_those_of_the_engine(model):
+    task = Task(12, do_sample=True, temperature=0.9, seed=3)
+    (batch,) = batches(6, rows=3)
+    method = Engine(model, task, "self", SKIP, controller="fixed", max_draft_length=3)
+    plain = Engine(model, task)
+    records = measure(model, task, [plain, method], [batch])
+    record = next(record for record in records if record["method"] == "self")
+    stats = method.generate(batch).stats
+    counts = {
+        name: sum(map(sum, record["rounds"][name])) for name in ("drafted", "accepted", "emitted")
+    }
+    assert counts["drafted"] == stats.num_draft_tokens > counts["accepted"] > 0
+    assert counts["accepted"] == stats.num_accepted_tokens
+    assert counts["emitted"] + sum(record["first_tokens"]) == stats.num_new_tokens == 36
+    assert sum(d > 0 for row in record["rounds"]["drafted"] for d in row) == stats.num_drafts
+    alone = {r["method"]: r["rounds"] for r in records}["plain"]
+    assert sum(map(sum, alone["drafted"])) == 0
+    assert len(alone["emitted"]) == 11
+
+
+def test_a_prompts_text_is_the_same_in_any_batch(model):
+    task = Task(8, do_sample=True, temperature=1.0, seed=7)
+    prompts = [(str(n), None, prompt(5, seed=n)) for n in range(4)]
+    plain = Engine(model, task)
+    texts = {}
+    for batch in make_batches(prompts, [1, 2], 0)[0]:
+        for name, text in zip(batch.names, plain.decode(batch, 0, Clock()).tokens, strict=True):
+            texts.setdefault(name, set()).add(tuple(text))
+    assert len(texts) == 4
+    assert all(len(each) == 1 for each in texts.values())
+
+
+def test_times_of_rounds_add_up(model):
+    ticks = iter(range(10_000))
+    task = Task(8)
+    method = Engine(model, task, "self", SKIP, controller="fixed", max_draft_length=2)
+    (batch,) = batches(5)
+    rounds = method.generate(batch, lambda: float(next(ticks))).rounds
+    assert [time for round_ in rounds for time in round_.times] == list(range(4 * len(rounds)))
+    assert all(round_.times is None for round_ in method.generate(batch).rounds)
+    given = layerskip.decode(model, batch.input_ids, max_new_tokens=2, clock=lambda: 1.5)
+    assert [round_.times for round_ in given] == [(1.5,) * 4] * 2
+    seconds = measure(model, task, [Engine(model, task), method], [batch])[1]["seconds"]
+    parts = [seconds[name] for name in ("first", "draft", "verify", "other")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(seconds["total"])
+
+
+def test_the_end_of_a_text_is_counted_and_nothing_behind_it(model):
+    (batch,) = batches(6, rows=2)
+    texts = Engine(model, Task(12)).decode(batch, 0, Clock()).tokens
+    end = next(token for token in texts[0] if token not in texts[1][:4])
+    model.generation_config.eos_token_id = end
+    try:
+        task = Task(12)
+        records = measure(model, task, [Engine(model, task), Peer(model, task)], [batch])
+        decoded = Peer(model, task).decode(batch, 0, Clock())
+    finally:
+        model.generation_config.eos_token_id = None
+    length = texts[0].index(end) + 1
+    assert decoded.tokens[0] == texts[0][:length]
+    assert [record["new_tokens"][0] for record in records] == [length] * 2
+    assert all(record["equal"] == [True, True] for record in records)
+
+
+# ---------------------------------------------------------------------------------------------
+# Whether texts are as promised
+
+
+def judged(model, task, tokens, batch, kind="self"):
+    clock = Clock()
+    wrong = Fake("wrong", clock, kind=kind, tokens=tokens)
+    records = measure(model, task, [Engine(model, task), wrong], [batch], now=clock)
+    return next(record for record in records if record["method"] == "wrong")
+
+
+@pytest.mark.parametrize("task", [Task(6), Task(6, do_sample=True, temperature=0.9, seed=2)])
+def test_a_wrong_text_is_a_fault(model, task):
+    (batch,) = batches(5)
+    (text,) = Engine(model, task).decode(batch, 0, Clock()).tokens
+    assert judged(model, task, text, batch)["equal"] == [True]
+    wrong = [*text[:2], (text[2] + 1) % 90 + 2, *text[3:]]
+    record = judged(model, task, wrong, batch)
+    assert record["equal"] == [False]
+    (difference,) = record["differences"]
+    assert difference["position"] == 2
+    assert difference["margin"] > difference["resolution"] > 0
+    assert difference["near_tie"] is False
+    for ended in (text[:3], [*text, 5]):  # no score explains an end
+        (difference,) = judged(model, task, ended, batch)["differences"]
+        assert difference["near_tie"] is False
+        assert difference["margin"] is None
+    peer = judged(model, task, wrong, batch, kind="generate-prompt-lookup")
+    assert peer["equal"] == (None if task.do_sample else [False])
+
+
+def test_a_near_tie_is_none(model):
+    twins = lively_model("llama")
+    (batch,) = batches(5)
+    task = Task(4)
+    (text,) = Engine(twins, task).decode(batch, 0, Clock()).tokens
+    other = max(text) + 1  # of two equal scores the first one is drawn
+    head = twins.lm_head.weight.data
+    head[other] = head[text[1]] * (1 - 1e-15)
+    record = judged(twins, task, [text[0], other, *text[2:]], batch)
+    assert record["equal"] == [False]
+    (difference,) = record["differences"]
+    assert difference["near_tie"] is True
+    assert 0 <= difference["margin"] <= difference["resolution"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    "task",
+    [Task(8), Task(8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, seed=5)],
+)
+def test_the_scores_that_judge_are_those_that_drew(model, task):
+    ids, mask = ragged((3, 6))
+    batch = Batch(("a", "b"), (4, 9), None, ids, mask)
+    plain = Engine(model, task)
+    judge = Judge(model, task, [plain])
+    for row, text in enumerate(plain.decode(batch, 0, Clock()).tokens):
+        for length, token in enumerate(text):
+            before = torch.tensor([text[:length]], dtype=torch.long)
+            scores = judge._scores(batch, row, torch.cat([ids[row : row + 1], before], dim=1))
+            assert int(scores.argmax()) == token
+
+
+def test_generate_is_the_greedy_reference_where_it_is_measured(model):
+    methods = [Peer(model, Task(4)), Engine(model, Task(4))]
+    assert Judge(model, Task(4), methods).reference.kind == "generate"
+    assert Judge(model, Task(4), methods[1:]).reference.kind == "plain"
+    assert Judge(model, Task(4, do_sample=True), methods).reference.kind == "plain"
+    rejection = Task(4, do_sample=True, acceptance="rejection")
+    assert not Judge(model, rejection, methods).promised(methods[1])
+
+
+# ---------------------------------------------------------------------------------------------
+# transformers' own ways
+
+
+def test_peers_draw_the_same_for_the_same_repeat_only(model):
+    task = Task(8, do_sample=True, temperature=1.0, seed=1)
+    before = torch.random.get_rng_state()
+    first, second = batches(5, 5)
+    peer = Peer(model, task)
+    records = []
+    methods = [Engine(model, task), peer]
+    measure(model, task, methods, [first], write=records.append, text=str)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with torch.random.fork_rng():
+        texts = [peer.decode(first, repeat, Clock()).tokens for repeat in (0, 1, 0)]
+        other = peer.decode(second, 0, Clock()).tokens
+    assert texts[0] == texts[2] != texts[1]
+    assert other != texts[0]
+    assert records[1]["texts"] == [str(texts[0][0])]
+
+
+def settings_of(model):
+    return json.dumps([model.config.to_dict(), model.generation_config.to_dict()], default=str)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
+    before = settings_of(model)
+    (batch,) = batches(5)
+    seen = []
+    forward = type(model.model).forward
+
+    def moody(self, *args, **kwargs):
+        seen.append((self.config.num_hidden_layers, model.generation_config.num_assistant_tokens))
+        if len(seen) == 2:
+            raise error
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "forward", moody)
+    peer = early_exit_peer(model, Task(6), 2, 3)
+    with pytest.raises(error):
+        peer.decode(batch, 0, Clock())
+    assert (2, 3) in seen  # in the draft, with the length asked for
+    assert settings_of(model) == before
+    seen.clear()
+    seen.append(None)
+    seen.append(None)
+    peer.decode(batch, 0, Clock())
+    assert settings_of(model) == before
+
+
+def test_early_exit_has_the_librarys_defaults_or_the_length_asked_for(model):
+    own = early_exit_peer(model, Task(4), 2).describe()
+    assert own["num_assistant_tokens"] == 20
+    assert own["schedule"] == "constant"
+    assert own["threshold"] == 0.4
+    matched = early_exit_peer(model, Task(4), 2, 3).describe()
+    assert matched["name"] == "generate-early-exit-3"
+    assert (matched["num_assistant_tokens"], matched["threshold"]) == (3, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Before and between
+
+
+def test_batches_are_of_one_category_and_padded_on_the_left():
+    categories = ["a", "b", "a", "a", None]
+    prompts = [(str(n), c, prompt(3 + n, seed=n)) for n, c in enumerate(categories)]
+    made, words = make_batches(prompts, [1, 2], pad=0)
+    assert [batch.names for batch in made] == [("0",), ("2",), ("3",), ("1",), ("4",), ("0", "2")]
+    pair = made[-1]
+    assert pair.numbers == (0, 2)
+    assert pair.category == "a"
+    assert pair.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1] * 5]
+    assert pair.input_ids[0].tolist() == [0, 0, *prompts[0][2][0].tolist()]
+    assert words == ["3 prompts are left out at batch size 2: they fill no batch"]
+
+
+def test_prices_are_measured_once_and_used(model, monkeypatch):
+    task = Task(6, do_sample=True, temperature=0.8)
+    method = Engine(model, task, "self", SKIP)
+    few = [*batches(5), *batches(5, rows=2)]
+    asked = []
+
+    def costs(model, skip, request):
+        asked.append(len(request.input_ids))
+        return COSTS
+
+    monkeypatch.setattr("layerskip.generation.cost_table", costs)
+    price(method, Engine(model, task), few, iter(range(10_000)).__next__)
+    assert asked == [1, 2]
+    entry = method.describe()["costs"]["1"]
+    assert entry == {**COSTS.to_dict(), "step_seconds": 3}  # from one mark of a round to its fourth
+    measure(model, task, [Engine(model, task), method], few)
+    assert asked == [1, 2]
+    assert method.generate(few[0]).costs == COSTS
+
+
+def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
+    own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
+    monkeypatch.setattr("layerskip.generation.cost_table", lambda *_: COSTS)
+    method = Engine(model, Task(4), "self", own)
+    (batch,) = batches(5)
+    price(method, Engine(model, Task(4)), [batch], Clock())
+    assert method.prices["1"]["draft"] == 0.2  # for predictions
+    assert method.generate(batch).costs.draft == 0.5
+
+
+def test_the_length_that_peers_draft_is_matched(model):
+    few = batches(5, 6)
+    fixed = Engine(model, Task(12), "self", SKIP, controller="fixed", max_draft_length=4)
+    assert mean_draft_length(fixed, few) == 4
+    stored = SkipConfig(exit_layer=3, decoding=DecodingOptions(controller="fixed"))
+    own = Engine(model, Task(24), "self", stored)
+    assert mean_draft_length(own, few) == 5  # the last rounds are shorter
+    never = Engine(model, Task(12), "self", SKIP, controller="confidence", threshold=1.0)
+    assert mean_draft_length(never, few) == 1
+
+
+def test_an_interrupted_run_keeps_its_records_and_goes_on(model, tmp_path):
+    task = Task(4)
+    methods = [Engine(model, task), Engine(model, task, "self", SKIP, controller="fixed")]
+    path = tmp_path / "run.jsonl"
+    header = {
+        "kind": "header",
+        "schema": 1,
+        "created": "now",
+        "environment": {},
+        "model": {"name": "x", "architecture": "llama", "num_layers": 6, "parameters": 1},
+        "device": "cpu",
+        "dtype": "float64",
+        "law": task.law,
+        "max_new_tokens": 4,
+        "repeats": 2,
+        "warmup": 1,
+        "batch_sizes": [1],
+        "prompts": {"count": 2},
+        "baseline": "plain",
+        "methods": [method.describe() for method in methods],
+    }
+
+    def go_on(stop_after=None):
+        found = read_unfinished(path)
+        done = {key_of(record) for record in found.records} if found else set()
+        written = []
+        with RunWriter(path, header, found) as writer:
+
+            def write(record):
+                writer.write(record)
+                written.append(record)
+                if len(written) == stop_after:
+                    raise KeyboardInterrupt
+
+            measure(
+                model, task, methods, batches(4, 5), repeats=2, warmup=1, write=write, done=done
+            )
+        return written
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(stop_after=3)
+    assert len(read_run(path).records) == 3
+    assert len(go_on()) == 5
+    records = read_run(path).records
+    assert {key_of(record) for record in records} == {
+        (name, (f"{number}-0",), 1, repeat)
+        for name in ("plain", "self")
+        for number in range(2)
+        for repeat in range(2)
+    }
+    assert all(record["equal"] == [True] for record in records)
+    assert go_on() == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts that flatter drafts
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ([], 0.0),
+        ([1, 2, 3], 0.0),
+        ([1, 2, 3, 4, 5], 0.0),
+        ([1] * 8, 0.8),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 0.2),
+    ],
+)
+def test_repeated_share(text, share):
+    assert repeated_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([], False),
+        (list(range(40)), False),
+        ([1] * 24, True),
+        ([1] * 23, False),  # as an indentation is
+        ([9, *[1] * 24], True),
+        ([*[1] * 24, 9], False),  # it got out of it
+        ([*range(20), *[1, 2, 3] * 8], True),
+        ([1, 2, 3] * 7, False),
+        (list(range(12)) * 3, True),
+        (list(range(12)) * 2, False),
+        ([5, *list(range(40)) * 3], True),
+        ([*list(range(40)) * 3, 7], False),
+    ],
+)
+def test_loops(text, expected):
+    assert loops(text) is expected
