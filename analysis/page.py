@@ -309,7 +309,9 @@ def escape_markdown(text: str) -> str:
     """Text for one line of Markdown, cells of tables included."""
     shown = visible(text)
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$^=:@/-])", r"\\\1", shown)
+    shown = re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", shown).replace("://", "&#58;//")
+    # what would begin a list or underline the line before
+    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", shown)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
@@ -369,7 +371,12 @@ def markdown(title: str, sections: Sequence[Section], files: Sequence[str]) -> s
             parts.append(_lines(f"- {escape_markdown(text)}" for text in section.verdict.advice))
     for section in sections:
         parts.append(f"## {escape_markdown(section.title)}")
-        parts.append(_lines(f"- {name}: {escape_markdown(value)}" for name, value in section.facts))
+        parts.append(
+            _lines(
+                f"- {escape_markdown(name)}: {escape_markdown(value)}"
+                for name, value in section.facts
+            )
+        )
         for picture in section.pictures:
             alt = escape_markdown(picture.title)
             parts.append(f"![{alt}]({picture.name}.png)\n\n{escape_markdown(picture.alt)}")

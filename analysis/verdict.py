@@ -45,8 +45,9 @@ def judge(run: Run) -> Verdict:
     """The verdict on a run's fastest self-speculative method at the smallest batch size."""
     verdict = Verdict(run.label)
     _faults(run, verdict)
-    table = tables.comparison([run])
-    table = table[table["batch_size"] == run.batch_sizes[0]].set_index("method")
+    speedups = tables.speedup(run).query(f"category == '{tables.ALL}'")
+    sizes = speedups[speedups["over"] == run.baseline]
+    table = sizes[sizes["batch_size"] == run.batch_sizes[0]].set_index("method")
     drafting = [method for method in run.drafting if method in table.index]
     if not drafting:
         verdict.result.append(_others(run, table))
@@ -57,7 +58,7 @@ def judge(run: Run) -> Verdict:
     method = str(table.loc[drafting, "speedup"].idxmax())
     row = table.loc[method]
     verdict.result.append(_headline(run, method, row, len(drafting)))
-    _over_library(run, method, verdict)
+    _over_library(run, method, speedups, verdict)
     faster = _faster_peers(run, method, verdict)
     _unfinished(run, row, verdict)
     forecast = _row(predictions.predictions(run), run, method)
@@ -65,7 +66,7 @@ def judge(run: Run) -> Verdict:
     _limits(run, method, forecast, verdict)
     _time(shares, forecast, verdict)
     _repetition(run, method, verdict)
-    _batches(run, method, verdict)
+    _batches(sizes[sizes["method"] == method], verdict)
     _advise(run, method, row, forecast, shares, faster, verdict)
     return verdict
 
@@ -118,10 +119,9 @@ def _headline(run: Run, method: str, row: Any, candidates: int) -> str:
     )
 
 
-def _over_library(run: Run, method: str, verdict: Verdict) -> None:
-    table = tables.speedup(run)
+def _over_library(run: Run, method: str, speedups: pd.DataFrame, verdict: Verdict) -> None:
     for over in tables.comparisons(run)[1:]:
-        row = _row(table[table["over"] == over], run, method)
+        row = _row(speedups[speedups["over"] == over], run, method)
         if row is not None:
             verdict.result.append(f"Over transformers' generate() it is {_ratio(row)}.")
 
@@ -209,9 +209,7 @@ def _repetition(run: Run, method: str, verdict: Verdict) -> None:
     verdict.reasons.append(sentence + ".")
 
 
-def _batches(run: Run, method: str, verdict: Verdict) -> None:
-    table = tables.comparison([run])
-    rows = table[table["method"] == method]
+def _batches(rows: pd.DataFrame, verdict: Verdict) -> None:
     if len(rows) > 1:
         by_size = (f"{row['speedup']:.2f} at {row['batch_size']}" for _, row in rows.iterrows())
         verdict.reasons.append(f"By batch size it was {', '.join(by_size)}.")

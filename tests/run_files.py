@@ -153,7 +153,7 @@ def made_up(
     lines = [top]
     for category in categories:
         for number in range(prompts):
-            texts = random.Random(repr((category, number)))
+            texts = random.Random(f"{category} {number}".encode(errors="surrogatepass"))
             counts = {
                 method["name"]: drawn_rounds(
                     texts, alpha, method["max_draft_length"] or 3, top["max_new_tokens"] - 1
