@@ -445,10 +445,10 @@ def _section(section: Section, number: int) -> str:
 
 def _shown(table: Table) -> str:
     """A table; of a long one the lines over all prompts, the whole of it folded away."""
-    if len(table.frame) <= LONG:
-        return _html_table(table)
     frame, title = table.frame, SHOWN[table.name][0]
     brief = frame[frame["category"] == ALL] if "category" in frame else frame.iloc[:0]
+    if len(frame) <= max(LONG, len(brief)):
+        return _html_table(table)
     head = _html_table(Table(table.name, brief)) if len(brief) else f"<h3>{escape(title)}</h3>"
     summary = f"<summary>{escape(title)}: all {len(frame)} rows</summary>"
     return f"{head}<details>{summary}{_html_table(table, heading=False)}</details>"

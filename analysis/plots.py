@@ -7,6 +7,7 @@ hatches or printed numbers say the same without colour.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -538,11 +539,11 @@ def overview(runs: Sequence[Run]) -> Plot | None:
         _intervals(axes, rows, heights, place, label=method)
     axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(methods) - 1) / 2
-    labels = [_clipped(run.label, 48).replace(", ", ",\n", 1) for run in runs]
+    labels = [textwrap.fill(_clipped(run.label, 80), 22) for run in runs]
     axes.set_yticks([n * lanes + middle for n in range(len(runs))], labels)
     axes.set_ylim(len(runs) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("times as fast as the run's baseline (95% interval)")
+    axes.set_xlabel("times as fast as the baseline")
     _legend(figure, axes)
     alt = f"Speed relative to each run's baseline. {'. '.join(words)}."
     return Plot("overview", "All runs side by side", alt, figure)
@@ -571,8 +572,8 @@ def _legend(figure: Figure, axes: Axes) -> None:
     """Below the plot, where it hides no data; not for a single series."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        labels = [_clipped(label, 44) for label in labels]
         columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
+        labels = [textwrap.fill(_clipped(label, 120), 56) for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
 
 

@@ -234,6 +234,12 @@ def _advise(
             f"The draft is too dear: at c = {forecast['draft_cost']:.2f} even perfect acceptance "
             "could hardly pay. Exit earlier or skip more sublayers."
         )
+    elif forecast is not None and forecast["best_length"] == 0:
+        advice.append(
+            f"At alpha {forecast['alpha']:.2f} and c {forecast['draft_cost']:.2f} no fixed draft "
+            "length pays: this draft is wrong too often for its price. Take another exit layer, "
+            "search for sublayers to skip, or a checkpoint trained with early exits."
+        )
     better = _better_exit(run, settings)
     if better:
         advice.append(better)
@@ -243,7 +249,7 @@ def _advise(
         )
     if forecast is not None and not math.isnan(forecast["formula"]):
         length, best = forecast["formula_length"], forecast["best_length"]
-        if forecast["best_formula"] > BETTER * forecast["formula"]:
+        if best > 0 and forecast["best_formula"] > BETTER * forecast["formula"]:
             advice.append(
                 f"At this acceptance a draft length of {best:.0f} should do better than "
                 f"{length:.0f} ({forecast['best_formula']:.2f} against "

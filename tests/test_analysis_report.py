@@ -256,8 +256,12 @@ def test_dear_drafts_and_bad_lengths_are_told(tmp_path):
                          costs={"1": made.COSTS | {"draft": 0.9}})  # fmt: skip
     text = said(tmp_path, made.made_up(speed=2.0, head=only("plain", dear)))
     assert "The draft is too dear: at c = 0.90" in text
-    assert "a draft length of 0 should do better than 4" in text
     assert "Try --controller expected-gain" in text
+    text = said(tmp_path, made.made_up(alpha=0.45, head=only("plain", "self:fixed-4")))
+    assert "a draft length of 1 should do better than 4" in text
+    text = said(tmp_path, made.made_up(alpha=0.05, head=only("plain", "self:fixed-4")))
+    assert "and c 0.15 no fixed draft length pays" in text
+    assert "should do better" not in text
 
 
 def test_a_trace_without_hope_is_told(tmp_path):
