@@ -30,13 +30,15 @@ from layerskip.sublayers import Sublayers
 CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how long drafts get
 CALIBRATION_BATCHES = 3
 
+WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
+
 LOOP_TIMES = 3
 LOOP_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One call of a method; `repeat` is negative in a warm-up.
+    """One call of a method; `repeat` is negative in a warm-up, which ends sooner.
 
     Attributes:
         order: its place among the methods of this repeat.
@@ -124,7 +126,7 @@ def _timed(method: Method, batch: Batch, repeat: int, order: int, now: Clock) ->
             torch.cuda.reset_peak_memory_stats(device)
             held = torch.cuda.memory_allocated(device)
         start = now()
-        decoded = method.decode(batch, repeat, now)
+        decoded = method.decode(batch, repeat, now, WARMUP_TOKENS if repeat < 0 else None)
         seconds = now() - start
     finally:
         if enabled:
@@ -162,7 +164,7 @@ def benchmark(
         for timed in interleaved(
             methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, note=note
         ):
-            judge.see(timed)
+            judge.prepare(timed.batch)
             if timed.repeat >= 0:
                 write(record_of(timed, judge, text))
 
@@ -190,19 +192,18 @@ class Judge:
         coupled = self.task.acceptance == "coupled" and method.kind in ("plain", "self")
         return coupled or not self.task.do_sample
 
-    def see(self, timed: Timed) -> None:
-        """Keep the reference's text of the batch at hand."""
-        if timed.batch is not self._batch and timed.method is self.reference:
-            self._batch, self._expected = timed.batch, timed.decoded.tokens
+    def prepare(self, batch: Batch) -> None:
+        """Have the reference's text of the batch at hand, before anything is timed on it."""
+        if batch is not self._batch:
+            again = self.reference.decode(batch, 0, time.perf_counter)
+            self._batch, self._expected = batch, again.tokens
 
     def differences(self, timed: Timed) -> list[Difference] | None:
         """First differences from the reference, of the rows that differ; None: nothing promised."""
         if not self.promised(timed.method):
             return None
         batch = timed.batch
-        if batch is not self._batch:  # no warm-up has shown it
-            again = self.reference.decode(batch, 0, time.perf_counter)
-            self._batch, self._expected = batch, again.tokens
+        self.prepare(batch)
         opened = Sublayers(self.model, execution=self.task.execution)
         found = []
         for row, (expected, got) in enumerate(

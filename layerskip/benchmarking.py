@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,21 +25,15 @@ from layerskip.flags import (
     to_json,
     warn_idle,
 )
-from layerskip.records import SCHEMA, Run, RunWriter, key_of, read_run, read_unfinished, redacted
-from layerskip.terminal import Talk, decode_text
+from layerskip.records import RunWriter, key_of, read_unfinished
+from layerskip.terminal import Talk, benchmark_table, decode_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from layerskip.loading import Loaded
-    from layerskip.methods import Batch, Engine, Method, Task
     from layerskip.prompts import Prompt
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
+NEED_A_DRAFT = {"self", "generate-early-exit"}  # kinds that need a draft of the model's own
 METHODS = (*DEFAULT_METHODS, "generate-assistant")
-TRACE_TOKENS = 64  # of each text of a trace, at most
-TRACE_PROMPTS = 2  # of each category
-WITH_THRESHOLD = ("confidence", "adaptive-threshold")
 
 
 def benchmark(
@@ -140,15 +128,23 @@ def benchmark(
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if not do_sample:
         warn_idle({**sampling, "acceptance": acceptance}, "without --do-sample")
+    if trace and do_sample and acceptance == "rejection":
+        raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise ValueError(f"--temperature must be positive and finite, got {temperature}")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
+    if not kinds & NEED_A_DRAFT:
+        warn_idle({"skip": skip, "exit_layer": exit_layer}, "without --method self")
     sizes = sorted(set(batch_size or [1]))
     found = read_unfinished(output)
     chosen = _prompts(model, prompts, limit)
     talk = Talk(quiet)
     loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+
+    second = None
+    if "generate-assistant" in kinds and assistant is not None:
+        second = open_model(assistant, device, dtype, trust_remote_code, talk, quiet)
 
     import torch
 
@@ -156,6 +152,7 @@ def benchmark(
     from layerskip.benchmark import make_batches
     from layerskip.loading import encode
     from layerskip.methods import Task
+    from layerskip.planning import Drafting, Plan, make_header
     from layerskip.sublayers import Sublayers
 
     before = torch.get_num_threads()
@@ -184,12 +181,12 @@ def benchmark(
             seed=seed,
             execution=execution,
         )
-        plan = _Plan(loaded, task, batches, found, talk)
-        skips = plan.skips(given) if kinds & {"self", "generate-early-exit"} else []
-        options = _Options(controller or [None], max_draft_length, threshold)
-        methods = plan.methods(kinds, skips, options, assistant, (device, dtype, trust_remote_code))
+        plan = Plan(loaded, task, triples, batches, found, talk)
+        skips = plan.skips(given) if kinds & NEED_A_DRAFT else []
+        options = Drafting(controller or [None], max_draft_length, threshold)
+        methods = plan.methods(kinds, skips, options, second)
         header = {
-            **_header(loaded, opened, task, chosen, prompts),
+            **make_header(loaded, opened, task, chosen, prompts),
             "repeats": repeats,
             "warmup": warmup,
             "batch_sizes": sizes,
@@ -197,8 +194,10 @@ def benchmark(
         }
         with RunWriter(output, header, found) as writer:
             done = {key_of(record) for record in found.records} if found else set()
-            if trace:
-                plan.trace(writer, triples)
+            if trace and not (found and found.traces):
+                writer.write(plan.trace)
+            if trace and not (found and found.costs):
+                writer.write(plan.sublayer_costs)
             try:
                 measure(
                     loaded.model,
@@ -220,9 +219,8 @@ def benchmark(
     finally:
         torch.set_num_threads(before)
     talk.progress("")
-    run = read_run(output)
-    summary = summarise(run)
-    print(table(summary))
+    summary = summarise(output)
+    print(benchmark_table(summary))
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
@@ -269,353 +267,47 @@ def _setting(model: Any, name: str, given: float | None) -> Any:
     return getattr(model.generation_config, name, None) if given is None else given
 
 
-def _header(
-    loaded: Loaded, opened: Any, task: Task, prompts: Sequence[Prompt], path: Path | None
-) -> dict[str, Any]:
-    from layerskip.environment import environment
-    from layerskip.sublayers import fingerprint
+def summarise(path: Path) -> list[dict[str, Any]]:
+    """The headline numbers of every method and batch size, as the report has them; JSON values."""
+    from layerskip.analysis.runs import load_runs
+    from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
 
-    content = [[p.id, p.category, p.text, p.messages] for p in prompts]
-    categories = [p.category or "none" for p in prompts]
-    found = environment()
-    model = loaded.model
-    return {
-        "kind": "header",
-        "schema": SCHEMA,
-        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "argv": [redacted(argument) for argument in sys.argv[1:]],
-        "environment": found,
-        "model": {
-            "name": loaded.name,
-            "hash": fingerprint(model),
-            "architecture": model.config.model_type,
-            "num_layers": opened.num_layers,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        },
-        "device": str(opened.device),
-        "dtype": str(opened.dtype).removeprefix("torch."),
-        "threads": found["cpu"]["threads"],
-        "execution": opened.execution,
-        "law": task.law,
-        "max_new_tokens": task.max_new_tokens,
-        "prompts": {
-            "name": "shipped" if path is None else path.name,
-            "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-            "count": len(prompts),
-            "categories": {name: categories.count(name) for name in dict.fromkeys(categories)},
-        },
-        "baseline": "plain",
+    (run,) = load_runs([path])
+    rates = {
+        (row["batch_size"], row["method"]): row["acceptance_rate"]
+        for row in acceptance(run).to_dict("records")
+        if row["category"] == "all"
     }
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How `self` drafts; a controller of None is the skip config's own, or the default."""
-
-    controllers: Sequence[str | None]
-    max_draft_length: int | None
-    threshold: float | None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """From what was asked for, and what a run to go on with has decided already, to methods."""
-
-    loaded: Loaded
-    task: Task
-    batches: Sequence[Batch]
-    found: Run | None
-    talk: Talk
-
-    def skips(self, given: list[tuple[str, SkipConfig]]) -> list[tuple[str, SkipConfig]]:
-        """The drafts, with names: those given, the one beside the checkpoint, or the best exit."""
-        if not given and (own := self.loaded.skip_config()) is not None:
-            given = [("layerskip", replace(own, model=None))]
-        if not given and self.found is not None:
-            known = {
-                entry["draft"]: entry["skip"]
-                for entry in self.found.header["methods"]
-                if entry["kind"] == "self"
-            }
-            given = [(name, SkipConfig.from_dict(skip)) for name, skip in known.items()]
-        if not given:
-            given = [self._best_exit()]
-        return [(name, self._checked(skip)) for name, skip in given]
-
-    def _checked(self, skip: SkipConfig) -> SkipConfig:
-        from layerskip.sublayers import fingerprint
-
-        model = self.loaded.model
-        skip.resolve(model.config.num_hidden_layers)
-        if skip.matches(self.loaded.name, fingerprint(model)) is False:
-            warnings.warn(
-                f"this skip config was searched on {skip.model or 'another model'}, not on "
-                f"{self.loaded.name}: the speedup may be gone",
-                stacklevel=2,
-            )
-        return replace(skip, model=None, model_hash=None)  # said once is enough
-
-    def _best_exit(self) -> tuple[str, SkipConfig]:
-        """The exit of the highest predicted speedup, from a trace of a few prompts."""
-        from layerskip.pricing import cost_table
-        from layerskip.search.cost import measure
-        from layerskip.search.exits import best_exit, exit_trace
-
-        few = _few([(b.names[0], b.category, _row(b)) for b in self.batches if b.rows == 1])
-        if not few:
-            few = _few([(b.names[0], b.category, _row(b)) for b in self.batches])
-        found = exit_trace(
-            self.loaded.model,
-            [ids for _, _, ids in few],
-            names=[name for name, _, _ in few],
-            law={**self.task.law, "acceptance": "coupled"},
-            max_new_tokens=min(self.task.max_new_tokens, TRACE_TOKENS),
-            progress=lambda what, share: self.talk.progress(f"best exit: {what}, {share:.0%}"),
-        )
-        costs = measure(
-            self.loaded.model,
-            [ids for _, _, ids in few],
-            progress=lambda what, share: self.talk.progress(f"best exit: {what}, {share:.0%}"),
-        )
-        best = best_exit(
-            found["what_if"], lambda layer: cost_table(costs, SkipConfig.early_exit(layer))
-        )
-        self.talk.say(
-            f"best exit of a quick trace: {best.exit_layer} (predicted {best.speedup:.2f}x)"
-        )
-        return f"exit-{best.exit_layer}", SkipConfig.early_exit(best.exit_layer)
-
-    def methods(
-        self,
-        kinds: set[str],
-        skips: Sequence[tuple[str, SkipConfig]],
-        options: _Options,
-        assistant: str | None,
-        loading: tuple[str, str, bool],
-    ) -> list[Method]:
-        """All methods to measure, what their drafts cost measured."""
-        from layerskip.loading import load
-        from layerskip.methods import (
-            Engine,
-            Peer,
-            assistant_peer,
-            early_exit_peer,
-            prompt_lookup_peer,
-        )
-
-        model, task = self.loaded.model, self.task
-        plain = Engine(model, task)
-        methods: list[Method] = [plain]
-        ours = self._drafting(skips, options) if skips else []
-        for each in ours if "self" in kinds else ():
-            self._price(each, plain)
-            methods.append(each)
-        if "generate" in kinds:
-            methods.append(Peer(model, task))
-        if "generate-early-exit" in kinds:
-            first = ours[0]
-            assert first.skip is not None
-            depth = _depth(first.skip, model.config.num_hidden_layers)
-            length = self._matched_length(first)
-            methods += [early_exit_peer(model, task, depth)]
-            methods += [early_exit_peer(model, task, depth, length)]
-        if "generate-prompt-lookup" in kinds:
-            methods.append(prompt_lookup_peer(model, task))
-        if "generate-assistant" in kinds and assistant is not None:
-            device, dtype, trust = loading
-            second = load(assistant, device=device, dtype=dtype, trust_remote_code=trust)
-            methods.append(assistant_peer(model, task, second.model, second.name))
-        alone = [m.name for m in methods if m.one_row]
-        if alone and any(batch.rows > 1 for batch in self.batches):
-            self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
-        return methods
-
-    def _drafting(self, skips: Sequence[tuple[str, SkipConfig]], options: _Options) -> list[Engine]:
-        from layerskip.methods import Engine
-
-        found: dict[str, Engine] = {}
-        for label, skip in skips:
-            for controller in options.controllers:
-                each = Engine(
-                    self.loaded.model,
-                    self.task,
-                    skip=skip,
-                    controller=controller,
-                    max_draft_length=options.max_draft_length,
-                    draft=label,
-                )
-                if each.controller in WITH_THRESHOLD and options.threshold is not None:
-                    each.threshold = options.threshold
-                parts = [label] if len(skips) > 1 else []
-                parts += [each.controller] if len(options.controllers) > 1 else []
-                name = ":".join(["self", *parts])
-                while name in found:
-                    name += "'"
-                each.name = name
-                found[name] = each
-        if all(each.controller not in WITH_THRESHOLD for each in found.values()):
-            warn_idle({"threshold": options.threshold}, f"without {' or '.join(WITH_THRESHOLD)}")
-        return list(found.values())
-
-    def _price(self, method: Engine, plain: Engine) -> None:
-        from layerskip.benchmark import device_clock, price
-        from layerskip.speculation import CostTable
-
-        known = self._known(method.name)
-        if known is not None and known.get("costs"):
-            method.prices = known["costs"]
-            names = ("draft", "verify", "source")
-            for size, costs in known["costs"].items():
-                table = CostTable.from_dict({name: costs[name] for name in names})
-                method.use(int(size), table)
-            return
-        self.talk.progress(f"measuring what drafting costs: {method.name}")
-        price(method, plain, self.batches, device_clock(self.batches[0].input_ids.device))
-
-    def _matched_length(self, method: Engine) -> int:
-        """How long drafts of transformers' early exit are, to be like the method's."""
-        from layerskip.benchmark import mean_draft_length
-
-        for entry in self.found.header["methods"] if self.found else ():
-            matched = entry["kind"] == "generate-early-exit" and entry["name"] != entry["kind"]
-            if matched:
-                return int(entry["num_assistant_tokens"])
-        self.talk.progress(f"how long the drafts of {method.name} are")
-        return mean_draft_length(method, self.batches)
-
-    def _known(self, name: str) -> dict[str, Any] | None:
-        entries = self.found.header["methods"] if self.found else []
-        return next((entry for entry in entries if entry["name"] == name), None)
-
-    def trace(self, writer: RunWriter, prompts: Sequence[tuple[str, str | None, Tensor]]) -> None:
-        """Record what every exit would have drafted, and what sublayers cost."""
-        from layerskip.search.cost import measure
-        from layerskip.search.exits import exit_trace
-
-        few = _few(prompts)
-        texts = [ids for _, _, ids in few]
-        if self.found is None or not self.found.traces:
-            writer.write(
-                exit_trace(
-                    self.loaded.model,
-                    texts,
-                    names=[name for name, _, _ in few],
-                    law=self.task.law,
-                    max_new_tokens=min(self.task.max_new_tokens, TRACE_TOKENS),
-                    progress=lambda what, share: self.talk.progress(f"trace: {what}, {share:.0%}"),
-                )
-            )
-        if self.found is None or not self.found.costs:
-            writer.write(
-                measure(
-                    self.loaded.model,
-                    texts,
-                    progress=lambda what, share: self.talk.progress(f"costs: {what}, {share:.0%}"),
-                )
-            )
-
-
-def _depth(skip: SkipConfig, num_layers: int) -> int:
-    """The early exit that runs as many sublayers as the draft does."""
-    return max(1, min(num_layers - 1, round(len(skip.kept(num_layers)) / 2)))
-
-
-def _row(batch: Batch) -> Tensor:
-    """Token ids of the first prompt, without pads, (1, T)."""
-    return batch.input_ids[:1, batch.attention_mask[0].bool()]
-
-
-def _few(prompts: Sequence[tuple[str, str | None, Any]]) -> list[tuple[str, str | None, Any]]:
-    """The first prompts of every category."""
-    chosen: dict[str | None, list[Any]] = {}
-    for prompt in prompts:
-        chosen.setdefault(prompt[1], []).append(prompt)
-    return [prompt for each in chosen.values() for prompt in each[:TRACE_PROMPTS]]
-
-
-# ---------------------------------------------------------------------------------------------
-# What is shown at the end.
-
-
-def summarise(run: Run) -> list[dict[str, Any]]:
-    """A few numbers of every method, JSON values."""
-    import statistics
-
-    rows = []
-    seconds: dict[str, dict[Any, float]] = {}
-    for entry in run.header["methods"]:
-        name = entry["name"]
-        records = [record for record in run.records if record["method"] == name]
-        units: dict[Any, list[float]] = {}
-        drafted = accepted = 0
-        for record in records:
-            unit = (tuple(record["prompts"]), record["batch_size"])
-            per_token = record["seconds"]["total"] / max(1, sum(record["new_tokens"]))
-            units.setdefault(unit, []).append(per_token)
-            for counts in (record["rounds"] or {"drafted": []})["drafted"]:
-                drafted += sum(counts)
-            for counts in (record["rounds"] or {"accepted": []})["accepted"]:
-                accepted += sum(counts)
-        seconds[name] = {unit: statistics.median(values) for unit, values in units.items()}
-        texts = [flag for record in records for flag in record["equal"] or ()]
-        ties = [d["near_tie"] for record in records for d in record["differences"]]
-        total = sum(record["seconds"]["total"] for record in records)
-        rows.append(
+    texts = {row["method"]: row for row in losslessness(run).to_dict("records")}
+    repeats = {
+        row["method"]: row for row in repetition(run).to_dict("records") if row["category"] == "all"
+    }
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in speedup(run).to_dict("records"):
+        if row["category"] != "all":
+            continue
+        size, method = row["batch_size"], row["method"]
+        found = rows.setdefault(
+            (size, method),
             {
-                "name": name,
-                "kind": entry["kind"],
-                "tokens_per_second": sum(sum(r["new_tokens"]) for r in records) / total
-                if records
-                else None,
-                "acceptance_rate": accepted / drafted if drafted else None,
-                "repeated_4grams": statistics.fmean(
-                    share for record in records for share in record["repeated_4grams"]
-                )
-                if records
-                else None,
-                "compared": len(texts),
-                "equal": sum(texts),
-                "near_ties": sum(ties),
-                "faults": len(ties) - sum(ties),
-            }
+                "method": method,
+                "kind": run.methods[method]["kind"],
+                "batch_size": size,
+                "tokens_per_second": row["tokens_per_second"],
+                "speedups": {},
+                "acceptance_rate": _known(rates.get((size, method))),
+                "repeated_4grams": repeats[method]["repeated_4grams"],
+                "loops": repeats[method]["loops"],
+                **{name: texts[method][name] for name in _COMPARED},
+            },
         )
-    for row in rows:
-        own = seconds[row["name"]]
-        for over in ("plain", "generate"):
-            base = seconds.get(over, {})
-            both = [unit for unit in own if unit in base]
-            row[f"over_{over}"] = (
-                sum(base[unit] for unit in both) / sum(own[unit] for unit in both) if both else None
-            )
-    return rows
+        found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
+    return list(rows.values())
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The summary in columns."""
+_COMPARED = ("compared", "equal", "near_ties", "faults")
 
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
 
-    lines = [("method", "tokens/s", "/plain", "/generate", "accepted", "repeats", "same text")]
-    for row in rows:
-        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
-        same += f" ({row['near_ties']} near-ties)" if row["near_ties"] else ""
-        same += f" ({row['faults']} FAULTS)" if row["faults"] else ""
-        lines.append(
-            (
-                row["name"],
-                cell(row["tokens_per_second"], ".1f"),
-                cell(row["over_plain"], ".2f"),
-                cell(row["over_generate"], ".2f"),
-                cell(row["acceptance_rate"], ".2f"),
-                cell(row["repeated_4grams"], ".0%"),
-                same,
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(6)]
-    return "\n".join(
-        f"{line[0]:<{widths[0]}}  "
-        + "  ".join(f"{line[column]:>{widths[column]}}" for column in range(1, 6))
-        + f"  {line[6]}"
-        for line in lines
-    )
+def _known(number: float | None) -> float | None:
+    """The number, or None where it is not one."""
+    return None if number is None or number != number else number

@@ -124,7 +124,7 @@ def side_by_side(
             now=device_clock(model.device),
             note=lambda what, share: note(f"timing, {share:.0%}: prompt {what}"),
         ):
-            judge.see(timed)
+            judge.prepare(timed.batch)
             if timed.repeat < 0:
                 continue
             name, (number,) = timed.method.name, timed.batch.numbers

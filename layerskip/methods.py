@@ -120,8 +120,14 @@ class Method(Protocol):
     def describe(self) -> dict[str, Any]:
         """The header's entry."""
 
-    def decode(self, batch: Batch, repeat: int, clock: Clock) -> Decoded:
-        """Decode the batch; the same again for the same repeat."""
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        """Decode the batch; the same again for the same repeat.
+
+        Args:
+            max_new_tokens: another limit than the task's, for a warm-up.
+        """
 
 
 class Engine:
@@ -193,8 +199,11 @@ class Engine:
         if self.skip is not None and self.skip.costs is None and not rejection:
             self.costs[rows] = costs
 
-    def decode(self, batch: Batch, repeat: int, clock: Clock) -> Decoded:
-        rounds = self.generate(batch, clock).rounds
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        limit = max_new_tokens or self.task.max_new_tokens
+        rounds = self.generate(batch, clock, max_new_tokens=limit).rounds
         assert rounds is not None
         assert rounds[0].times is not None
         tokens = [[t for r in rounds for t in r.tokens[row]] for row in range(batch.rows)]
@@ -259,18 +268,22 @@ class Peer:
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind, **self.details}
 
-    def decode(self, batch: Batch, repeat: int, clock: Clock) -> Decoded:
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
         width = batch.input_ids.shape[1]
         first = _First(clock, width)
         watch = {"streamer": first} if batch.rows == 1 else {"stopping_criteria": [first]}
         if self.task.do_sample:
             draw = random.Random(f"{self.task.seed}/{batch.numbers[0]}/{repeat}")
             torch.manual_seed(draw.getrandbits(63))
+        arguments = self.task.arguments()
+        arguments["max_new_tokens"] = max_new_tokens or self.task.max_new_tokens
         with _as_found(self.model, self.config):
             sequences = self.model.generate(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,
-                **self.task.arguments(),
+                **arguments,
                 **self.options,
                 **watch,
             )

@@ -79,8 +79,10 @@ def _read(path: Path, *, cut_off: bool) -> Run | None:
     *lines, rest = data.split(b"\n")
     if rest and not cut_off:
         lines.append(rest)
-    if not lines and cut_off and _starts_a_header(rest):
-        return None
+    if not lines and cut_off:
+        if _starts_a_header(rest):
+            return None
+        raise ValueError(f"{path} is no file of records: it does not start with a header")
     if not any(line.strip() for line in lines):
         raise ValueError(f"records {path} are empty: there is no header")
     header: Line | None = None

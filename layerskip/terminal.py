@@ -148,3 +148,31 @@ def why_table(why: dict[str, Any]) -> str:
         rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
     rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
     return two_columns(rows)
+
+
+def benchmark_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
+    sizes = len({row["batch_size"] for row in rows}) > 1
+    over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
+    head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
+    lines = [[*head, "accepted", "repeats", "same text"]]
+    for row in rows:
+        line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
+        line.append(f"{row['tokens_per_second']:.1f}")
+        for name in over:
+            ratio, low, high = row["speedups"].get(name, (None, None, None))
+            interval = "" if low is None or row["method"] == name else f" ({low:.2f}-{high:.2f})"
+            line.append("-" if ratio is None else f"{ratio:.2f}{interval}")
+        rate = row["acceptance_rate"]
+        line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
+        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
+        same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
+        lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

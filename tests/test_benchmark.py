@@ -61,7 +61,8 @@ class Fake:
     def describe(self):
         return {"name": self.name, "kind": self.kind}
 
-    def decode(self, batch, repeat, clock):
+    def decode(self, batch, repeat, clock, max_new_tokens=None):
+        assert (max_new_tokens is not None) == (repeat < 0)  # warm-ups are short
         self.calls.append((batch.names, repeat))
         self.collecting.append(gc.isenabled())
         self.clock.advance(self.seconds / 2)

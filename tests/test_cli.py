@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -14,12 +16,14 @@ from checkpoints import save_checkpoint, tiny_tokenizer
 from models import tiny_model
 from typer.testing import CliRunner
 
-from layerskip import __version__, cli
+from layerskip import __version__, cli, planning
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import CONTROLLERS
 from layerskip.laws import stream_key
 from layerskip.loading import DTYPES
 from layerskip.passes import Session
+from layerskip.records import read_run, read_unfinished
+from layerskip.speculation import CostTable
 from layerskip.sublayers import EXECUTIONS
 from layerskip.terminal import Talk, TextStream
 
@@ -328,7 +332,7 @@ def test_env_says_versions():
 
 def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
-    for command in ("demo", "generate", "check", "env"):
+    for command in ("demo", "generate", "check", "benchmark", "report", "env"):
         assert command in run("--help").stdout
         text = run(command, "--help", columns=60).stdout
         assert "--json" in text
@@ -339,6 +343,166 @@ def test_choices_are_those_of_the_library():
     assert set(get_args(get_args(hints["controller"])[0])) == set(CONTROLLERS)
     assert get_args(hints["dtype"]) == DTYPES
     assert set(get_args(hints["execution"])) == set(EXECUTIONS)
+
+
+# ---------------------------------------------------------------------------------------------
+# benchmark, report
+
+
+def bench(folder, prompts, output, *flags):
+    few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0)
+    return run("benchmark", folder, "--prompts", prompts, *few, "--output", output, *flags)
+
+
+@pytest.fixture
+def priced(monkeypatch):
+    """Costs that take no time to measure."""
+    table = CostTable(0.2, (1.0, 1.1, 1.2))
+    monkeypatch.setattr("layerskip.generation.cost_table", lambda *_: table)
+
+
+def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
+    output = tmp_path / "new" / "run.jsonl"
+    flags = ("--exit-layer", 3, "--controller", "fixed", "--controller", "expected-gain")
+    result = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2, "--json")
+    found = document(result)
+    names = ["plain", "self:fixed", "self:expected-gain", "generate", "generate-early-exit"]
+    names += ["generate-early-exit-2", "generate-prompt-lookup"]
+    assert [row["method"] for row in found["methods"]] == names
+    assert all((row["compared"], row["faults"]) == (2, 0) for row in found["methods"])
+    assert found["methods"][0]["speedups"]["plain"] == [1.0, 1.0, 1.0]
+    for words in (*names, "x plain", "x generate", "same text"):
+        assert words in result.stdout
+    assert f"layerskip report {output}" in result.stderr
+    records = read_run(output)
+    assert len(records.records) == 2 * 7
+    assert records.header["law"]["do_sample"] is False
+    assert records.header["methods"][1]["costs"]["1"]["draft"] == 0.2
+    assert [m["max_draft_length"] for m in records.header["methods"][1:3]] == [2, 2]
+    assert "w96" not in output.read_text()
+    # the last record is cut off, as of a killed run; nothing that is there is measured again
+    data = output.read_bytes()
+    output.write_bytes(data[:-40])
+    again = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2)
+    assert again.exit_code == 0
+    assert output.read_bytes().startswith(data[: data.rindex(b"\n", 0, -1)])
+    assert len(read_run(output).records) == 2 * 7
+    line = refused_bench(folder, two_prompts, output, *flags, "--max-draft-length", 3)
+    assert "holds records of other settings: methods is" in line
+
+
+def refused_bench(folder, prompts, output, *flags):
+    few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0)
+    flags = ("--prompts", prompts, *few, "--output", output, *flags)
+    return refused("benchmark", folder, *flags)
+
+
+def test_benchmark_samples_in_batches_with_text_on_request(folder, two_prompts, tmp_path, priced):
+    output = tmp_path / "run.jsonl"
+    flags = ("--method", "self", "--exit-layer", 2, "--exit-layer", 4, "--batch-size", 2)
+    draw = ("--do-sample", "--temperature", 0.8, "--top-k", 9, "--seed", 3, "--save-text")
+    result = bench(folder, two_prompts, output, *flags, *draw)
+    assert result.exit_code == 0
+    run_ = read_run(output)
+    names = ["plain", "self:exit-2", "self:exit-4"]
+    assert [method["name"] for method in run_.header["methods"]] == names
+    law = {"temperature": 0.8, "top_p": None, "top_k": 9, "acceptance": "coupled", "seed": 3}
+    assert run_.header["law"] == {"do_sample": True, **law}
+    texts = {tuple(record["texts"]) for record in run_.records}
+    assert len(run_.records) == 3
+    assert len(texts) == 1
+    assert run_.records[0]["prompt_texts"] == [PROMPT, "w9 w8 w7"]
+    assert warned(bench(folder, two_prompts, output, *flags, *draw, "--assistant", folder)) == [
+        "--assistant has no effect without --method generate-assistant"
+    ]
+
+
+def test_benchmark_finds_the_best_exit_and_traces(
+    folder, two_prompts, tmp_path, priced, monkeypatch
+):
+    monkeypatch.setattr(planning, "measure", partial(planning.measure, budget=0.01, counts=(1, 2)))
+    output = tmp_path / "run.jsonl"
+    flags = ("--method", "self", "--method", "generate-assistant", "--assistant", folder, "--trace")
+    result = bench(folder, two_prompts, output, *flags)
+    assert result.exit_code == 0, result.output
+    assert "best exit of a quick trace: " in result.stderr
+    run_ = read_run(output)
+    _, own, assistant = run_.header["methods"]
+    assert own["skip"]["exit_layer"] in range(1, 6)
+    assert assistant["kind"] == "generate-assistant"
+    assert len(run_.traces) == len(run_.costs) == 1
+    before = output.read_bytes()
+    again = bench(folder, two_prompts, output, *flags)  # all is there: the draft, too
+    assert again.exit_code == 0, again.output
+    assert "best exit" not in again.stderr
+    assert output.read_bytes() == before
+
+
+def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, priced, monkeypatch):
+    break_verify(monkeypatch)
+    flags = ("--method", "self", "--exit-layer", 3, "--controller", "fixed")
+    result = bench(folder, two_prompts, tmp_path / "run.jsonl", *flags, "--method", "generate")
+    assert result.exit_code == 1
+    assert "FAULTS" in result.stdout
+
+
+def test_interrupting_a_benchmark_keeps_what_it_measured(folder, two_prompts, tmp_path):
+    output = tmp_path / "run.jsonl"
+    flags = ("--prompts", two_prompts, "--method", "plain", "--max-new-tokens", 200)
+    child = process("benchmark", folder, *flags, "--repeats", 500, "--output", output)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (output.exists() and b"record" in _tail(output)):
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "keeps what was measured" in err
+    assert err.splitlines()[-1] == "layerskip: interrupted"
+    assert len(read_unfinished(output).records) >= 1
+
+
+def _tail(path):
+    return path.read_bytes().partition(b"\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--method", "magic"), "--method must be one of plain, self, generate, generate-early"),
+        (("--controller", "magic"), "--controller must be one of fixed, confidence"),
+        (("--method", "generate-assistant"), "needs a second model; give --assistant MODEL"),
+        (("--exit-layer", 6), "exit_layer must be in 1..5 for a 6-layer model, got 6"),
+        (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
+        (("--batch-size", 3, "--exit-layer", 3), "no 3 prompts share a category"),
+        (("--batch-size", 0), "'--batch-size': "),
+        (("--repeats", 0), "'--repeats': "),
+        (("--do-sample", "--temperature", 0), "--temperature must be positive and finite"),
+        (("--do-sample", "--acceptance", "rejection", "--trace"), "--trace needs --acceptance"),
+        (("--max-new-tokens", 1000), "at most 256 tokens for this model"),
+        (("--prompts", "nowhere.txt"), "cannot read prompts nowhere.txt"),
+    ],
+)
+def test_bad_flags_of_benchmark(folder, two_prompts, tmp_path, flags, words):
+    output = tmp_path / "run.jsonl"
+    assert words in refused_bench(folder, two_prompts, output, *flags)
+    assert not output.exists()
+
+
+def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
+    output = tmp_path / "run.jsonl"
+    output.write_text("my diary")
+    assert "is no file of records" in refused_bench(folder, two_prompts, output, "--exit-layer", 3)
+    assert output.read_text() == "my diary"
+    words = refused("benchmark", folder, "--output", tmp_path / "other.jsonl")
+    assert "--prompts FILE is needed for a model of your own" in words
+    assert "Missing option" in run("benchmark", folder).stderr
+    words = refused("report", tmp_path / "none.jsonl", "--output", tmp_path / "report")
+    assert "cannot read records" in words
+    assert "line 1" in refused("report", output, "--output", tmp_path / "report")
+    assert not (tmp_path / "report").exists()
 
 
 # ---------------------------------------------------------------------------------------------

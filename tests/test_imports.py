@@ -41,6 +41,9 @@ FLOORS = {
     "layerskip.methods": 5,
     "layerskip.prompts": 5,
     "layerskip.analysis": 6,  # and nothing but floor 0
+    "layerskip.analysis.canvas": 6,
+    "layerskip.analysis.columns": 6,
+    "layerskip.analysis.model_plots": 6,
     "layerskip.analysis.page": 6,
     "layerskip.analysis.plots": 6,
     "layerskip.analysis.predictions": 6,
@@ -59,6 +62,7 @@ FLOORS = {
     "layerskip.search.replay": 6,
     "layerskip.search.simulation": 6,
     "layerskip.search.trace": 6,
+    "layerskip.planning": 6,
     "layerskip.terminal": 6,
     "layerskip.flags": 6,
     "layerskip.__main__": 7,
