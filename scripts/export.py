@@ -89,14 +89,14 @@ WHAT = {
 }
 RECIPE = {
     "demo-llama": """
-The learning rate falls to zero over steps 950 to 1400, and once more, from half of its height, over
-the last 400. The loss is the cross-entropy of the final layer and, from step 450 on, w times (0.7
-times a loss at exit 3, plus 0.3 times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That
-loss is the KL divergence of the exit's law from the final one, held fixed; from step 950 on, the
-mean of that and the total variation, both at temperature 0.8. w was 0.5 until step 510, 0.1 until
-600 (the deep layers were still learning to copy) and 0.5 until 750, set by hand while training,
-then 1, and 2 from step 950. The last 400 steps are for exit 3: w is 6, and there is no other exit.
-No layer dropout.""",
+The loss is the cross-entropy of the final layer, plus w times (0.7 times a loss at exit 3, plus 0.3
+times one at an exit that rotates: 2, 4, 2, 8, 2, 4, 2, 14). That loss is the cross-entropy at the
+labels for 150 steps, then the KL divergence of the exit's law from the final one, held fixed, and
+from step 650 on the mean of that and the total variation, at temperatures 0.8 and 1, added. w was
+set by hand while training: 1 until step 472, 0.1 until 600, 0.5 until 755, 1 until 844, then 2. No
+layer dropout. The learning rate falls to zero over steps 550 to 1000, and once more, from half of
+its height, over the last 400; this second cycle went on from the weights as first shipped, bfloat16,
+with fresh optimizers, and from step 1072 on it has exit 3 only, at temperature 0.8 and w = 4.""",
     "demo-gemma2": """
 The loss is the cross-entropy of the final layer and nothing else. The learning rate falls over the
 last 350 steps.""",
@@ -131,8 +131,8 @@ def compare(folder: Path, reference: Path) -> str:
     ordinary, here = json.loads(measured[-1].read_text()), json.loads(own.read_text())
     lines = [
         "## Against ordinary training",
-        f"The same shape, seed, data, order and learning rates with the cross-entropy of the final "
-        f"layer only, both after {ordinary['steps']} steps:\n",
+        f"The same shape, seed, data and order with the cross-entropy of the final layer only, and "
+        f"one cycle of the learning rate; both after {ordinary['steps']} steps:\n",
         "| | this model | ordinary |",
         "|---|---|---|",
     ]

@@ -27,12 +27,10 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1800, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
+STEPS = {"demo-llama": 1400, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
+SECOND_CYCLE = {"demo-llama": 400}  # the last steps, with a learning rate of their own
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
-EXITS_FROM = 450  # no exit loss before: the deep layers learn to copy first
-# A second, shorter cycle of the learning rate for demo-llama, mostly for its exit at 3.
-SECOND_CYCLE = {"demo-llama": 400}
 
 
 def build_model(name: str) -> PreTrainedModel:
@@ -91,34 +89,27 @@ def build_optimizers(
 def schedule(step: int, steps: int, cooldown: int, second: int) -> float:
     """Learning-rate factor: up in 25 steps, flat, then linear to zero over `cooldown` steps.
 
-    Over the `second` steps behind that, if any, it falls from one half to zero once more. Nothing
-    before the cooldown depends on the number of steps, here or in the losses: a run may be resumed
-    with another number of steps until then.
+    Over the `second` steps behind that, if any, it goes up to one half and falls to zero once more.
+    Nothing before the cooldown depends on the number of steps, here or in the losses: a run may be
+    resumed with another number of steps until then.
     """
     first = steps - second
     if step >= first:
-        return 0.5 * (steps - step) / second
+        return 0.5 * min((step - first + 1) / 25, (steps - step) / second)
     return min((step + 1) / 25, 1.0, (first - step) / cooldown)
 
 
-def exit_weight(step: int, cooldown_from: int, second_from: int) -> float:
-    """What the losses of the early exits count; more once the deep layers have learned."""
-    turns = (  # the first three were set by hand while training
-        (EXITS_FROM + 60, 0.5),
-        (600, 0.1),
-        (750, 0.5),
-        (cooldown_from, 1.0),
-        (second_from, 2.0),
-    )
-    return next((weight for until, weight in turns if step < until), 6.0)
+def exit_weight(step: int) -> float:
+    """What the losses of the early exits count; low while the deep layers learn to copy."""
+    turns = ((472, 1.0), (600, 0.1), (755, 0.5), (844, 1.0))
+    return next((weight for until, weight in turns if step < until), 2.0)
 
 
 def make_step_loss(
     model: PreTrainedModel,
     tokens: Tensor,
     name: str,
-    cooldown_from: int,
-    second_from: int,
+    first_cycle: int,
     tokens_per_step: int,
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
@@ -127,35 +118,36 @@ def make_step_loss(
     early_exits = name == "demo-llama"
 
     def loss_of(
-        final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, cooling: bool
+        final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, phase: str
     ) -> tuple[Tensor, Tensor]:
         logits = training.exit_logits(model, final)
         loss = final_loss = training.label_loss(logits, labels)
         for hidden, weight in zip(early, weights, strict=False):
             exit_logits = training.exit_logits(model, hidden)
-            distance = training.distillation_loss(
-                exit_logits,
-                logits,
-                temperature=0.8 if cooling else 1.0,
-                total_variation=0.5 if cooling else 0.0,
-            )
-            loss = loss + weight * distance
+            if phase == "labels":
+                loss = loss + weight * training.label_loss(exit_logits, labels)
+            elif phase == "laws":
+                loss = loss + weight * training.distillation_loss(exit_logits, logits)
+            else:
+                for temperature in (0.8, 1.0) if phase == "overlap" else (0.8,):
+                    loss = loss + weight * training.distillation_loss(
+                        exit_logits, logits, temperature=temperature, total_variation=0.5
+                    )
         return loss, final_loss
 
     compiled_loss = torch.compile(loss_of, dynamic=False)
 
     def step_loss(step: int) -> Tensor:
-        cooling = step >= cooldown_from
-        length = 512 if cooling else 256
+        done = step / first_cycle
+        length = 256 if done < 0.65 else 512
         # Blocks of 512 whatever the length, so that the order of the data does not depend on it.
         blocks = training.batch_at(tokens, step, tokens_per_step // 512, 512)
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
-        exits = []
-        if early_exits and step >= EXITS_FROM:
-            others = [OTHER_EXITS[step % len(OTHER_EXITS)]] if step < second_from else []
-            exits = [EXIT, *others]
-        shares = [0.7, 0.3] if len(exits) == 2 else [1.0]
-        weights = torch.tensor(shares) * exit_weight(step, cooldown_from, second_from)
+        exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
+        phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
+        weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
+        if step >= first_cycle + 72:  # for the exit that is drafted with, and for time
+            exits, phase, weights = exits[:1], "exit", torch.tensor([4.0])
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
@@ -163,7 +155,7 @@ def make_step_loss(
             )
             early = [states[e] for e in exits]
             labels = rows[:, 1:].contiguous()
-            loss, final_loss = compiled_loss(states[last], early, labels, weights, cooling)
+            loss, final_loss = compiled_loss(states[last], early, labels, weights, phase)
         log["final_loss"] = round(final_loss.item(), 4)
         return loss
 
@@ -195,17 +187,9 @@ def main() -> None:
     model.config.save_pretrained(folder)
     optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
     last: dict[str, float] = {}
-    second = min(SECOND_CYCLE.get(args.name, 0), steps // 4)
+    second = min(SECOND_CYCLE.get(args.name, 0), steps // 3)
     cooldown = min(COOLDOWN[args.name], steps // 2)
-    step_loss = make_step_loss(
-        model,
-        tokens,
-        args.name,
-        steps - second - cooldown,
-        steps - second,
-        args.tokens_per_step,
-        last,
-    )
+    step_loss = make_step_loss(model, tokens, args.name, steps - second, args.tokens_per_step, last)
     progress = training.train(
         model,
         optimizers,
