@@ -154,7 +154,7 @@ _BINS = len(_BIN_CENTRES)
 # The prior, and how many tokens it is worth. Drafts agree with their target oftener than a low
 # confidence says (the target may well choose the same token for the same weak reasons) and less
 # often than a high one says. The constants were tuned on simulated texts (see the tests) and on
-# development prompts of the shipped models; doubling or halving any one changes little there.
+# development prompts of the shipped models, where no one of them matters much.
 _PRIOR_ACCEPTANCE = 0.75
 _PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
