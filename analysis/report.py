@@ -15,7 +15,9 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from layerskip.analysis import plots, predictions, tables, verdict
-from layerskip.analysis.page import Picture, Section, Table, markdown, page
+from layerskip.analysis.canvas import STYLE, Plot
+from layerskip.analysis.columns import Table
+from layerskip.analysis.page import Picture, Section, markdown, page
 from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, visible
 
 MARK = ".layerskip-report.json"
@@ -126,12 +128,12 @@ def _build(
     _write(folder / MARK, json.dumps({"files": own}, indent=0) + "\n")
 
 
-def _draw(plot: plots.Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
+def _draw(plot: Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
     """Save a plot as PNG and SVG; nothing in the files depends on when they were made."""
     progress(f"drawing {plot.title}")
     name = f"plots/{prefix}{plot.name}"
     drawing = io.StringIO()
-    with mpl.rc_context(plots.STYLE), warnings.catch_warnings():
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # names in scripts the font lacks
         plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
         plot.figure.set_layout_engine("none")  # it has been laid out

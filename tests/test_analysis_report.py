@@ -113,7 +113,7 @@ def test_the_folder_holds_tables_and_plots(written):
 def test_the_same_records_give_the_same_files(written, tmp_path, monkeypatch):
     folder, _ = written
     plots = report.plots
-    few = (plots.phases, plots.surface)
+    few = (plots.phases, plots.model_plots.surface)
     monkeypatch.setattr(plots, "run_plots", lambda run: [plot(run) for plot in few])
     run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.trace(), made.cost()])
     with plots.mpl.rc_context(plots.STYLE):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import run_files as made
-from layerskip.analysis import plots, predictions, tables
+from layerskip.analysis import model_plots, predictions, tables
 from layerskip.analysis.runs import load_runs
 
 from layerskip.speculation import CostTable, optimal_draft_length, speedup
@@ -228,7 +228,7 @@ def test_rounds_that_draft_nothing_price_as_plain_steps(tmp_path):
     assert (row["predicted"], row["measured"]) == (pytest.approx(1), pytest.approx(1))
     assert math.isnan(row["alpha"])
     assert math.isnan(row["best_length"])
-    assert plots.surface(run) is None
+    assert model_plots.surface(run) is None
 
 
 def test_controllers_are_priced_with_one_table(tmp_path):
@@ -320,7 +320,9 @@ def test_surface_equals_the_closed_formula():
         [max(speedup(a, g, c, costs.verify_cost) for g in range(predictions.LONGEST + 1))
          for c in draft_costs] for a in alphas
     ]  # fmt: skip
-    assert plots.best_speedups(alphas, draft_costs, costs) == pytest.approx(np.array(expected))
+    assert model_plots.best_speedups(alphas, draft_costs, costs) == pytest.approx(
+        np.array(expected)
+    )
 
 
 def test_two_runs_of_the_same_thing_are_compared(tmp_path):

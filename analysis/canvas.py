@@ -1,0 +1,94 @@
+"""Knows how all pictures look: colours, sizes, legends; knows no run and no table.
+
+Colours are Okabe and Ito's, safe for colour-blind readers; markers and hatches say the same without
+colour.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, PAPER, MUTED, LINE = "#222222", "#ffffff", "#666666", "#cccccc"
+"""Colours that a page may exchange for its own, light or dark; no data has them."""
+
+STYLE: Any = {
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.edgecolor": LINE,
+    "legend.facecolor": PAPER,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "layerskip",
+    "text.color": INK,
+    "text.parse_math": False,  # names in records are nobody's formulas
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+}
+WIDTH = 6.2  # inches; a phone shows two thirds of it, with the letters still readable
+
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+)
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
+BLACK, WHITE = "#000001", "#fffffe"  # on filled cells, whatever the page's colours
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture: file name without ending, title, and what it shows in words and numbers."""
+
+    name: str
+    title: str
+    alt: str
+    figure: Figure
+
+
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def add_legend(figure: Figure, axes: Axes) -> None:
+    """Below the plot, where it hides no data; not for a single series."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
+        labels = [textwrap.fill(clipped(label, 120), 56) for label in labels]
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def clipped(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def colour_of(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def marker_of(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]

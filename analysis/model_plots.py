@@ -1,0 +1,291 @@
+"""Knows how what should be looks beside what is: forecasts, the speedup surface, exits, costs.
+
+Every function takes a run (or all of them) and returns a `Plot`, or None where there is nothing to
+draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from layerskip.analysis import predictions, tables
+from layerskip.analysis.canvas import (
+    BLACK,
+    INK,
+    MUTED,
+    PAPER,
+    RED,
+    WHITE,
+    WIDTH,
+    Plot,
+    add_legend,
+    clipped,
+    colour_of,
+    marker_of,
+    new_figure,
+)
+from layerskip.analysis.runs import Run
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from layerskip.speculation import CostTable
+
+FEW_TOKENS = 10  # in a bin of confidences, below which its share is left out as noise
+
+
+def forecasts(run: Run) -> Plot | None:
+    """Predicted against measured decode speedups of one run."""
+    return _forecasts([run], "predicted-measured", "Predicted and measured speedup")
+
+
+def all_forecasts(runs: Sequence[Run]) -> Plot | None:
+    """Predicted against measured decode speedups of all runs."""
+    return _forecasts(runs, "predicted-measured-all", "Predicted and measured speedup, all runs")
+
+
+def _forecasts(runs: Sequence[Run], name: str, title: str) -> Plot | None:
+    table = tables.together(runs, predictions.predictions)
+    if not len(table):
+        return None
+    series = ["run"] if len(runs) > 1 else ["method"]
+    figure, axes = new_figure(4.2)
+    for number, (label, rows) in enumerate(table.groupby(series[0], sort=False)):
+        bars = np.stack([rows["measured"] - rows["low"], rows["high"] - rows["measured"]])
+        axes.errorbar(
+            rows["predicted"], rows["measured"], yerr=np.nan_to_num(bars).clip(0),
+            fmt=marker_of(number), color=colour_of(number), markersize=6, elinewidth=0.8,
+            label=str(label),
+        )  # fmt: skip
+    values = table[["predicted", "measured"]].to_numpy()
+    ends = np.array([values.min() * 0.93, values.max() * 1.07])
+    axes.plot(ends, ends, color=INK, linewidth=1.2, label="efficiency 1")
+    axes.plot(ends, 0.9 * ends, color=MUTED, linewidth=0.9, linestyle="--", label="within 10%")
+    axes.plot(ends, 1.1 * ends, color=MUTED, linewidth=0.9, linestyle="--")
+    axes.set_xlim(*ends)
+    axes.set_xlabel("predicted: other prompts' rounds, one cost table")
+    axes.set_ylabel("measured decode speedup")
+    add_legend(figure, axes)
+    near = table["efficiency"].between(0.9, 1.1).sum()
+    whole = table[table["category"] == tables.ALL]
+    words = "; ".join(
+        f"{row['method']}{', ' + row['run'] if len(runs) > 1 else ''}: "
+        f"predicted {row['predicted']:.2f}, measured {row['measured']:.2f}, "
+        f"efficiency {row['efficiency']:.2f}"
+        for _, row in whole.iterrows()
+    )
+    alt = f"Measured is within 10% of predicted for {near} of {len(table)} points. {words}."
+    return Plot(name, title, alt, figure)
+
+
+def surface(run: Run) -> Plot | None:
+    """The best speedup over (c, alpha) at this run's verify costs, and where the run lies."""
+    table = predictions.predictions(run)
+    if len(table):
+        table = table[table["batch_size"] == run.batch_sizes[0]].dropna(subset=["alpha"])
+    if not len(table):
+        return None
+    costs = run.cost_table(table["method"].iloc[0], run.batch_sizes[0])
+    assert costs is not None  # there is no prediction without
+    draft_costs = np.geomspace(0.02, 1.0, 150)  # (C,)
+    alphas = np.linspace(0.0, 0.995, 150)  # (A,)
+    best = best_speedups(alphas, draft_costs, costs)  # (A, C)
+    figure, axes = new_figure(4.4)
+    levels = [1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 10, 50]
+    norm = mpl.colors.BoundaryNorm(levels, 256)
+    axes.contourf(draft_costs, alphas, best, levels=levels, cmap="cividis", norm=norm, alpha=0.9)
+    lines = axes.contour(
+        draft_costs, alphas, best, levels=levels[1:-1], colors=WHITE, linewidths=0.7
+    )
+    axes.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=8)
+    axes.contour(draft_costs, alphas, best, levels=[1.0001], colors=WHITE, linestyles="--")
+    words = []
+    for number, (_, row) in enumerate(table[table["category"] == tables.ALL].iterrows()):
+        axes.plot(
+            row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),
+            markersize=9, markeredgecolor=WHITE, label=f"{row['method']}: {row['measured']:.2f}x",
+        )  # fmt: skip
+        words.append(
+            f"{row['method']} lies at c {row['draft_cost']:.2f}, alpha {row['alpha']:.2f}: "
+            f"measured {row['measured']:.2f}, best fixed length {row['best_length']:.0f} by "
+            f"formula {row['best_formula']:.2f}, bound {row['bound']:.1f}"
+        )
+    for number, category in enumerate(run.categories):
+        rows = table[(table["category"] == category) & (table["method"] == table["method"].iloc[0])]
+        axes.plot(
+            rows["draft_cost"], rows["alpha"], marker_of(number), color=WHITE, markersize=6,
+            markeredgecolor=BLACK, label=category,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1], ["0.02", "0.05", "0.1", "0.2", "0.5", "1"])
+    axes.minorticks_off()
+    above = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
+    above.set_xticks([50, 20, 10, 5, 2, 1], ["50x", "20x", "10x", "5x", "2x", "1x"])
+    above.minorticks_off()
+    above.set_xlabel("bound 1/c")
+    axes.set_xlabel("c: draft step / target step")
+    axes.set_ylabel("alpha: a draft token is accepted")
+    axes.grid(visible=False)
+    add_legend(figure, axes)
+    alt = f"Contours of the best speedup a fixed draft length can give. {'; '.join(words)}."
+    return Plot("surface", "The run on the speedup surface", alt, figure)
+
+
+def best_speedups(
+    alphas: NDArray[np.float64], draft_costs: NDArray[np.float64], costs: CostTable
+) -> NDArray[np.float64]:
+    """(A, C): `speculation.speedup` at the best draft length in 0..LONGEST, with the table's v."""
+    best = np.ones((len(alphas), len(draft_costs)))
+    tokens = np.ones(len(alphas))  # (A,) expected tokens of a round
+    for length in range(1, predictions.LONGEST + 1):
+        tokens = tokens + alphas**length
+        paid = length * draft_costs + costs.verify_cost(length + 1)  # (C,)
+        best = np.maximum(best, tokens[:, None] / paid[None, :])
+    return best
+
+
+def what_if(run: Run) -> Plot | None:
+    """Speedup by exit and draft length, at each cell's best threshold."""
+    table = predictions.what_if(run)
+    if len(table):
+        table = table[table["trace"] == 0].dropna(subset=["speedup"])
+    if not len(table):
+        return None
+    cells = table.pivot_table(index="exit", columns="draft_length", values="speedup", aggfunc="max")
+    values = cells.to_numpy()
+    figure, axes = new_figure(1.5 + 0.27 * len(cells))
+    mesh = axes.pcolormesh(values, cmap="cividis", edgecolors=PAPER, linewidth=0.8)
+    for (i, j), value in np.ndenumerate(values):
+        shade = mpl.colors.rgb_to_hsv(mesh.cmap(mesh.norm(value))[:3])[2]
+        colour = BLACK if shade > 0.55 else WHITE
+        middle = (j + 0.5, i + 0.5)
+        axes.text(*middle, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=colour)
+    i, j = (int(n) for n in np.unravel_index(np.nanargmax(values), values.shape))
+    axes.add_patch(Rectangle((j, i), 1, 1, fill=False, edgecolor=RED, linewidth=2.5))
+    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, [f"{n:g}" for n in cells.columns])
+    axes.set_yticks(np.arange(len(cells)) + 0.5, [f"{n:g}" for n in cells.index])
+    axes.grid(visible=False)
+    axes.set_xlabel("most tokens drafted in a round (best threshold of each)")
+    axes.set_ylabel("exit after layer")
+    bar = figure.colorbar(mesh, ax=axes)
+    bar.set_label("priced speedup")
+    bar.outline.set_edgecolor(MUTED)
+    best = table.loc[table["speedup"].idxmax()]
+    by_exit = (f"exit {e} {row.max():.2f}" for e, row in cells.iterrows())
+    alt = (
+        f"Priced speedup by exit layer and draft length. Best: exit {best['exit']:.0f}, length "
+        f"{best['draft_length']:.0f}, threshold {best['threshold']:g}, {best['speedup']:.2f} "
+        f"(boxed). Best of each exit: {', '.join(by_exit)}."
+    )
+    return Plot("what-if", "What if: exit layer and draft length", alt, figure)
+
+
+def calibration(run: Run) -> Plot | None:
+    """Confidence against the share of tokens that matched, for a few exits."""
+    table = tables.calibration(run)
+    if not len(table):
+        return None
+    table = table[(table["trace"] == 0) & (table["tokens"] >= FEW_TOKENS)]
+    if not len(table):
+        return None
+    chosen = _few_exits(run, sorted(table["exit"].unique()))
+    figure, axes = new_figure(3.8)
+    axes.plot([0, 1], [0, 1], color=INK, linewidth=1, label="calibrated")
+    errors = tables.exits(run).query("trace == 0").set_index("exit")["calibration_error"]
+    for number, layer in enumerate(chosen):
+        rows = table[table["exit"] == layer]
+        axes.plot(
+            rows["confidence"], rows["matched"], color=colour_of(number), marker=marker_of(number),
+            label=f"exit {layer}",
+        )  # fmt: skip
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("the draft's confidence in its token")
+    axes.set_ylabel("share that matched")
+    add_legend(figure, axes)
+    words = []
+    for layer in chosen:
+        rows = table[table["exit"] == layer]
+        first, last = rows.iloc[0], rows.iloc[-1]
+        words.append(
+            f"exit {layer}: {first['matched']:.2f} matched at confidence "
+            f"{first['confidence']:.2f}, {last['matched']:.2f} at {last['confidence']:.2f}, "
+            f"mean error {errors[layer]:.2f}"
+        )
+    alt = f"Share of draft tokens that matched, by the draft's confidence. {'; '.join(words)}."
+    return Plot("calibration", "Can the draft's confidence be trusted?", alt, figure)
+
+
+def skip_map(run: Run) -> Plot | None:
+    """Kept and skipped sublayers of every skip config, coloured by what one token costs."""
+    table = tables.sublayers(run)
+    if not len(table):
+        return None
+    owners: dict[tuple[bool, ...], list[str]] = {}
+    for method, rows in table.groupby("method", sort=False):
+        owners.setdefault(tuple(rows["kept"]), []).append(str(method))
+    layers = run.num_layers
+    figure = Figure(figsize=(WIDTH, 1.0 + 1.25 * len(owners)), layout="constrained")
+    grid = figure.subplots(len(owners), 1, squeeze=False)[:, 0]
+    known = table["ms"].notna().any()
+    top = table["ms"].max() if known else 1.0
+    words, mesh = [], None
+    for axes, (kept, methods) in zip(grid, owners.items(), strict=True):
+        rows = table[table["method"] == methods[0]]
+        cost = rows["ms"].fillna(0.5).to_numpy().reshape(2, layers)
+        shown = np.where(np.array(kept).reshape(2, layers), cost, np.nan)
+        mesh = axes.pcolormesh(
+            shown, cmap="cividis", vmin=0, vmax=top, edgecolors=PAPER, linewidth=0.8
+        )
+        for index, keep in enumerate(kept):
+            if not keep:
+                corner = (index % layers + 0.06, index // layers + 0.06)
+                cell = Rectangle(corner, 0.88, 0.88, hatch="////", facecolor=PAPER, edgecolor=MUTED)
+                axes.add_patch(cell)
+        axes.set_ylim(2, 0)
+        axes.set_yticks([0.5, 1.5], ["attention", "MLP"])
+        step = max(1, layers // 12)
+        axes.set_xticks(np.arange(0, layers, step) + 0.5, [str(n) for n in range(0, layers, step)])
+        axes.grid(visible=False)
+        axes.set_title(clipped(", ".join(methods), 60), fontsize=10, color=INK)
+        words.append(
+            f"{', '.join(methods)} keeps {sum(kept)} of {2 * layers} sublayers: attention of "
+            f"layers {_ranges(kept[:layers])}, MLP of layers {_ranges(kept[layers:])}"
+        )
+    grid[-1].set_xlabel("layer (hatched: skipped while drafting)")
+    if known and mesh is not None:
+        bar = figure.colorbar(mesh, ax=list(grid))
+        bar.set_label("ms per token")
+        one = table[table["method"] == run.drafting[0]].groupby("sublayer")["ms"].mean()
+        words.append(
+            f"one token costs {one['attention']:.3g} ms per attention and {one['mlp']:.3g} ms per "
+            "MLP sublayer on average"
+        )
+    alt = f"{'; '.join(words)}."
+    return Plot("skip-map", "Which sublayers the draft runs", alt, figure)
+
+
+def _few_exits(run: Run, known: Sequence[int]) -> list[int]:
+    """The exits drafted with, the best by price, the first and the last: four at most."""
+    wanted = [run.methods[m]["num_kept"] // 2 for m in run.drafting]
+    priced = predictions.what_if(run)
+    if len(priced) and priced["speedup"].notna().any():
+        wanted.append(int(priced.loc[priced["speedup"].idxmax(), "exit"]))
+    wanted += [known[0], known[-1], known[len(known) // 2]]
+    return sorted(list(dict.fromkeys(layer for layer in wanted if layer in known))[:4])
+
+
+def _inverse(costs: Any) -> Any:
+    return 1 / np.maximum(costs, 1e-9)
+
+
+def _ranges(flags: Sequence[bool]) -> str:
+    """The places of the true ones in words: 0-3, 6."""
+    places = [i for i, flag in enumerate(flags) if flag]
+    starts = [i for i in places if i - 1 not in places]
+    ends = [i for i in places if i + 1 not in places]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
