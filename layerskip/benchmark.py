@@ -82,10 +82,11 @@ def interleaved(
 ) -> Iterator[Timed]:
     """Run every method on every batch, warm-ups first; what is `done` is left out.
 
-    The garbage collector rests during a call. Methods that serve one row are left out of larger
-    batches.
+    The garbage collector rests during a call, and torch's random numbers are afterwards what they
+    were. Methods that serve one row are left out of larger batches.
     """
-    with _quiet_collector():
+    gpus = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
+    with _quiet_collector(), torch.random.fork_rng(devices=gpus):
         for number, batch in enumerate(batches):
             served = [method for method in methods if batch.rows == 1 or not method.one_row]
             wanted = {
@@ -160,13 +161,12 @@ def benchmark(
     """
     now = now or device_clock(batches[0].input_ids.device)
     judge = Judge(model, task, methods)
-    with torch.random.fork_rng(), torch.no_grad():
-        for timed in interleaved(
-            methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, note=note
-        ):
-            judge.prepare(timed.batch)
-            if timed.repeat >= 0:
-                write(record_of(timed, judge, text))
+    for timed in interleaved(
+        methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, note=note
+    ):
+        judge.prepare(timed.batch)
+        if timed.repeat >= 0:
+            write(record_of(timed, judge, text))
 
 
 class Judge:
@@ -174,7 +174,8 @@ class Judge:
 
     Greedy text of every method must be that of transformers' `generate()`, or of plain decoding
     where that is not measured; coupled samples of this engine must be those of plain decoding.
-    Samples of other kinds follow the law, which no text can show.
+    Samples of other kinds follow the law, which no text can show. Where top-k or top-p are about
+    to cut a token or not, a difference counts as a fault: rounding may explain it, no score shows.
     """
 
     def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:

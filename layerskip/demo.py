@@ -115,28 +115,27 @@ def side_by_side(
     differences: dict[int, Difference] = {}
     times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in METHODS}
     counts: dict[str, list[int]] = {name: [0 for _ in prompts] for name in METHODS}
-    with torch.random.fork_rng():
-        for timed in interleaved(
-            methods,
-            batches,
-            repeats=repeats,
-            warmup=1,
-            now=device_clock(model.device),
-            note=lambda what, share: note(f"timing, {share:.0%}: prompt {what}"),
-        ):
-            judge.prepare(timed.batch)
-            if timed.repeat < 0:
-                continue
-            name, (number,) = timed.method.name, timed.batch.numbers
-            (text,) = timed.decoded.tokens
-            times[name][number].append(timed.seconds)
-            counts[name][number] = len(text)
-            if name == "plain":
-                tokens[number] = text
-            if name == "self":
-                rounds[number] = timed.decoded.rounds or ()
-                for difference in judge.differences(timed) or ():
-                    differences.setdefault(number, replace(difference, prompt=number))
+    for timed in interleaved(
+        methods,
+        batches,
+        repeats=repeats,
+        warmup=1,
+        now=device_clock(model.device),
+        note=lambda what, share: note(f"timing, {share:.0%}: prompt {what}"),
+    ):
+        judge.prepare(timed.batch)
+        if timed.repeat < 0:
+            continue
+        name, (number,) = timed.method.name, timed.batch.numbers
+        (text,) = timed.decoded.tokens
+        times[name][number].append(timed.seconds)
+        counts[name][number] = len(text)
+        if name == "plain":
+            tokens[number] = text
+        if name == "self":
+            rounds[number] = timed.decoded.rounds or ()
+            for difference in judge.differences(timed) or ():
+                differences.setdefault(number, replace(difference, prompt=number))
     equal = [
         differences[number].position if number in differences else len(text)
         for number, text in enumerate(tokens)

@@ -397,7 +397,10 @@ def refused_bench(folder, prompts, output, *flags):
     return refused("benchmark", folder, *flags)
 
 
-def test_benchmark_samples_in_batches_with_text_on_request(folder, two_prompts, tmp_path, priced):
+def test_benchmark_samples_in_batches_with_text_on_request(
+    folder, two_prompts, tmp_path, priced, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["layerskip", "benchmark", "--x=http://me:secret@host/x"])
     output = tmp_path / "run.jsonl"
     flags = ("--method", "self", "--exit-layer", 2, "--exit-layer", 4, "--batch-size", 2)
     draw = ("--do-sample", "--temperature", 0.8, "--top-k", 9, "--seed", 3, "--save-text")
@@ -406,6 +409,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(folder, two_prompts, 
     run_ = read_run(output)
     names = ["plain", "self:exit-2", "self:exit-4"]
     assert [method["name"] for method in run_.header["methods"]] == names
+    assert run_.header["argv"] == ["benchmark", "--x=http://me:***@host/x"]
     law = {"temperature": 0.8, "top_p": None, "top_k": 9, "acceptance": "coupled", "seed": 3}
     assert run_.header["law"] == {"do_sample": True, **law}
     texts = {tuple(record["texts"]) for record in run_.records}
