@@ -93,6 +93,7 @@ figure svg { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .65rem; text-align: right; white-space: nowrap; }
 th.t, td.t { text-align: left; }
+td.t { white-space: normal; min-width: 7rem; max-width: 18rem; }
 thead th { border-bottom: 1px solid var(--line); background: var(--soft); }
 tbody tr + tr td { border-top: 1px solid var(--line); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }

@@ -316,7 +316,7 @@ def report(
 
     talk = Talk(quiet)
     talk.progress("drawing")
-    summary = write_report(runs, output)
+    summary = write_report(runs, output, talk.progress)
     talk.progress("")
     print(summary)
     talk.say(f"written to {output}; open {output / 'index.html'}")
