@@ -27,9 +27,10 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1400, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
+STEPS = {"demo-llama": 1480, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
-SECOND_CYCLE = {"demo-llama": 400}  # the last steps, with a learning rate of their own
+# Further cycles of the learning rate: how long, from what factor.
+CYCLES: dict[str, tuple[tuple[int, float], ...]] = {"demo-llama": ((400, 0.5), (80, 0.25))}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 
 
@@ -86,17 +87,23 @@ def build_optimizers(
     ]
 
 
-def schedule(step: int, steps: int, cooldown: int, second: int) -> float:
+def schedule(
+    step: int, first: int, cooldown: int, cycles: tuple[tuple[int, float], ...] = ()
+) -> float:
     """Learning-rate factor: up in 25 steps, flat, then linear to zero over `cooldown` steps.
 
-    Over the `second` steps behind that, if any, it goes up to one half and falls to zero once more.
-    Nothing before the cooldown depends on the number of steps, here or in the losses: a run may be
-    resumed with another number of steps until then.
+    Behind these `first` steps come the cycles, each up in 25 steps to its factor and linear to
+    zero. Nothing before the cooldown depends on the number of steps, here or in the losses: a run
+    may be resumed with another number of steps until then.
     """
-    first = steps - second
-    if step >= first:
-        return 0.5 * min((step - first + 1) / 25, (steps - step) / second)
-    return min((step + 1) / 25, 1.0, (first - step) / cooldown)
+    if step < first:
+        return min((step + 1) / 25, 1.0, (first - step) / cooldown)
+    done = step - first
+    for length, factor in cycles:
+        if done < length:
+            return factor * min((done + 1) / 25, (length - done) / length)
+        done -= length
+    return 0.0
 
 
 def exit_weight(step: int) -> float:
@@ -147,7 +154,8 @@ def make_step_loss(
         phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
         weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
         if step >= first_cycle + 72:  # for the exit that is drafted with, and for time
-            exits, phase, weights = exits[:1], "exit", torch.tensor([4.0])
+            weight = 4.0 if step < first_cycle + 400 else 0.5  # the last ones are for the target
+            exits, phase, weights = exits[:1], "exit", torch.tensor([weight])
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
             states = training.hidden_states(
@@ -187,15 +195,16 @@ def main() -> None:
     model.config.save_pretrained(folder)
     optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
     last: dict[str, float] = {}
-    second = min(SECOND_CYCLE.get(args.name, 0), steps // 3)
-    cooldown = min(COOLDOWN[args.name], steps // 2)
-    step_loss = make_step_loss(model, tokens, args.name, steps - second, args.tokens_per_step, last)
+    cycles = CYCLES.get(args.name, ())
+    first = steps - sum(length for length, _ in cycles)
+    cooldown = min(COOLDOWN[args.name], first // 2)
+    step_loss = make_step_loss(model, tokens, args.name, first, args.tokens_per_step, last)
     progress = training.train(
         model,
         optimizers,
         step_loss,
         steps,
-        schedule=lambda step: schedule(step, steps, cooldown, second),
+        schedule=lambda step: schedule(step, first, cooldown, cycles),
         checkpoint=folder / "checkpoint.pt",
     )
     started = time.time()
