@@ -217,11 +217,11 @@ def _check_output(output: Path, files: Sequence[Path]) -> None:
         return
     if not output.is_dir() or output.is_symlink():
         raise ValueError(f"cannot write the report {output}: it is not a folder; name another one")
-    inside = {str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()}
     try:
         own = set(json.loads((output / MARK).read_text(encoding="utf-8"))["files"]) | {MARK}
+        inside = {str(p.relative_to(output)) for p in output.rglob("*") if not p.is_dir()}
     except (OSError, ValueError, KeyError, TypeError):
-        own = set()
+        own, inside = set(), {path.name for path in output.iterdir()}
     foreign = sorted(inside - own)
     if foreign:
         raise ValueError(
