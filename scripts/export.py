@@ -95,9 +95,9 @@ labels for 150 steps, then the KL divergence of the exit's law from the final on
 from step 650 on the mean of that and the total variation, at temperatures 0.8 and 1, added. w was
 set by hand while training: 1 until step 472, 0.1 until 600, 0.5 until 755, 1 until 844, then 2. No
 layer dropout. The learning rate falls to zero over steps 550 to 1000, once more, from half of its
-height, over the next 400, and from a quarter over the last 80. These further cycles went on from
-the weights first shipped (bfloat16) with fresh optimizers; from step 1072 on they have exit 3 only,
-at temperature 0.8 and w = 4, and over the last 80 steps w = 0.5.""",
+height, over the next 400, from a quarter over 80 and from a fifth over 40. These further cycles
+went on from the weights first shipped (bfloat16) with fresh optimizers; from step 1072 on they have
+exit 3 only, at temperature 0.8, with w = 4, over the 80 steps 0.5 and over the 40 none.""",
     "demo-gemma2": """
 The loss is the cross-entropy of the final layer and nothing else. The learning rate falls over the
 last 350 steps.""",

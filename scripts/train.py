@@ -27,10 +27,12 @@ from transformers import (
 
 from layerskip import training
 
-STEPS = {"demo-llama": 1480, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
+STEPS = {"demo-llama": 1520, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
 # Further cycles of the learning rate: how long, from what factor.
-CYCLES: dict[str, tuple[tuple[int, float], ...]] = {"demo-llama": ((400, 0.5), (80, 0.25))}
+CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
+    "demo-llama": ((400, 0.5), (80, 0.25), (40, 0.2))
+}
 EXIT, OTHER_EXITS = 3, (2, 4, 2, 8, 2, 4, 2, 14)
 
 
@@ -154,7 +156,8 @@ def make_step_loss(
         phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
         weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
         if step >= first_cycle + 72:  # for the exit that is drafted with, and for time
-            weight = 4.0 if step < first_cycle + 400 else 0.5  # the last ones are for the target
+            # the last cycles are for the target
+            weight = 4.0 if step < first_cycle + 400 else 0.5 if step < first_cycle + 480 else 0.0
             exits, phase, weights = exits[:1], "exit", torch.tensor([weight])
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
