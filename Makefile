@@ -28,7 +28,7 @@ benchmark: .venv/installed
 .PHONY: $(SAMPLED) $(GREEDY)
 .PRECIOUS: $(SAMPLED) $(GREEDY)
 $(SAMPLED): $(RUNS)/%-sampled.jsonl: .venv/installed
-	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --limit 5 $(MEASURE) --trace --output $@
+	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --limit 4 $(MEASURE) --trace --output $@
 
 $(GREEDY): $(RUNS)/%-greedy.jsonl: .venv/installed
 	$(BIN)/layerskip benchmark $* --limit 3 $(MEASURE) --output $@
