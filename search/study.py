@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import socket
 import sqlite3
 import time
@@ -30,6 +29,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import SkipConfig
+from layerskip.records import redacted
 
 from .sampler import SublayerSampler, claim, read_history
 from .space import Space
@@ -170,12 +170,6 @@ def fail_stale(study: Study) -> int:
 def best_trial(study: Study) -> FrozenTrial:
     """The finished trial of the highest value; the first of equals."""
     return min(_finished(study), key=lambda t: (-_value(t), t.number))
-
-
-def redacted(text: str) -> str:
-    """`text` with the passwords of its URLs and their queries blotted out."""
-    text = re.sub(r"(\w+://[^\s/:@]*):[^\s]*@", r"\1:***@", text)
-    return re.sub(r"(?i)([?&][^=&\s]*(?:passw|pwd|secret|token)[^=&\s]*)=[^&\s]+", r"\1=***", text)
 
 
 def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
