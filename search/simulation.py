@@ -125,6 +125,8 @@ def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> l
     The rounds of `Confidence(threshold, draft_length)`; with threshold 0, those of
     `Fixed(draft_length)`. Fast: stops are found for all starts at once.
     """
+    if draft_length == 0:
+        return [replay.trace.starts]  # plain steps
     counts = [0] * (draft_length + 1)
     agreeing = replay.matches.cumprod(1).sum(1)  # (N,)
     stops = replay.ends.clone()  # (N, J)

@@ -364,6 +364,7 @@ def test_not_a_number_stops_where_a_threshold_asks() -> None:
     )
     assert sum(count_rounds(broken, 8, 0.5)[2:]) == 0
     assert count_rounds(broken, 8) == count_rounds(played, 8)
+    assert count_rounds(played, 0) == [played.trace.starts]
 
 
 def test_the_best_exit_is_the_one_that_pays() -> None:
