@@ -67,7 +67,12 @@ def process(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
     command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
-    return subprocess.Popen(command, env=environment, **kwargs)
+    # a shell's background jobs ignore SIGINT, and their children would, too
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, env=environment, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
