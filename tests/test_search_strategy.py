@@ -430,7 +430,9 @@ class TestWorkers:
         assert {t.state for t in found.trials} <= {TrialState.COMPLETE, TrialState.FAIL}
         assert len(found.trials) - len(complete) <= kills
         assert len({t.user_attrs["skipped"] for t in complete.values()}) == len(complete)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["study.log", "told.txt"]
+        # Optuna lets go of its lock in two steps; a kill between them leaves the renamed link
+        left = {p.name for p in tmp_path.iterdir() if not p.name.startswith("study.log.lock")}
+        assert left == {"study.log", "told.txt"}
 
 
 def work(storage: str, trials: int, log: str | None, seconds: float) -> None:
