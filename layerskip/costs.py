@@ -35,7 +35,7 @@ _tables: weakref.WeakKeyDictionary[nn.Module, dict[Any, CostTable]] = weakref.We
 _lock = threading.Lock()
 
 
-class _Stopwatch:
+class Stopwatch:
     """A controller that drafts `length` tokens and notes when the last one was there."""
 
     needs_confidence = True
@@ -107,7 +107,7 @@ def measure(
         stop=None,
         keep_scores=False,
     )
-    watch = _Stopwatch(now)
+    watch = Stopwatch(now)
     decoder = Decoder(model, skip, watch, probe, max_draft_length=max(_LENGTHS) + 1)
     rounds = decoder.rounds()
     next(rounds)

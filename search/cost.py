@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.costs import Stopwatch
 from layerskip.engine import Decoder, Request, Round
 from layerskip.laws import Law, stream_key
 from layerskip.sublayers import Block, Pass, Sublayers
@@ -31,35 +32,6 @@ CONTEXTS = (64, 256)
 _TYPICAL_LENGTH = 4  # of the drafts that a repeated step is read off, as in `layerskip.costs`
 _SWEEPS = 40  # at most, of every context; the first one warms up
 _FEWEST = 3
-
-
-class _Lengths:
-    """A controller that drafts `length` tokens and notes when the last one was there."""
-
-    needs_confidence = True
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-        self.length = 0
-        self.left = 0
-        self.drafted = 0.0
-
-    def reset(self, rows: int) -> None:
-        pass
-
-    def limit(self, row: int, allowed: int) -> int:
-        self.left = self.length
-        # one more than wanted, so that `keep_drafting` is asked after the last one too
-        return self.length + 1 if self.length else 0
-
-    def keep_drafting(self, row: int, confidence: float) -> bool:
-        if row == 0:  # the others follow in the same step
-            self.left -= 1
-            self.drafted = self.now()
-        return self.left > 0
-
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        pass
 
 
 class _Probed(Sublayers):
@@ -223,7 +195,7 @@ class _Sweeps:
 
     def run(self, number: int) -> None:
         """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
-        watch = _Lengths(self.now)
+        watch = Stopwatch(self.now)
         rounds = self._rounds(self.skip, watch, max(self.counts))
         turn = number % len(self.counts)
         for count in (*self.counts[turn:], *self.counts[:turn]):
@@ -255,7 +227,7 @@ class _Sweeps:
             if number:
                 self.drafts[layer].append((watch.drafted - start) / _TYPICAL_LENGTH)
 
-    def _rounds(self, skip: SkipConfig, watch: _Lengths, longest: int) -> Iterator[Round]:
+    def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
         self.model.note(False)
         decoder = Decoder(self.model, skip, watch, self.request, max_draft_length=longest)
         rounds = decoder.rounds()
