@@ -475,13 +475,7 @@ def decode(
     _check_shape(input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
-    processors = list(logits_processor)
-    if do_sample:
-        processors += [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-        processors += [TopKLogitsWarper(top_k)] if top_k else []
-        processors += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
-    ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     request = Request(
         input_ids=input_ids,
@@ -490,7 +484,7 @@ def decode(
         law=Law(processors, do_sample=do_sample, rows=rows),
         keys=[stream_key(*seed) for seed in decoding._seeds(rows, do_sample)],
         rejection=decoding.acceptance == "rejection",
-        eos=frozenset(ends),
+        eos=end_tokens(model, eos_token_id),
         keep_scores=keep_scores,
         clock=decoding.clock,
     )
@@ -503,3 +497,18 @@ def decode(
         if round_ is None:
             return
         yield round_
+
+
+def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
+    """The library's processors of sampling, in its order; None leaves one off."""
+    found: list[Any] = []
+    found += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
+    found += [TopKLogitsWarper(top_k)] if top_k else []
+    found += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
+    return found
+
+
+def end_tokens(model: Any, given: int | Sequence[int] | None = None) -> frozenset[int]:
+    """The given tokens that end a text, or those of the model's generation config."""
+    ends = model.generation_config.eos_token_id if given is None else given
+    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

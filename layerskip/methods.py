@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.engine import Round
-from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
+from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, end_tokens, generate
 from layerskip.speculation import CostTable
 
 Clock = Callable[[], float]
@@ -293,8 +293,7 @@ class Peer:
 
     def _ended(self, tokens: list[int]) -> list[int]:
         """The tokens up to the first one that ends a row; behind it there is padding."""
-        ends = self.model.generation_config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        ends = end_tokens(self.model)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
         return tokens[: end + 1]
 

@@ -13,9 +13,9 @@ import torch
 from layerskip.search.replay import replay
 from layerskip.search.simulation import count_rounds
 from layerskip.search.trace import DRAFT_LENGTH, Trace, take_trace
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from layerskip.config import SkipConfig
+from layerskip.generation import end_tokens, warpers
 from layerskip.laws import Law
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
@@ -36,12 +36,8 @@ def law_of(settings: Mapping[str, Any]) -> Law:
             "a trace needs acceptance 'coupled' or greedy decoding, where the text does not depend "
             "on the drafts; got 'rejection'"
         )
-    temperature, top_k, top_p = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
-    processors: list[Any] = []
-    processors += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
-    processors += [TopKLogitsWarper(top_k)] if top_k else []
-    processors += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
-    return Law(processors, do_sample=True, rows=1)
+    chosen = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
+    return Law(warpers(*chosen), do_sample=True, rows=1)
 
 
 def exit_trace(
@@ -85,7 +81,7 @@ def exit_trace(
         max_new_tokens=max_new_tokens,
         law=law_of(law),
         seeds=[seed + number for number in range(len(prompts))],
-        eos=eos_of(opened) if eos is None else eos,
+        eos=end_tokens(opened.model) if eos is None else eos,
         draft_length=max(draft_lengths),
         progress=progress,
     )
@@ -98,13 +94,6 @@ def exit_trace(
         "exits": agreement(trace),
         "what_if": what_if(trace, exits, draft_lengths, thresholds, progress=progress),
     }
-
-
-def eos_of(model: Sublayers) -> frozenset[int]:
-    """Tokens that end a text by the model's generation config, as decoding takes them."""
-    config: Any = model.model.generation_config
-    ends = config.eos_token_id
-    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
 
 
 def agreement(trace: Trace) -> list[dict[str, Any]]:
