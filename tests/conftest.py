@@ -1,9 +1,11 @@
-"""Settings that every test shares: repeatable random cases, and no network."""
+"""Settings that every test shares: repeatable random cases, one thread a process, no network."""
 
 import os
 
 from hypothesis import settings
 
+# read once, when torch is imported; tests run side by side, and each child process inherits it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
