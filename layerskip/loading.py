@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 _SHELF = Path(__file__).parent / "models"
 SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
-"""Held-out prompts of three categories: code, repetitive, foreign."""
+"""Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
 
 
 @dataclass(frozen=True)
