@@ -115,8 +115,8 @@ def escape_markdown(text: str) -> str:
     shown = visible(text)
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", shown).replace("://", "&#58;//")
-    # what would begin a list or underline the line before
-    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", shown)
+    # what would begin a list at the start of a line, and what alone on a line would be a rule
+    return re.sub(r"^(\d*)([-+.)](?=\s|$)|[-=](?=[-=\s]*$))", r"\1\\\2", shown)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:

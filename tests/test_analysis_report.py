@@ -157,6 +157,10 @@ def test_escaping():
     assert escape("<a href='x'>&") == "&lt;a href=&#x27;x&#x27;&gt;&amp;"
     assert escape_markdown("1. x") == "1\\. x"
     assert escape_markdown("- x-y 1.2") == "\\- x-y 1.2"
+    for marker in ("12)", "1.", "+ x", "---", "- - -", "==="):  # of a list, of a rule
+        assert escape_markdown(marker) == re.sub(r"([-+=.)])", r"\\\1", marker, count=1)
+    for number in ("1.40", "-0.3", "+5%", ".5", "1.40 (1.31-1.52)", "x = 1. y - 2) + 3"):
+        assert escape_markdown(number) == number
     assert escape_markdown("[a](http://b)") == "\\[a\\](http&#58;//b)"
     assert escape_markdown("a|b`c`<d>\n") == "a\\|b\\`c\\`&lt;d&gt;\\\\u000a"
 
