@@ -199,10 +199,88 @@ SHOWN: Mapping[str, tuple[str, str, Mapping[str, tuple[str, Cell]]]] = {
             "mean_of_ratios": ("mean of ratios", _TWO),
         },
     ),
+    "search-finalists": (
+        "Finalists",
+        "Speedup over plain decoding. Predicted: replayed rounds, priced; on the traced prompts, "
+        "and on those held out. Measured: on the clock, interleaved with plain decoding, with its "
+        "95% interval. Efficiency = measured / predicted, held out where known.",
+        {
+            "name": ("name", _TEXT),
+            "role": ("", _TEXT),
+            "left_out": ("sublayers left out", _TEXT),
+            "attention": ("attention of layers", _TEXT),
+            "mlp": ("MLP of layers", _TEXT),
+            "controller": ("controller", _TEXT),
+            "max_draft_length": ("up to", _WHOLE),
+            "threshold": ("threshold", str),
+            "alpha": ("alpha", _TWO),
+            "draft_cost": ("c", _THREE),
+            "bound": ("bound 1/c", _number(1)),
+            "predicted": ("predicted", _TWO),
+            "held_out": ("held out", _TWO),
+            "measured": ("measured", _TWO),
+            "low": ("from", _TWO),
+            "high": ("to", _TWO),
+            "efficiency": ("efficiency", _TWO),
+            "tokens_per_second": ("tokens/s", _number(1)),
+            "acceptance_rate": ("r", _TWO),
+            "equal": ("equal texts", _WHOLE),
+            "near_ties": ("near-ties", _WHOLE),
+            "faults": ("faults", _WHOLE),
+        },
+    ),
+    "search-origins": (
+        "Where the trials came from",
+        "Best: the highest priced speedup of each, forced where drafting does not pay. Copies: the "
+        "same set again.",
+        {
+            "kind": ("proposed by", _TEXT),
+            "trials": ("trials", _TEXT),
+            "share": ("share", _SHARE),
+            "failed": ("failed", _TEXT),
+            "copies": ("copies", _TEXT),
+            "best": ("best", _TWO),
+            "best_trial": ("its trial", _WHOLE),
+            "finalists": ("finalists", _TEXT),
+        },
+    ),
+    "search-sublayers": (
+        "Sublayers",
+        "Importance: how much of the differences between trials the sampler puts down to a switch. "
+        "Alone: the trial that leaves out nothing else, forced to draft.",
+        {
+            "switch": ("switch", _TEXT),
+            "importance": ("importance", _THREE),
+            "alone_speedup": ("speedup alone", _THREE),
+            "alone_acceptance": ("acceptance alone", _THREE),
+            "alone_cost": ("c alone", _THREE),
+            "finalists": ("finalists without it", _WHOLE),
+        },
+    ),
+    "search-trials": (
+        "Best trials",
+        "By priced speedup over plain decoding, no copies; all trials are in the CSV file. Forced: "
+        "without turning off a draft that does not pay.",
+        {
+            "number": ("trial", _TEXT),
+            "origin": ("proposed by", _TEXT),
+            "left_out": ("sublayers left out", _TEXT),
+            "attention": ("attention of layers", _TEXT),
+            "mlp": ("MLP of layers", _TEXT),
+            "speedup": ("priced speedup", _TWO),
+            "forced_speedup": ("forced", _TWO),
+            "acceptance": ("alpha", _TWO),
+            "draft_cost": ("c", _THREE),
+            "bound": ("bound 1/c", _number(1)),
+        },
+    ),
 }
-BRIEF = ("comparison", "repeatability", "speedup", "losslessness", "acceptance", "predictions")
+BRIEF = (
+    "comparison", "repeatability", "speedup", "losslessness", "acceptance", "predictions",
+    "search-finalists", "search-origins",
+)  # fmt: skip
 """Tables that the Markdown summary has."""
-LONG = 16  # rows from which on a table is folded away
+LONG = 20  # rows from which on a table is folded away
 
 
 def cells_of(table: Table) -> tuple[list[tuple[str, bool]], list[list[str]]]:

@@ -27,7 +27,7 @@ from layerskip.analysis.canvas import (
     marker_of,
     new_figure,
 )
-from layerskip.analysis.runs import Run
+from layerskip.analysis.runs import Run, ranges
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
@@ -135,12 +135,15 @@ def surface(run: Run) -> Plot | None:
 
 
 def best_speedups(
-    alphas: NDArray[np.float64], draft_costs: NDArray[np.float64], costs: CostTable
+    alphas: NDArray[np.float64],
+    draft_costs: NDArray[np.float64],
+    costs: CostTable,
+    longest: int = predictions.LONGEST,
 ) -> NDArray[np.float64]:
-    """(A, C): `speculation.speedup` at the best draft length in 0..LONGEST, with the table's v."""
+    """(A, C): `speculation.speedup` at the best draft length in 0..longest, with the table's v."""
     best = np.ones((len(alphas), len(draft_costs)))
     tokens = np.ones(len(alphas))  # (A,) expected tokens of a round
-    for length in range(1, predictions.LONGEST + 1):
+    for length in range(1, longest + 1):
         tokens = tokens + alphas**length
         paid = length * draft_costs + costs.verify_cost(length + 1)  # (C,)
         best = np.maximum(best, tokens[:, None] / paid[None, :])
@@ -253,7 +256,7 @@ def skip_map(run: Run) -> Plot | None:
         axes.set_title(clipped(", ".join(methods), 60), fontsize=10, color=INK)
         words.append(
             f"{', '.join(methods)} keeps {sum(kept)} of {2 * layers} sublayers: attention of "
-            f"layers {_ranges(kept[:layers])}, MLP of layers {_ranges(kept[layers:])}"
+            f"layers {_kept(kept[:layers])}, MLP of layers {_kept(kept[layers:])}"
         )
     grid[-1].set_xlabel("layer (hatched: skipped while drafting)")
     if known and mesh is not None:
@@ -282,10 +285,5 @@ def _inverse(costs: Any) -> Any:
     return 1 / np.maximum(costs, 1e-9)
 
 
-def _ranges(flags: Sequence[bool]) -> str:
-    """The places of the true ones in words: 0-3, 6."""
-    places = [i for i, flag in enumerate(flags) if flag]
-    starts = [i for i in places if i - 1 not in places]
-    ends = [i for i in places if i + 1 not in places]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
+def _kept(flags: Sequence[bool]) -> str:
+    return ranges([place for place, flag in enumerate(flags) if flag])

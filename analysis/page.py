@@ -31,7 +31,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """One run, or all runs side by side."""
+    """One run, one search, or all runs side by side."""
 
     title: str
     slug: str
@@ -45,6 +45,7 @@ class Section:
 
 GLOSSARY = (
     ("target, draft", "The whole model, and the model with some sublayers left out."),
+    ("sublayer", "One attention or one MLP block with its norms; a layer has one of each."),
     ("round", "Draft some tokens, verify them in one target pass, emit those accepted and one of "
      "the target's own."),
     ("alpha", "Probability that one drafted token is accepted, each independent of the others."),
@@ -57,6 +58,8 @@ GLOSSARY = (
     ("v(n)", "Cost of verifying n positions in one pass / cost of one target step."),
     ("bound", "1/c: what no draft can exceed, however often it is right."),
     ("efficiency", "Measured / predicted speedup."),
+    ("priced, forced", "What counted rounds would take by a table of costs, no clock involved; "
+     "forced: without turning off a draft that does not pay."),
     ("plain", "This engine without drafting; generate: the transformers library's own decoding."),
     ("coupled", "Draft and target share their random noise, so that sampled text is the same "
      "whether one drafts or not."),
@@ -135,7 +138,7 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         parts.append(f"<p>{escape(' '.join(section.verdict.reasons))}</p>")
         if section.verdict.advice:
             items = "".join(f"<li>{escape(text)}</li>" for text in section.verdict.advice)
-            parts.append(f"<p>What to change:</p><ul>{items}</ul>")
+            parts.append(f"<p>What to do next:</p><ul>{items}</ul>")
     links = [(section.slug, section.title) for section in sections]
     links += [("words", "Words"), ("files", "Files")]
     items = "".join(f'<li><a href="#{slug}">{escape(name)}</a></li>' for slug, name in links)
@@ -145,7 +148,7 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     parts.append(f'<section id="words"><h2>Words</h2><dl class="glossary">{terms}</dl></section>')
     items = "".join(f"<li>{escape(name)}</li>" for name in files)
     parts.append(
-        '<section id="files"><h2>Files</h2><p>Made from the run files below. Beside this page lie '
+        '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
         "<code>report.md</code>, every table as CSV in <code>tables/</code>, and every plot as PNG "
         f"and SVG in <code>plots/</code>.</p><ul>{items}</ul></section>"
     )

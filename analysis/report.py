@@ -1,4 +1,7 @@
-"""Knows how run files become a folder, whole or not at all; leaves numbers and looks to others."""
+"""Knows how files of runs and searches become a folder, whole or not at all.
+
+Numbers and looks are left to others.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,30 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
-from layerskip.analysis import plots, predictions, tables, verdict
+from layerskip.analysis import plots, predictions, search_tables, search_verdict, tables, verdict
 from layerskip.analysis.canvas import STYLE, Plot
 from layerskip.analysis.columns import Table
 from layerskip.analysis.page import Picture, Section, markdown, page
-from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, visible
+from layerskip.analysis.runs import (
+    Run,
+    count_words,
+    law_words,
+    load_runs,
+    machine_words,
+    visible,
+)
+from layerskip.analysis.search_plots import search_plots
+from layerskip.analysis.search_tables import Search, load_searches
+
+from layerskip.records import redacted
+from layerskip.searches import holds_search
 
 MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
@@ -42,45 +58,68 @@ TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
 }
 NOT_ON_THE_PAGE = ("calibration", "sublayers")  # their plots are
 
+SEARCH_TABLES: dict[str, Callable[[Search], pd.DataFrame]] = {
+    "search-finalists": search_tables.finalists,
+    "search-origins": search_tables.origins,
+    "search-sublayers": search_tables.sublayers,
+    "search-trials": search_tables.trials,
+}
+TRIALS = 20  # on the page, the best; all are in the CSV file
+
 
 def write_report(
     files: Sequence[Path], output: Path, progress: Callable[[str], None] = lambda _: None
 ) -> str:
-    """Write a report about run files: index.html, report.md, tables as CSV, plots as PNG and SVG.
+    """Write a report about files: index.html, report.md, tables as CSV, plots as PNG and SVG.
 
     It is built in a folder beside `output` and then renamed, so that `output` is never half there.
     An earlier report is replaced; any other folder that holds something is refused.
 
     Args:
-        files: run files that `layerskip benchmark` wrote.
+        files: what `layerskip benchmark` and `layerskip search` wrote, told apart by what they
+            hold.
         output: the folder to write.
         progress: told what is being done, in words.
 
     Returns:
-        What the runs say, in plain words: a paragraph per run.
+        What the files say, in plain words: a paragraph for each.
 
     Raises:
-        ValueError: the run files are not what they must be, or `output` may not be written to.
+        ValueError: no file, or one that is not what it must be; or `output` may not be written to.
     """
-    runs = load_runs(files)
+    runs, searches = _load([Path(file) for file in files])
     output = Path(output)
     _check_output(output, files)
-    verdicts = [verdict.judge(run) for run in runs]
+    verdicts = [*map(verdict.judge, runs), *map(search_verdict.judge, searches)]
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=f".{output.name}.", dir=output.absolute().parent
         ) as folder:
             built = Path(folder) / "report"
-            _build(runs, verdicts, [str(file) for file in files], built, progress)
+            _build(runs, searches, verdicts, [str(file) for file in files], built, progress)
             _replace(built, output, Path(folder) / "old")
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
     return visible(verdict.words(verdicts), lines=True)
 
 
+def _load(files: Sequence[Path]) -> tuple[list[Run], list[Search]]:
+    if not files:
+        raise ValueError(
+            "no run file given: name at least one file that `layerskip benchmark` or `layerskip "
+            "search` wrote"
+        )
+    twice = [str(path) for path, n in Counter(file.resolve() for file in files).items() if n > 1]
+    if twice:
+        raise ValueError(f"run file {twice[0]} is given twice; name each file once")
+    searches = [file for file in files if holds_search(file)]
+    return load_runs([file for file in files if file not in searches]), load_searches(searches)
+
+
 def _build(
     runs: Sequence[Run],
+    searches: Sequence[Search],
     verdicts: Sequence[verdict.Verdict],
     files: Sequence[str],
     folder: Path,
@@ -88,44 +127,72 @@ def _build(
 ) -> None:
     (folder / "tables").mkdir(parents=True)
     (folder / "plots").mkdir()
-    several = len(runs) > 1
+
+    def pictures(drawn: Iterable[Plot], of: Run | Search | None = None) -> list[Picture]:
+        prefix = f"{of.slug}-" if of is not None and len(runs) + len(searches) > 1 else ""
+        return [_draw(plot, prefix, folder, progress) for plot in drawn]
+
     sections = []
-    if several:
+    if len(runs) > 1:
         everything = [
             Table("comparison", tables.comparison(list(runs))),
             Table("repeatability", tables.repeatability(list(runs))),
         ]
         for table in everything:
             _write_table(table, folder)
-        drawn = [_draw(plot, "", folder, progress) for plot in plots.overview_plots(runs)]
+        drawn = pictures(plots.overview_plots(runs))
         sections.append(Section("All runs", "all-runs", (), None, drawn, everything))
-    for number, (run, judged) in enumerate(zip(runs, verdicts, strict=True)):
-        prefix = f"{run.slug}-" if several else ""
+    for number, (run, judged) in enumerate(zip(runs, verdicts, strict=False), 1):
         progress(f"drawing {run.label}")
+        own = [
+            Table(name, make(run)) for name, make in TABLES.items() if name not in NOT_ON_THE_PAGE
+        ]
         sections.append(
             Section(
                 title=run.label,
-                slug=f"run-{number + 1}",
+                slug=f"run-{number}",
                 facts=_facts(run),
                 verdict=judged,
-                pictures=[_draw(p, prefix, folder, progress) for p in plots.run_plots(run)],
-                tables=[
-                    Table(name, make(run))
-                    for name, make in TABLES.items()
-                    if name not in NOT_ON_THE_PAGE
-                ],
+                pictures=pictures(plots.run_plots(run), run),
+                tables=own,
                 texts=_texts(run),
             )
         )
-    for name, make in TABLES.items():
-        _write_table(Table(name, tables.together(runs, make)), folder)
-    title = "Self-speculative decoding, measured"
-    if not several:
-        title += f": {runs[0].label}"
+    for number, (search, judged) in enumerate(zip(searches, verdicts[len(runs) :], strict=True), 1):
+        progress(f"drawing {search.label}")
+        shown = SEARCH_TABLES | {"search-trials": lambda s: search_tables.best_trials(s, TRIALS)}
+        sections.append(
+            Section(
+                title=search.label,
+                slug=f"search-{number}",
+                facts=_search_facts(search),
+                verdict=judged,
+                pictures=pictures(search_plots(search), search),
+                tables=[Table(name, make(search)) for name, make in shown.items()],
+            )
+        )
+    if runs:
+        for name, make in TABLES.items():
+            _write_table(Table(name, tables.together(runs, make)), folder)
+    if searches:
+        for name, make_own in SEARCH_TABLES.items():
+            frame = tables.together(searches, make_own, "search")
+            _write_table(Table(name, frame), folder)
+    title = _title(runs, searches)
     _write(folder / "index.html", page(title, sections, files))
     _write(folder / "report.md", markdown(title, sections, files))
-    own = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    _write(folder / MARK, json.dumps({"files": own}, indent=0) + "\n")
+    own_files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    _write(folder / MARK, json.dumps({"files": own_files}, indent=0) + "\n")
+
+
+def _title(runs: Sequence[Run], searches: Sequence[Search]) -> str:
+    if not searches:
+        words = "Self-speculative decoding, measured"
+        return words if len(runs) > 1 else f"{words}: {runs[0].label}"
+    if runs:
+        return "Self-speculative decoding, searched and measured"
+    words = "Which sublayers to skip"
+    return words if len(searches) > 1 else f"{searches[0].label}: {words.lower()}"
 
 
 def _draw(plot: Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
@@ -156,21 +223,14 @@ def _write(path: Path, text: str) -> None:
 def _facts(run: Run) -> list[tuple[str, str]]:
     """What the header says of model, law, machine and code."""
     header = run.header
-    model, environment = header["model"], header["environment"]
     facts = [
-        (
-            "Model",
-            f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
-            f"{model['parameters'] / 1e6:,.1f} M parameters",
-        ),
-        ("Law", law_words(header["law"]) + f", up to {header['max_new_tokens']} new tokens"),
-        ("Machine", f"{_machine(environment)}; {machine_words(header)}"),
+        *_setting(header),
         (
             "Prompts",
             f"{header['prompts']['count']} ({header['prompts'].get('name') or 'unnamed'}), "
             f"{header['repeats']} repeats after {header['warmup']} for warming up",
         ),
-        ("Measured", f"{header['created']}, {_code(environment)}"),
+        ("Measured", f"{header['created']}, {_code(header['environment'])}"),
     ]
     for method in run.drafting:
         costs = run.cost_table(method, run.batch_sizes[0])
@@ -180,6 +240,68 @@ def _facts(run: Run) -> list[tuple[str, str]]:
                 (f"Costs of {method}", f"c = {costs.draft:.3f}, {verify} ({costs.source})")
             )
     return facts
+
+
+def _search_facts(search: Search) -> list[tuple[str, str]]:
+    """What a search file says of its setting, its space and its study."""
+    document = search.document
+    prompts, space, trace = (document[name] for name in ("prompts", "space", "trace"))
+    ends = "" if space["kind"] == "exit" else f", ends {'free' if space['allow_ends'] else 'kept'}"
+    budget = "" if space["budget"] is None else f", at most {space['budget']} sublayers left out"
+    took = {
+        "trace": "trace",
+        "cost": "costs",
+        "trials": "trials",
+        "confirm": "timing the finalists",
+    }
+    return [
+        *_setting(document),
+        (
+            "Prompts",
+            f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
+            f"{len(prompts['held_out'])} held out",
+        ),
+        (
+            "Space",
+            f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} sets"
+            f"{ends}{budget}",
+        ),
+        (
+            "Trace",
+            f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
+            f"{trace['draft_length']} tokens; a plain step costs "
+            f"{1000 * document['step_seconds']:.3g} ms",
+        ),
+        ("Study", f"{document['study']['name']} in {_storage(document)}"),
+        (
+            "Seconds",
+            ", ".join(
+                f"{words} {document['seconds'][name]:.0f}"
+                for name, words in took.items()
+                if document["seconds"][name] is not None
+            ),
+        ),
+        ("Searched", f"{document['created']}, {_code(document['environment'])}"),
+    ]
+
+
+def _storage(document: Mapping[str, Any]) -> str:
+    storage = document["study"]["storage"]
+    return "memory" if storage is None else redacted(storage)
+
+
+def _setting(header: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Model, law and machine, of runs and searches alike."""
+    model = header["model"]
+    return [
+        (
+            "Model",
+            f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
+            f"{model['parameters'] / 1e6:,.1f} M parameters",
+        ),
+        ("Law", law_words(header["law"]) + f", up to {header['max_new_tokens']} new tokens"),
+        ("Machine", f"{_machine(header['environment'])}; {machine_words(header)}"),
+    ]
 
 
 def _machine(environment: dict[str, Any]) -> str:

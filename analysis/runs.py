@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,28 +105,21 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     """Read and check run files, and name each by what tells it from the others.
 
     Raises:
-        ValueError: no file; or one that is missing, unreadable, truncated, of another schema,
-            without records, or that contradicts itself. Says which and why, in one line.
+        ValueError: a file is missing, unreadable, truncated, of another schema, without records,
+            or contradicts itself. Says which and why, in one line.
     """
-    if not files:
-        raise ValueError(
-            "no run file given: name at least one file that `layerskip benchmark` wrote"
-        )
-    twice = [str(path) for path, n in Counter(Path(f).resolve() for f in files).items() if n > 1]
-    if twice:
-        raise ValueError(f"run file {twice[0]} is given twice; name each file once")
     read = [read_run(Path(file)) for file in files]
     for path, run in zip(files, read, strict=True):
         _check(Path(path), run.header, run.records)
-    headers = [_printable(run.header) for run in read]
-    labels = _labels(headers, [Path(file).stem for file in files])
+    headers = [printable(run.header) for run in read]
+    labels = labels_of(headers, [Path(file).stem for file in files])
     return [
         Run(
             path=Path(file),
             label=label,
-            slug=re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}",
+            slug=slug_of(label, number),
             header=header,
-            records=[_printable(record) for record in run.records],
+            records=[printable(record) for record in run.records],
             traces=run.traces,
             costs=run.costs,
         )
@@ -149,19 +142,19 @@ def visible(text: str, *, lines: bool = False) -> str:
     )
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
     """A JSON value with its strings visible, but for the texts: names end up in plots and files."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, list):
-        return [_printable(item) for item in value]
+        return [printable(item) for item in value]
     if isinstance(value, dict):
         kept = ("texts", "prompt_texts")
-        return {k: v if k in kept else _printable(v) for k, v in value.items()}
+        return {k: v if k in kept else printable(v) for k, v in value.items()}
     return value
 
 
-def law_words(law: dict[str, Any]) -> str:
+def law_words(law: Mapping[str, Any]) -> str:
     """Sampling settings in words."""
     if not law["do_sample"]:
         return "greedy"
@@ -172,13 +165,27 @@ def law_words(law: dict[str, Any]) -> str:
     return words + (" by rejection" if law.get("acceptance") == "rejection" else "")
 
 
-def machine_words(header: dict[str, Any]) -> str:
+def machine_words(header: Mapping[str, Any]) -> str:
     """Device, dtype and threads in words."""
     words = f"{header['dtype']} on {header['device']}"
     threads = header.get("threads")
     if header["device"] == "cpu" and threads:
         words += f", {threads} thread{'s' * (threads != 1)}"
     return words
+
+
+def count_words(number: int) -> str:
+    """A count of any size in words."""
+    return f"{number:,}" if number < 10**9 else f"about 10^{len(str(number)) - 1}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers in words: 0-3, 6."""
+    known = sorted(set(numbers))
+    starts = [n for n in known if n - 1 not in known]
+    ends = [n for n in known if n + 1 not in known]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
 
 
 def calls(run: Run) -> pd.DataFrame:
@@ -260,7 +267,12 @@ def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]
             )
 
 
-def _labels(headers: list[dict[str, Any]], stems: list[str]) -> list[str]:
+def slug_of(label: str, number: int) -> str:
+    """A label as a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
+
+
+def labels_of(headers: Sequence[dict[str, Any]], stems: Sequence[str]) -> list[str]:
     """Model and law; the machine, then the file too where those do not tell runs apart."""
     labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]
     further = [machine_words(header) for header in headers]

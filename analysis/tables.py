@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,16 @@ from numpy.typing import NDArray
 DRAWS = 4000
 ALL = "all"
 Ratio = tuple[float, float, float]
+
+
+class Labelled(Protocol):
+    """What a report has several of."""
+
+    @property
+    def label(self) -> str: ...
+
+
+T = TypeVar("T", bound=Labelled)
 
 
 def ratio_of_totals(over: NDArray[np.float64], under: NDArray[np.float64]) -> Ratio:
@@ -362,13 +372,15 @@ def repeatability(runs: list[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def together(runs: Iterable[Run], table: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
-    """One table of all runs, with the run's label in the first column."""
+def together(
+    things: Iterable[T], table: Callable[[T], pd.DataFrame], column: str = "run"
+) -> pd.DataFrame:
+    """One table of all runs (or searches), with the label of each in the first column."""
     frames = []
-    for run in runs:
-        frame = table(run)
+    for thing in things:
+        frame = table(thing)
         if len(frame):
-            frame.insert(0, "run", run.label)
+            frame.insert(0, column, thing.label)
             frames.append(frame)
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 

@@ -306,12 +306,17 @@ app.command()(measuring.demo)
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Records of runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Records of runs (.jsonl), search.json of searches."
+        ),
+    ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where to write it, whole.")],
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tables, plots and one page to look at, from what `layerskip benchmark` wrote."""
+    """Tables, plots and one page to look at, of what `benchmark` and `search` wrote."""
     from layerskip.analysis import write_report
 
     talk = Talk(quiet)
