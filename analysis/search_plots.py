@@ -355,7 +355,8 @@ def _label_at_the_side(
         axes.annotate(
             clipped(name, 22), (across, height), xytext=(1.04, place), fontsize=9, va="center",
             textcoords="axes fraction",
-            arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkB": 3,
+                        "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
