@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layerskip.search.chains import ChainCache
 from layerskip.search.trace import NOTHING, Text, Trace, draw
 from torch import Tensor
 
-from layerskip.cache import RowCache
 from layerskip.config import SkipConfig
 from layerskip.laws import gumbel_noise
 from layerskip.sublayers import Pass
@@ -63,77 +62,6 @@ class Replay:
     def survival(self) -> list[float]:
         """Share of all starts whose first j drafted tokens are the text's, for j = 1..J."""
         return self.matches.cumprod(1).float().mean(0).tolist()
-
-
-class ChainCache(RowCache):
-    """Keys and values of many drafts at once: a text's up to each start, and each draft's own.
-
-    A row of the buffers serves a group of chains that start in one text: first come the text's
-    slots, then G slots for every step. Which of them a chain sees is for the mask to say: its
-    text's places before its start, and its own slot of each step, inside the layer's window.
-
-    Args:
-        texts: the text of each group, B.
-        starts: place of each chain's first fed token, (B, G).
-        steps: the most tokens a chain feeds.
-    """
-
-    def __init__(self, texts: Sequence[Text], starts: Tensor, steps: int) -> None:
-        rows, self.group = starts.shape
-        self.known = int(starts.max())  # S
-        super().__init__(rows, self.known + steps * self.group, texts[0].cache.windows)
-        self.texts = texts
-        self.starts = starts
-        self.count = self.group
-        self.index = starts
-
-    def advance(self, step: int) -> None:
-        """Say that the next pass feeds token `step` of every chain."""
-        self.start = self.known + step * self.group
-        self.end = self.start + self.group
-        self.index = self.starts + step  # (B, G) places, for the rotary angles
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write one step's keys and values (B, H, G, D); return all there are to attend to."""
-        if layer_idx not in self.keys:
-            for mine, theirs, like in (
-                (self.keys, "keys", keys),
-                (self.values, "values", values),
-            ):
-                shape = (self.rows, like.shape[1], self.slots, like.shape[3])
-                mine[layer_idx] = like.new_zeros(shape)  # (B, H, S + J G, D)
-                for row, text in enumerate(self.texts):
-                    known = getattr(text.cache, theirs)[layer_idx][0, :, : self.known]
-                    mine[layer_idx][row, :, : known.shape[1]] = known
-        self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
-        self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
-        return (
-            self.keys[layer_idx].narrow(2, 0, self.end),
-            self.values[layer_idx].narrow(2, 0, self.end),
-        )
-
-    def needs_mask(self, window: int | None) -> bool:
-        """Always: chains of a group must not see each other."""
-        return True
-
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """Additive attention mask, (B, 1, G, end): 0 where a chain sees a slot."""
-        steps = (self.end - self.known) // self.group
-        starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
-        slots = torch.arange(self.known, device=device)  # (S,)
-        text = slots < starts  # (B, G, S)
-        alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
-        own = alone.repeat(1, steps)  # (G, steps G)
-        if window is not None:
-            place = starts + steps - 1  # (B, G, 1) of the token fed now
-            text = text & (slots > place - window)
-            ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
-            own = own & (ages < window)
-        seen = torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)  # (B, 1, G, end)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 @torch.no_grad()
@@ -267,18 +195,14 @@ def _run(
     model, law = trace.model, trace.law
     flat = [chain for group in groups for chain in group]
     starts = torch.tensor([[place for _, place, _ in group] for group in groups])  # (B, G)
-    cache = ChainCache([group[0][0] for group in groups], starts.to(model.device), steps)
+    texts = torch.tensor([group[0][0].number for group in groups], device=model.device)  # (B,)
+    cache = ChainCache(trace.cache, texts, starts.to(model.device), steps)
     slots = int(starts.max()) + steps
     total = max(max(len(text.tokens), text.prompt + trace.max_new_tokens) for text in trace.texts)
     rotary = model.rotary(slots, min(slots, total))
-    noise = table = None
+    noise = shared = None
     if law.do_sample:
-        # neighbouring chains draw at the same places: each noise is made once
-        wanted = [(text.key, place + step + 1) for text, place, _ in flat for step in range(steps)]
-        made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
-        table = _noise(trace, list(made))  # (R, V)
-        rows = torch.tensor([made[pair] for pair in wanted], device=model.device)
-        rows = rows.view(len(flat), steps)  # (B G, J)
+        shared = SharedNoise(trace, [(text, place) for text, place, _ in flat], steps)
     histories = None
     if law.reads_history:
         histories = [text.tokens[:place].to(model.device) for text, place, _ in flat]
@@ -292,24 +216,40 @@ def _run(
         hidden = model.embed(fed.view(starts.shape))  # (B, G, H)
         hidden = model.run(hidden, Pass(model, cache, rotary), skip.kept())
         raw = model.logits(hidden).flatten(0, 1)  # (B G, V)
-        if table is not None:
-            noise = table[rows[:, step]]  # (B G, V)
+        if shared is not None:
+            noise = shared.at(step)  # (B G, V)
         fed, confidence, _ = draw(law, raw, noise, histories)
         tokens.append(fed)
         confidences.append(confidence)
     return torch.stack(tokens, 1).cpu(), torch.stack(confidences, 1).cpu()
 
 
-def _noise(trace: Trace, wanted: Sequence[tuple[int, int]]) -> Tensor:
-    """Gumbel noise at each (key, place), (R, V); made piece by piece, since making takes room."""
-    vocabulary, device = trace.model.vocabulary, trace.model.device
-    many = max(1, _LOGITS // vocabulary)
-    pieces = [wanted[first : first + many] for first in range(0, len(wanted), many)]
-    return torch.cat(
-        [
-            gumbel_noise(
-                [key for key, _ in piece], [place for _, place in piece], vocabulary, device=device
-            )
-            for piece in pieces
-        ]
-    )
+class SharedNoise:
+    """The Gumbel noise of chains that draw at neighbouring places: each place's is made once.
+
+    Args:
+        starts: text and place of each of C chains' first fed token.
+        steps: tokens that each draws.
+    """
+
+    def __init__(self, trace: Trace, starts: Sequence[tuple[Text, int]], steps: int) -> None:
+        wanted = [(text.key, place + step + 1) for text, place in starts for step in range(steps)]
+        made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
+        rows = torch.tensor([made[pair] for pair in wanted], device=trace.model.device)
+        self.rows = rows.view(len(starts), steps)  # (C, J)
+        vocabulary, device = trace.model.vocabulary, trace.model.device
+        pairs, many = list(made), max(1, _LOGITS // vocabulary)  # making takes room
+        pieces = [pairs[first : first + many] for first in range(0, len(pairs), many)]
+        self.table = torch.cat(
+            [
+                gumbel_noise(
+                    [k for k, _ in piece], [p for _, p in piece], vocabulary, device=device
+                )
+                for piece in pieces
+            ]
+        )  # (R, V)
+
+    def at(self, step: int, chains: Tensor | None = None) -> Tensor:
+        """Of all chains at a step, (C, V), or of those numbered."""
+        rows = self.rows[:, step] if chains is None else self.rows[chains, step]
+        return self.table[rows]

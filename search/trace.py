@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.cache import RowCache
@@ -38,26 +39,28 @@ class Text:
     """One prompt and the target's continuation.
 
     Attributes:
+        number: its place among the trace's texts.
         tokens: prompt, emitted tokens, then those that only serve as context, (T,) int64.
         prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
         emitted: tokens the request emits, EOS included.
         key: of the text's noise stream.
-        cache: the target's keys and values of all tokens, one row; place equals slot.
         drafted: entry (e - 1, i) is the token an exit after layer e draws having seen the text up
             to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
         confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
             (L, T - prompt) float32.
         likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
+        states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
     """
 
+    number: int
     tokens: Tensor
     prompt: int
     emitted: int
     key: int
-    cache: RowCache
     drafted: Tensor
     confidences: Tensor
     likeliest: Tensor
+    states: Tensor
 
     @property
     def starts(self) -> int:
@@ -78,6 +81,7 @@ class Trace:
         model: the opened model.
         law: what tokens are drawn from, for single rows.
         texts: one per prompt.
+        cache: the target's keys and values of all their tokens, a row each; slot equals place.
         eos: tokens that end a text, and a draft.
         draft_length: how far drafts may be replayed with all of their places known.
         max_new_tokens: what each text was asked for.
@@ -86,6 +90,7 @@ class Trace:
     model: Sublayers
     law: Law
     texts: tuple[Text, ...]
+    cache: RowCache
     eos: frozenset[int]
     draft_length: int
     max_new_tokens: int
@@ -151,6 +156,7 @@ def take_trace(
     # processors that read the tokens so far would read pads; such texts are decoded one by one
     together = 1 if law.reads_history else _ROWS
     texts: list[Text] = []
+    caches: list[RowCache] = []
     for first in range(0, len(rows), together):
         progress("texts of the target", first / len(rows))
         batch, batch_keys = rows[first : first + together], keys[first : first + together]
@@ -161,8 +167,12 @@ def take_trace(
         ):
             tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
             emitted = min(len(new), max_new_tokens)
-            texts.append(_read(opened, law, tokens, len(prompt), emitted, key))
-    trace = Trace(opened, law, tuple(texts), eos, draft_length, max_new_tokens)
+            caches.append(opened.new_cache(1, len(tokens)))
+            texts.append(
+                _read(opened, law, caches[-1], len(texts), tokens, len(prompt), emitted, key)
+            )
+    cache = _joined(caches)
+    trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens)
     if trace.starts == 0:
         raise ValueError("every text of the trace ends with its first token; give other prompts")
     return trace
@@ -197,16 +207,37 @@ def _decode(
     return decoder.emitted
 
 
-def _read(model: Sublayers, law: Law, tokens: Tensor, prompt: int, emitted: int, key: int) -> Text:
+def _joined(caches: list[RowCache]) -> RowCache:
+    """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
+    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
+    for layer in list(caches[0].keys):
+        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
+            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
+            mine[layer] = torch.cat(
+                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
+            )
+    return joint
+
+
+def _read(
+    model: Sublayers,
+    law: Law,
+    cache: RowCache,
+    number: int,
+    tokens: Tensor,
+    prompt: int,
+    emitted: int,
+    key: int,
+) -> Text:
     """Carry a text (T,) through the whole model, looking at it after every layer."""
-    cache = model.new_cache(1, len(tokens))
     cache.place([0], len(tokens))
     step = Pass(model, cache, model.rotary(len(tokens), len(tokens)))
     hidden = model.embed(tokens[None])  # (1, T, H)
     after = []
     for layer in range(model.num_layers):
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
-        after.append(hidden[:, prompt:])  # (1, N, H)
+        after.append(hidden[0, prompt:])  # (N, H)
+    states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
     drawn: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in after]
     count = len(tokens) - prompt
     chunk = max(16, _LOGITS // model.vocabulary)
@@ -217,14 +248,14 @@ def _read(model: Sublayers, law: Law, tokens: Tensor, prompt: int, emitted: int,
         if law.do_sample:
             noise = gumbel_noise([key] * len(seen), seen, model.vocabulary, device=model.device)
         histories = [tokens[:length] for length in seen] if law.reads_history else None
-        for row, states in zip(drawn, after, strict=True):
-            raw = model.logits(states[:, first : places.stop])[0]  # (N, V)
+        for row, layer_states in zip(drawn, states, strict=True):
+            raw = model.logits(layer_states[None, first : places.stop])[0]  # (N, V)
             row.append(draw(law, raw, noise, histories))
     drafted, confidences, likeliest = (
         torch.stack([torch.cat([part[kind] for part in row]) for row in drawn]).cpu()  # (L, N)
         for kind in range(3)
     )
-    return Text(tokens.cpu(), prompt, emitted, key, cache, drafted, confidences, likeliest)
+    return Text(number, tokens.cpu(), prompt, emitted, key, drafted, confidences, likeliest, states)
 
 
 def draw(

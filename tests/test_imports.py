@@ -66,6 +66,8 @@ FLOORS = {
     "layerskip.search.replay": 6,
     "layerskip.search.simulation": 6,
     "layerskip.search.trace": 6,
+    "layerskip.search.chains": 6,
+    "layerskip.search.following": 6,
     "layerskip.planning": 6,
     "layerskip.terminal": 6,
     "layerskip.flags": 6,
