@@ -121,7 +121,7 @@ def pareto(search: Search) -> Plot | None:
     figure, axes = new_figure(4.6)
     axes.set_xlim(0, max(1.0, table["draft_cost"].max()) * 1.02)
     axes.set_ylim(max(0.0, table["acceptance"].min() - 0.05), 1)
-    levels = _equal_speedups(search, axes)
+    levels = equal_speedups(search, axes)
     size = 3 if len(table) > MANY else 4.5
     exits = table["origin"].str.startswith("seed:exit")
     for rows, colour, marker, name in (
@@ -307,10 +307,14 @@ def forecasts(search: Search) -> Plot | None:
     return Plot("search-forecasts", "Finalists: predicted and measured", alt, figure)
 
 
-def _equal_speedups(search: Search, axes: Axes) -> list[float]:
-    """Curves of equal speedup by the closed formula, named where they leave the plot at the top."""
+def equal_speedups(search: Search, axes: Axes) -> dict[float, float]:
+    """Curves of equal speedup by the closed formula, named where they leave the plot at the top.
+
+    The verify costs are the first finalist's, alpha is 1 at the top. Returns each curve's speedup
+    and the c at which it ends there.
+    """
     if not search.finalists:
-        return []
+        return {}
     first = search.finalists[0]
     costs = CostTable(first["draft_cost"], tuple(first["verify"]))
     longest = max(1, search.document["trace"]["draft_length"])
@@ -326,15 +330,14 @@ def _equal_speedups(search: Search, axes: Axes) -> list[float]:
         place = float(across[above[-1]])
         if all(abs(place - other) > 0.07 * (high - low) for other in shown.values()):
             shown[level] = place
-    levels = list(shown)
-    if levels:
+    if shown:
         axes.contour(
-            across, alphas, best, levels=levels, colors=MUTED, linewidths=0.8, linestyles=":"
+            across, alphas, best, levels=list(shown), colors=MUTED, linewidths=0.8, linestyles=":"
         )
         top = axes.secondary_xaxis("top")
-        top.set_xticks(list(shown.values()), [f"{level:.3g}x" for level in levels])
+        top.set_xticks(list(shown.values()), [f"{level:.3g}x" for level in shown])
         top.tick_params(labelcolor=MUTED, color=MUTED, labelsize=9)
-    return levels
+    return shown
 
 
 def _label_at_the_side(

@@ -41,8 +41,8 @@ def made_up(
     if trials > 20:
         done[11] = {"number": 11, "origin": "single", "state": "failed"}
         done[13] = done[13] | {"copy_of": 12}
-    complete = [trial for trial in done if trial["state"] == "complete"]
-    order = sorted(complete, key=lambda t: -(t["forced_speedup"] or 0))
+    drafting = [trial for trial in done if trial.get("forced_speedup") is not None]
+    order = sorted(drafting, key=lambda t: -t["forced_speedup"])
     exits = [t for t in order if t["origin"].startswith("seed:exit")][:1]
     chosen = [t for t in order if t not in exits][:finalists]
     last = [_finalist(t, land, confirm, draw) for t in [*chosen, *exits]]
