@@ -95,7 +95,7 @@ def check(
         raise typer.Exit(1)
 
 
-_DEMO_CHECK_TOKENS = 48  # of each prompt: the demo is over within half a minute
+_DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
 
 
 def demo(
@@ -118,7 +118,7 @@ def demo(
     config = need_skip(given, loaded)
 
     from layerskip.checking import compare_coupled, compare_greedy
-    from layerskip.demo import TEMPERATURE, side_by_side
+    from layerskip.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side
     from layerskip.loading import encode
 
     prompts = shipped_prompts(2)
@@ -127,23 +127,24 @@ def demo(
     print(title("Prompt, held out from training"))
     print(prompts[0].text)
     print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
-    found = side_by_side(
-        loaded.model,
-        timed,
-        config,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        execution=execution,
-        streamer=TextStream(loaded.tokenizer, write_out),
-        note=talk.progress,
-    )
-    settings: dict[str, Any] = {"execution": execution}
-    sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
-    talk.progress("checking greedy text against transformers")
-    length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
-    greedy = compare_greedy(loaded.model, inputs, config, max_new_tokens=length, **settings)
-    talk.progress("checking sampled text against plain decoding")
-    coupled = compare_coupled(loaded.model, inputs, config, max_new_tokens=length, **sampling)
+    with fitting_threads(loaded.model) as threads:
+        found = side_by_side(
+            loaded.model,
+            timed,
+            config,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            execution=execution,
+            streamer=TextStream(loaded.tokenizer, write_out),
+            note=talk.progress,
+        )
+        settings: dict[str, Any] = {"execution": execution}
+        sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
+        talk.progress("checking greedy text against transformers")
+        length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
+        greedy = compare_greedy(loaded.model, inputs, config, max_new_tokens=length, **settings)
+        talk.progress("checking sampled text against plain decoding")
+        coupled = compare_coupled(loaded.model, inputs, config, max_new_tokens=length, **sampling)
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
@@ -160,6 +161,8 @@ def demo(
     num_layers = loaded.model.config.num_hidden_layers
     why = _why(found, config, num_layers)
     print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
+    if threads is not None:
+        print(f"best of {REPEATS} on {threads} CPU thread{'s' if threads > 1 else ''}")
     speed = found.tokens_per_second
     print(
         two_columns(
@@ -181,6 +184,8 @@ def demo(
             "identical": found.identical,
             "seed": seed,
             "temperature": TEMPERATURE,
+            "threads": threads,
+            "repeats": REPEATS,
             "prompt": prompts[0].text,
             "text": decode_text(loaded.tokenizer, found.tokens[0]),
             "token_ids": found.tokens[0],

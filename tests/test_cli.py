@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
@@ -16,7 +17,7 @@ from checkpoints import save_checkpoint, tiny_tokenizer
 from models import tiny_model
 from typer.testing import CliRunner
 
-from layerskip import __version__, cli, planning
+from layerskip import __version__, cli, demo, planning
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import CONTROLLERS
 from layerskip.laws import stream_key
@@ -276,6 +277,8 @@ def test_demo_shows_the_same_text_and_why(folder):
     assert found["passed"] is found["identical"] is True
     assert found["text"] in result.stdout
     assert found["tokens_per_second"].keys() == {"transformers", "plain", "self"}
+    assert found["threads"] == 1
+    assert "best of 3 on 1 CPU thread\n" in result.stdout
     assert found["bound"] == pytest.approx(1 / found["draft_cost"])
     assert found["predicted_speedup"] > 0
     same = "3 prompts gives the same 24 tokens: yes"
@@ -283,6 +286,42 @@ def test_demo_shows_the_same_text_and_why(folder):
         assert words in result.stdout
     shown = result.stdout.rpartition("The same text?")[2].splitlines()[:-1]
     assert max(map(len, shown)) <= 60
+
+
+def test_demo_counts_the_fastest_repeat_by_its_own_tokens(monkeypatch):
+    """A stall counts as little as a text that ended early, in fewer seconds for fewer tokens."""
+    interleaved = demo.interleaved
+
+    def retimed(*arguments, **settings):
+        for timed in interleaved(*arguments, **settings):
+            early = timed.method.name == "transformers" and timed.repeat == 2
+            if early:
+                ended = [tokens[:1] for tokens in timed.decoded.tokens]
+                timed = replace(timed, decoded=replace(timed.decoded, tokens=ended))
+            yield replace(
+                timed, seconds={0: 1000.0, 1: 4.0}.get(timed.repeat, 3.9 if early else 4.5)
+            )
+
+    monkeypatch.setattr(demo, "interleaved", retimed)
+    model = tiny_model("llama", dtype=torch.float32)
+    skip = SkipConfig.early_exit(3)
+    found = demo.side_by_side(model, [torch.tensor([[5, 7]])], skip, max_new_tokens=8, seed=0)
+    assert found.seconds == {name: [4.0] for name in demo.METHODS}
+    assert found.counts == {name: [8] for name in demo.METHODS}
+    assert set(found.tokens_per_second.values()) == {2.0}
+
+
+@pytest.mark.parametrize(("largest", "threads"), [(0, 2), (10**9, 1)])
+def test_demo_decodes_small_models_on_one_thread(monkeypatch, largest, threads):
+    monkeypatch.setattr(demo, "ONE_THREAD_PARAMETERS", largest)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with demo.fitting_threads(tiny_model("llama")) as given:
+            assert given == torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_demo_fails_where_the_text_differs(folder, monkeypatch):
