@@ -20,16 +20,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from layerskip.search.exits import law_of
-from layerskip.search.replay import Replay, replay
-from layerskip.search.simulation import count_rounds, simulate
-from layerskip.search.trace import take_trace
 
 import layerskip
 from layerskip.config import SkipConfig
 from layerskip.controllers import CONTROLLERS, Controller, make_controller
 from layerskip.loading import SHIPPED_PROMPTS, Loaded, encode, load
 from layerskip.prompts import Prompt, read_prompts
+from layerskip.search.exits import law_of
+from layerskip.search.replay import Replay, replay
+from layerskip.search.simulation import count_rounds, simulate
+from layerskip.search.trace import take_trace
 from layerskip.speculation import CostTable
 
 EXITS = {"demo-llama": 3, "demo-gemma2": 12}

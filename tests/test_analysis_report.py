@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import run_files as made
+
 from layerskip.analysis import report, write_report
 from layerskip.analysis.page import escape, escape_markdown
 from layerskip.analysis.runs import load_runs, visible

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import run_files as made
+
 from layerskip.analysis import model_plots, predictions, tables
 from layerskip.analysis.runs import load_runs
-
 from layerskip.speculation import CostTable, optimal_draft_length, speedup
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from layerskip.search import cost
-from layerskip.search.cost import measure
 from models import lively_model, prompt
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.laws import Law
 from layerskip.pricing import cost_table, step_seconds
+from layerskip.search import cost
+from layerskip.search.cost import measure
 from layerskip.sublayers import Sublayers
 
 LAYERS = 6

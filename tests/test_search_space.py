@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from layerskip.search import seeds
-from layerskip.search.space import Space
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip.config import SkipConfig
+from layerskip.search import seeds
+from layerskip.search.space import Space
 
 
 def space(kind: str = "sublayer", num_layers: int = 5, **options) -> Space:

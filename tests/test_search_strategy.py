@@ -15,13 +15,13 @@ from pathlib import Path
 import optuna
 import pytest
 from landscapes import Landscape, best_by_long_search
+from optuna.trial import TrialState
+
+from layerskip.records import redacted
 from layerskip.search import moves, sampler, seeds, study
 from layerskip.search.moves import History
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation, best_trial, open_study, run
-from optuna.trial import TrialState
-
-from layerskip.records import redacted
 
 TWELVE_BITS = Space(kind="sublayer", num_layers=6, allow_ends=True)
 LAYERS = Space(kind="layer", num_layers=4)  # 8 sets

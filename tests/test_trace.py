@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from layerskip.search import replay as replay_module
-from layerskip.search import trace as trace_module
-from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, law_of, what_if
-from layerskip.search.replay import Replay, replay
-from layerskip.search.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
-from layerskip.search.trace import NOTHING, Trace, take_trace
 from models import Erratic, lively_model, prompt, ragged
 from transformers import (
     MinLengthLogitsProcessor,
@@ -25,6 +19,12 @@ import layerskip
 from layerskip.config import SkipConfig
 from layerskip.controllers import CONTROLLERS, make_controller
 from layerskip.laws import Law
+from layerskip.search import replay as replay_module
+from layerskip.search import trace as trace_module
+from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, law_of, what_if
+from layerskip.search.replay import Replay, replay
+from layerskip.search.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
+from layerskip.search.trace import NOTHING, Trace, take_trace
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
