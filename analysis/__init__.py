@@ -1,4 +1,4 @@
-"""Run records to tables, plots and a report; reads files, and never imports torch."""
+"""Files of runs and searches to tables, plots and a report; never imports torch."""
 
 from layerskip.analysis.report import write_report
 

@@ -114,7 +114,8 @@ def history(search: Search) -> Plot | None:
 
 def pareto(search: Search) -> Plot | None:
     """Acceptance against cost of all trials, their front, and curves of equal speedup."""
-    table = search.complete.dropna(subset=["acceptance"])
+    table = search.complete
+    table = table[table["acceptance"].notna() & table["copy_of"].isna()]
     if not len(table):
         return None
     chosen = search_tables.finalists(search).head(12)

@@ -103,9 +103,10 @@ def _nothing(search: Search, table: pd.DataFrame, timed: pd.DataFrame, verdict: 
     where = f"{law_words(search.document['law'])}, {machine_words(search.document)}"
     if len(timed):
         best = timed.loc[timed["measured"].idxmax()]
+        clearly = " clearly" if best["measured"] > 1 else ""
         verdict.result.append(
-            f"Nothing beat plain decoding of {name} on the clock ({where}): the fastest of "
-            f"{len(timed)} finalists, {best['name']}, was {best['measured']:.2f} times as fast"
+            f"Nothing{clearly} beat plain decoding of {name} on the clock ({where}): the fastest "
+            f"of {len(timed)} finalists, {best['name']}, was {best['measured']:.2f} times as fast"
             f"{'' if math.isnan(best['low']) else f' ({_interval(best)})'}, where its price "
             f"promised {best['forecast']:.2f}."
         )
@@ -228,7 +229,7 @@ def _without_winner(
     if priced and not len(timed):
         advice.append("Time the finalists before you rely on a price.")
         return
-    advice.append("Decode plainly (--no-draft): no draft was faster here.")
+    advice.append("Decode plainly (--no-draft) as long as no draft is faster.")
     space = search.document["space"]
     if search.document["bound"] < LOW_BOUND:
         wider = [

@@ -26,7 +26,9 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from test_analysis_report import NASTY, Page
+from typer.testing import CliRunner
 
+from layerskip import cli
 from layerskip.searches import holds_search, read_search
 from layerskip.speculation import CostTable, speedup
 
@@ -190,6 +192,12 @@ def test_curves_of_equal_speedup_follow_the_closed_formula(tmp_path):
     for level, c in ends.items():
         found = max(speedup(1.0, length, c, verify) for length in range(9))
         assert found == pytest.approx(level, rel=0.02)
+    document = made.made_up(trace={"texts": 1, "starts": 1, "draft_length": 40})
+    document["finalists"][0]["verify"] = [1.0]
+    ends = search_plots.equal_speedups(loaded(tmp_path, document), axes)
+    places = sorted(ends.values())  # with 10 and 20 they would stand too close
+    assert {2, 3, 4, 6} < ends.keys()
+    assert min(b - a for a, b in itertools.pairwise(places)) > 0.07
 
 
 # ---------------------------------------------------------------------------------------------
@@ -244,6 +252,7 @@ def test_pictures_say_their_numbers(tmp_path):
     search = loaded(tmp_path, made.made_up())
     words = {plot.name: plot.alt for plot in search_plots.search_plots(search)}
     table = search.trials
+    assert (table["front"] & table["copy_of"].notna()).sum() == 0
     assert f"{table['front'].sum()} are not dominated" in words["search-pareto"]
     assert f"has {table['score'].max():.2f}" in words["search-history"]
     assert "trial-87 (winner) leaves out attention of layers 2, 4-11" in words["search-skip-map"]
@@ -327,6 +336,11 @@ def test_nothing_found_says_why(tmp_path):
     assert "can be more than 5.9 times" in text
     assert "Decode plainly" in text
     assert "wrong too often for their price" in text
+    close = made.made_up(pays=False)
+    close["finalists"][0]["confirmed"] |= {"speedup": 1.02, "low": 0.99, "high": 1.05}
+    text = said(tmp_path, close)
+    assert text.startswith("Nothing clearly beat plain decoding of tiny on the clock")
+    assert "Time the finalists on more prompts: 6 leave the interval 0.99 to 1.05" in text
     low = said(tmp_path, made.made_up(pays=False, bound=1.1))
     assert "even perfect acceptance could hardly pay. Search a wider one (--allow-ends)." in low
     untimed = said(tmp_path, made.made_up(pays=False, confirm=False))
@@ -505,6 +519,21 @@ def test_a_report_on_a_search_needs_no_torch_and_no_optuna(tmp_path):
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert (tmp_path / "report" / "index.html").is_file()
+
+
+def test_the_command_takes_searches(tmp_path, quick):
+    file = made.write(tmp_path / "search.json", made.made_up())
+    output = tmp_path / "report"
+    result = CliRunner().invoke(cli.app, ["report", str(file), "--output", str(output), "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout.splitlines()[-1])
+    assert shown["output"] == str(output)
+    assert shown["summary"].startswith("The search found trial-87")
+    file.write_text(file.read_text()[:-100])
+    result = CliRunner().invoke(cli.app, ["report", str(file), "--output", str(output), "--quiet"])
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"layerskip: error: search {file} is cut off or not JSON")
 
 
 # ---------------------------------------------------------------------------------------------
