@@ -11,6 +11,10 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
 from layerskip.analysis import predictions, tables
 from layerskip.analysis.canvas import (
     BLACK,
@@ -28,10 +32,6 @@ from layerskip.analysis.canvas import (
     new_figure,
 )
 from layerskip.analysis.runs import Run, ranges
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from numpy.typing import NDArray
-
 from layerskip.speculation import CostTable
 
 FEW_TOKENS = 10  # in a bin of confidences, below which its share is left out as noise

@@ -13,6 +13,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
 from layerskip.analysis import model_plots, tables
 from layerskip.analysis.canvas import (
     BLUE,
@@ -32,8 +35,6 @@ from layerskip.analysis.canvas import (
     new_figure,
 )
 from layerskip.analysis.runs import Run, rounds_of
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 HATCHES = {"prefill": "", "draft": "///", "verify": "\\\\\\", "other": "xxx", "rest": ""}
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+
 from layerskip.analysis.runs import Round, Run, rounds_of, typical
 from layerskip.analysis.tables import ALL, acceptance_of, ratio_of_totals
-
 from layerskip.config import SkipConfig
 from layerskip.pricing import cost_table
 from layerskip.speculation import CostTable, optimal_draft_length, speedup, speedup_bound

@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+
 from layerskip.analysis import plots, predictions, search_tables, search_verdict, tables, verdict
 from layerskip.analysis.canvas import STYLE, Plot
 from layerskip.analysis.columns import Table
@@ -32,7 +33,6 @@ from layerskip.analysis.runs import (
 )
 from layerskip.analysis.search_plots import search_plots
 from layerskip.analysis.search_tables import Search, load_searches
-
 from layerskip.records import redacted
 from layerskip.searches import holds_search
 

@@ -11,6 +11,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
 from layerskip.analysis import search_tables
 from layerskip.analysis.canvas import (
     BLUE,
@@ -33,11 +38,6 @@ from layerskip.analysis.canvas import (
 )
 from layerskip.analysis.model_plots import best_speedups
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
-
 from layerskip.speculation import CostTable
 
 OTHERS = 15  # trials on the skip map beside the finalists

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from layerskip.analysis.runs import labels_of, printable, ranges, slug_of
 from numpy.typing import NDArray
 
+from layerskip.analysis.runs import labels_of, printable, ranges, slug_of
 from layerskip.searches import read_search
 
 PAYS = 1.005

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import pandas as pd
+
 from layerskip.analysis import search_tables
 from layerskip.analysis.runs import count_words, law_words, machine_words
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
-from layerskip.analysis.runs import PHASES, Round, Run, typical
 from numpy.typing import NDArray
+
+from layerskip.analysis.runs import PHASES, Round, Run, typical
 
 DRAWS = 4000
 ALL = "all"

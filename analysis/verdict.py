@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
+
 from layerskip.analysis import predictions, tables
 from layerskip.analysis.runs import Run, law_words, machine_words, typical
 

@@ -14,6 +14,13 @@ import pandas as pd
 import pytest
 import run_files
 import search_files as made
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from test_analysis_report import NASTY, Page
+from typer.testing import CliRunner
+
+from layerskip import cli
 from layerskip.analysis import (
     report,
     search_plots,
@@ -22,13 +29,6 @@ from layerskip.analysis import (
     write_report,
 )
 from layerskip.analysis.canvas import STYLE, new_figure
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
-from test_analysis_report import NASTY, Page
-from typer.testing import CliRunner
-
-from layerskip import cli
 from layerskip.searches import holds_search, read_search
 from layerskip.speculation import CostTable, speedup
 
