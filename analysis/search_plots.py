@@ -177,7 +177,7 @@ def skip_map(search: Search) -> Plot | None:
     others = search_tables.best_trials(search, OTHERS + count)
     others = others[~others["number"].isin(chosen["trial"] if count else [])].head(OTHERS)
     for _, line in others.iterrows():
-        rows.append((f"trial-{line['number']}", skipped[line["number"]], line["score"]))
+        rows.append((_trial_name(line), skipped[line["number"]], line["score"]))
     if not rows:
         return None
     layers = search.num_layers
@@ -376,6 +376,12 @@ def _names(table: pd.DataFrame) -> list[str]:
         f"{row['name']} (winner)" if "winner" in row["role"] else row["name"]
         for _, row in table.iterrows()
     ]
+
+
+def _trial_name(trial: Any) -> str:
+    """A seed's own name, else the trial's number."""
+    seed = trial["origin"].partition(":")[2] if trial["kind"] == "seed" else ""
+    return seed or f"trial-{trial['number']}"
 
 
 def _few(table: pd.DataFrame) -> Any:

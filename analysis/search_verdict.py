@@ -81,7 +81,7 @@ def _found(search: Search, winner: Any, candidates: int, verdict: Verdict) -> No
 
 def _beside_exit(search: Search, winner: Any, table: pd.DataFrame, verdict: Verdict) -> None:
     best = _named(table, search.document["best_exit"])
-    if best is None:
+    if best is None or search.document["space"]["kind"] == "exit":
         return
     if best["name"] == winner["name"]:
         verdict.result.append("It is an early exit: no other set of sublayers did better.")
@@ -251,16 +251,21 @@ def _without_winner(
 
 
 def _more_trials(search: Search, advice: list[str]) -> None:
-    table, size = search.complete, search.document["space"]["size"]
+    table, space = search.complete, search.document["space"]
     if not len(table):
         advice.append("Run the search again: it has no finished trial.")
         return
-    best = table["score"].idxmax()
-    later = table.loc[best, "score"] > PAYS and list(table.index).index(best) >= LATE * len(table)
-    if later and len(table) < size:
+    best = table.loc[table["score"].idxmax()]
+    late = (table["number"] < best["number"]).mean() >= LATE and best["kind"] != "seed"
+    if late and best["score"] > PAYS and len(table) < space["size"]:
         advice.append(
             "The best set was found late in the search: ask for more --trials, and it goes on "
             "where it stopped."
+        )
+    if space["kind"] in ("exit", "layer"):
+        advice.append(
+            f"The {space['kind']} space is a small part of all sets: search the others with "
+            "--space sublayer."
         )
 
 

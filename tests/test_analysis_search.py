@@ -108,6 +108,8 @@ def test_trials_in_numbers(tmp_path):
     assert table["left_out"].dropna().tolist() == [0, 1, 1, 5, 1]
     assert (table["attention"][4], table["mlp"][4]) == ("1-3, 7", "5")
     assert table["bound"][3] == pytest.approx(2.5)
+    # plain decoding is there from the start, whatever the first trials do
+    assert loaded(tmp_path, of_trials(trial(0))).trials["best_so_far"].tolist() == [1]
     best = search_tables.best_trials(loaded(tmp_path, document), 3)
     assert best["number"].tolist() == [3, 0, 1]  # 4 is a copy, 5 would lose
 
@@ -256,6 +258,11 @@ def test_pictures_say_their_numbers(tmp_path):
     assert f"{table['front'].sum()} are not dominated" in words["search-pareto"]
     assert f"has {table['score'].max():.2f}" in words["search-history"]
     assert "trial-87 (winner) leaves out attention of layers 2, 4-11" in words["search-skip-map"]
+    [skip_map] = [p for p in search_plots.search_plots(search) if p.name == "search-skip-map"]
+    rows = [label.get_text() for label in skip_map.figure.axes[0].get_yticklabels()]
+    assert rows[:5] == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
+    assert len(rows) == len(set(rows)) == 20
+    assert "exit-3" in rows
     assert "within 10% of predicted for 5 of 5 finalists" in words["search-forecasts"]
     assert "highest mlp.10 0.249" in words["search-sublayers"]
 
@@ -320,6 +327,10 @@ def test_an_exit_that_wins_is_called_one(tmp_path):
     text = said(tmp_path, document)
     assert "It is an early exit: no other set of sublayers did better." in text
     assert "may be as good" not in text
+    document["space"]["kind"] = "exit"
+    text = said(tmp_path, document)
+    assert "no other set" not in text
+    assert "search the others with --space sublayer" in text
 
 
 def test_faults_come_first(tmp_path):
@@ -366,6 +377,8 @@ def test_more_trials_are_asked_for_while_the_search_still_finds(tmp_path):
     assert "ask for more --trials" in said(tmp_path, of_trials(*trials))
     assert "ask for more" not in said(tmp_path, of_trials(*trials[::-1]) | {
         "trials": [t | {"number": 19 - t["number"]} for t in trials]})  # fmt: skip
+    seeds = [t | {"origin": f"seed:exit-{t['number']}"} for t in trials]
+    assert "ask for more" not in said(tmp_path, of_trials(*seeds))
     space = made.made_up()["space"] | {"size": 20}
     assert "ask for more" not in said(tmp_path, of_trials(*trials, space=space))
 
@@ -477,7 +490,9 @@ def test_text_from_searches_is_escaped(tmp_path):
     markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "<script" not in markdown
     assert not re.search(r"(?<!\\)\[l\]", markdown)
-    for shown in (text, markdown, summary):
+    tables = [path.read_text() for path in (tmp_path / "report" / "tables").iterdir()]
+    assert "alert(1)" in "".join(tables)
+    for shown in (text, markdown, summary, *tables):
         assert not re.search("[\u202e\u2066\ud800]", shown)
         assert "hunter2" not in shown
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
