@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from layerskip.search.replay import replay
-from layerskip.search.simulation import count_rounds
-from layerskip.search.trace import DRAFT_LENGTH, Trace, take_trace
 
 from layerskip.config import SkipConfig
 from layerskip.generation import end_tokens, warpers
 from layerskip.laws import Law
+from layerskip.search.replay import replay
+from layerskip.search.simulation import count_rounds
+from layerskip.search.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
@@ -31,11 +31,6 @@ def law_of(settings: Mapping[str, Any]) -> Law:
     """The law of a record's `law` block, for one row: temperature, top-k, top-p, in that order."""
     if not settings["do_sample"]:
         return Law(do_sample=False, rows=1)
-    if settings.get("acceptance") == "rejection":
-        raise ValueError(
-            "a trace needs acceptance 'coupled' or greedy decoding, where the text does not depend "
-            "on the drafts; got 'rejection'"
-        )
     chosen = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
     return Law(warpers(*chosen), do_sample=True, rows=1)
 
@@ -58,8 +53,8 @@ def exit_trace(
     Args:
         model: a causal language model, or one opened as `Sublayers`.
         prompts: token ids without pads, (T,) or (1, T) each; `names` are their ids.
-        law: the record's `law` block: do_sample, temperature, top_p, top_k, seed; text i is drawn
-            from seed + i.
+        law: the record's `law` block: do_sample, temperature, top_p, top_k, seed, acceptance; text
+            i is drawn from seed + i.
         max_new_tokens: tokens of each text, at most.
         eos: tokens that end a text; the model's own by default.
         exits, draft_lengths, thresholds: axes of the what-if table; `default_exits` by default.
@@ -83,6 +78,7 @@ def exit_trace(
         seeds=[seed + number for number in range(len(prompts))],
         eos=end_tokens(opened.model) if eos is None else eos,
         draft_length=max(draft_lengths),
+        acceptance=law.get("acceptance") or "coupled",
         progress=progress,
     )
     return {
@@ -99,7 +95,8 @@ def exit_trace(
 def agreement(trace: Trace) -> list[dict[str, Any]]:
     """Per exit 1..L-1, over all starts: agreement of the likeliest tokens, match, calibration.
 
-    Match is with the text, under the trace's law. Under greedy decoding the two are the same.
+    Match is with the text, under the trace's law and accept rule. Under greedy decoding the two are
+    the same.
     Calibration: of the drafted tokens whose confidence lies in a bin, how many, their mean
     confidence, and how many matched.
     """

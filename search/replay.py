@@ -8,17 +8,19 @@ Letters: B groups, G chains of a group, C chains, J steps, S places of the text,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from layerskip.search.chains import ChainCache
-from layerskip.search.trace import NOTHING, Text, Trace, draw
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.laws import gumbel_noise
+from layerskip.search.chains import ChainCache
+from layerskip.search.drawing import NOTHING, Beside, Drawn, Histories, draw, propose, stray_noise
+from layerskip.search.trace import Text, Trace
 from layerskip.sublayers import Pass
 
 Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
@@ -38,11 +40,13 @@ class Replay:
     Attributes:
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
-        matches: whether that is the text's own token, (N, J) bool; behind a row's first False the
-            draft has left the text and it means nothing.
+        matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
+            first False the draft has left the text and it means nothing.
         confidences: probability of each token under the draft's raw logits at temperature 1,
             (N, J) float32.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
+        weights: under the rejection rule, the probability that the token was accepted, given the
+            text, (N, J) float32, NaN behind a row's first wrong token; None under other rules.
     """
 
     trace: Trace
@@ -52,6 +56,7 @@ class Replay:
     matches: Tensor
     confidences: Tensor
     ends: Tensor
+    weights: Tensor | None = None
 
     @property
     def draft_length(self) -> int:
@@ -82,42 +87,89 @@ def replay(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
+    length = checked_length(trace, draft_length)
+    skip = skip.resolve(trace.model.num_layers)
+    layer = exit_layer(skip)
+    if layer is not None:
+        return assembled(trace, skip, _exit(trace, skip, layer, length, progress))
+    chains = [
+        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
+        for text in trace.texts
+        for start in range(text.starts)
+    ]
+    return assembled(trace, skip, _draft(trace, skip, chains, length, progress))
+
+
+class Drafts(NamedTuple):
+    """Tokens, confidences and weights of drafts, (C, J) each, as a replay has them."""
+
+    tokens: Tensor
+    confidences: Tensor
+    weights: Tensor
+
+    @classmethod
+    def empty(cls, chains: int, steps: int) -> Drafts:
+        """To be filled in."""
+        numbers = torch.zeros(2, chains, steps)
+        return cls(torch.zeros(chains, steps, dtype=torch.long), *numbers)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Drafts]) -> Drafts:
+        """The drafts of several texts, one behind the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def write(self, where: tuple[Tensor, int], drawn: Drawn) -> None:
+        """Fill in what some chains drew at a step."""
+        for mine, theirs in zip(self, drawn, strict=False):
+            mine[where] = theirs.cpu()
+
+
+def checked_length(trace: Trace, draft_length: int | None) -> int:
+    """The draft length asked for, J; the trace's by default."""
     length = trace.draft_length if draft_length is None else draft_length
     if not 1 <= length <= trace.draft_length:
         raise ValueError(
             f"draft_length must be in 1..{trace.draft_length}, as far as this trace looks ahead; "
             f"got {length}; take a trace with a longer one"
         )
-    skip = skip.resolve(trace.model.num_layers)
+    return length
+
+
+def exit_layer(skip: SkipConfig) -> int | None:
+    """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
     prefix = skip.shared_prefix()
-    if prefix == len(skip.kept()) and prefix % 2 == 0:
-        parts = _exit(trace, skip, prefix // 2, length, progress)
-    else:
-        chains = [
-            (text, text.prompt + start, int(text.tokens[text.prompt + start]))
-            for text in trace.texts
-            for start in range(text.starts)
-        ]
-        tokens, confidences = _draft(trace, skip, chains, length, progress)  # (N, J) each
-        counts = [text.starts for text in trace.texts]
-        parts = list(zip(tokens.split(counts), confidences.split(counts), strict=True))
-    slices, matches, first = [], [], 0
-    for text, (tokens, _) in zip(trace.texts, parts, strict=True):
+    return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
+
+
+def assembled(trace: Trace, skip: SkipConfig, drafts: Drafts) -> Replay:
+    """The replay of drafts (N, J) from every start."""
+    length = drafts.tokens.shape[1]
+    slices, wanted, first = [], [], 0
+    for text in trace.texts:
         slices.append(slice(first, first + text.starts))
         first += text.starts
         following = F.pad(text.following, (0, length), value=NOTHING)
-        wanted = following.unfold(0, length, 1)[: text.starts]  # (starts, J)
-        matches.append((tokens == wanted) & (wanted != NOTHING))
-    tokens = torch.cat([tokens for tokens, _ in parts])  # (N, J)
-    ends = torch.isin(tokens, torch.tensor([NOTHING, *trace.eos]))
-    confidences = torch.cat([confidences for _, confidences in parts])
-    return Replay(trace, skip, tuple(slices), tokens, torch.cat(matches), confidences, ends)
+        wanted.append(following.unfold(0, length, 1)[: text.starts])  # (starts, J)
+    own = torch.cat(wanted)  # (N, J)
+    matches = (drafts.tokens == own) & (own != NOTHING)
+    ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
+    weights = None
+    if trace.rejection:
+        weights = drafts.weights.masked_fill(astray(matches), float("nan"))
+    return Replay(
+        trace, skip, tuple(slices), drafts.tokens, matches, drafts.confidences, ends, weights
+    )
+
+
+def astray(matches: Tensor) -> Tensor:
+    """Which steps lie behind a row's first wrong token, (N, J)."""
+    return F.pad(matches.long().cumprod(1)[:, :-1], (1, 0), value=1) == 0
 
 
 def _exit(
     trace: Trace, skip: SkipConfig, layer: int, length: int, progress: Callable[[float], None]
-) -> list[tuple[Tensor, Tensor]]:
-    """Per text tokens and confidences (starts, J) of a draft that is nothing but shared prefix.
+) -> Drafts:
+    """Drafts (N, J) that are nothing but shared prefix.
 
     While it agrees with the text, such a draft computes what the target did there, so that the
     trace knows its tokens. Behind its first wrong token it is the same whatever place it started
@@ -136,25 +188,27 @@ def _exit(
         ]
     left = _draft(trace, skip, chains, length - 1, progress)  # (C, J - 1) each
     # one row and column more, so that there is something to look up where nothing is wrong
-    left_tokens, left_confidences = (F.pad(table, (0, 1, 0, 1)) for table in left)
+    rest = [F.pad(table, (0, 1, 0, 1)) for table in left]
     parts, first = [], 0
     for text, places in zip(trace.texts, wrong, strict=True):
         reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
         number = torch.searchsorted(places, reached[:, 0].contiguous())  # (starts,)
         end = F.pad(places, (0, 1), value=len(text.tokens) + length)[number]  # (starts,)
         behind = reached - end[:, None] - 1  # (starts, J) steps since the first wrong token
-        known = reached.clamp(max=len(text.following) - 1)
         chain = (first + number).clamp(max=len(chains))[:, None], behind.clamp_min(0)
-        drafts = [
-            torch.where(behind < 0, table[layer - 1][known], rest[chain])
-            for table, rest in (
-                (text.drafted, left_tokens),
-                (text.confidences, left_confidences),
-            )
-        ]
-        parts.append((drafts[0], drafts[1]))
+        known = exit_drafts(text, layer, length)
+        tables = zip(known, rest, strict=True)
+        parts.append(Drafts(*(torch.where(behind < 0, own, later[chain]) for own, later in tables)))
         first += len(places)
-    return parts
+    return Drafts.joined(parts)
+
+
+def exit_drafts(text: Text, layer: int, length: int) -> Drafts:
+    """What an exit drafts from each start (starts, J) while it agrees with the text."""
+    reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
+    reached = reached.clamp(max=len(text.following) - 1)
+    tables = (text.drafted, text.confidences, text.weights)
+    return Drafts(*(table[layer - 1][reached] for table in tables))
 
 
 def _draft(
@@ -163,12 +217,11 @@ def _draft(
     chains: Sequence[Chain],
     steps: int,
     progress: Callable[[float], None],
-) -> tuple[Tensor, Tensor]:
-    """Tokens and confidences, (C, J) each, of drafts that run on from given tokens."""
-    tokens = torch.zeros(len(chains), steps, dtype=torch.long)
-    confidences = torch.zeros(len(chains), steps)
+) -> Drafts:
+    """Drafts (C, J) that run on from given tokens."""
+    drafts = Drafts.empty(len(chains), steps)
     if not steps:
-        return tokens, confidences
+        return drafts
     groups: list[list[int]] = []  # numbers of chains of one text
     for number, (text, _, _) in enumerate(chains):
         if not groups or len(groups[-1]) == _GROUP or chains[groups[-1][0]][0] is not text:
@@ -178,36 +231,31 @@ def _draft(
     for first in range(0, len(groups), together):
         progress(first / len(groups))
         # a short group is filled up with its last chain
-        numbers = [
-            [*group, *[group[-1]] * (_GROUP - len(group))]
-            for group in groups[first : first + together]
-        ]
-        ran = _run(trace, skip, [[chains[number] for number in group] for group in numbers], steps)
-        places = torch.tensor(numbers).flatten()  # (B G,)
-        tokens[places], confidences[places] = ran
-    return tokens, confidences
+        layout = torch.tensor(
+            [
+                [*group, *[group[-1]] * (_GROUP - len(group))]
+                for group in groups[first : first + together]
+            ]
+        )  # (B, G)
+        flat = layout.flatten()  # (B G,)
+        ran = _run(trace, skip, [chains[number] for number in flat.tolist()], steps)
+        for step, drawn in enumerate(ran):
+            drafts.write((flat, step), drawn)
+    return drafts
 
 
-def _run(
-    trace: Trace, skip: SkipConfig, groups: Sequence[Sequence[Chain]], steps: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens and confidences, (B G, J) each, of chains that go through the model together."""
+def _run(trace: Trace, skip: SkipConfig, chains: Sequence[Chain], steps: int) -> Iterator[Drawn]:
+    """What chains (B G,) draw, step by step, that go through the model together."""
     model, law = trace.model, trace.law
-    flat = [chain for group in groups for chain in group]
-    starts = torch.tensor([[place for _, place, _ in group] for group in groups])  # (B, G)
-    texts = torch.tensor([group[0][0].number for group in groups], device=model.device)  # (B,)
-    cache = ChainCache(trace.cache, texts, starts.to(model.device), steps)
-    slots = int(starts.max()) + steps
-    total = max(max(len(text.tokens), text.prompt + trace.max_new_tokens) for text in trace.texts)
-    rotary = model.rotary(slots, min(slots, total))
-    noise = shared = None
-    if law.do_sample:
-        shared = SharedNoise(trace, [(text, place) for text, place, _ in flat], steps)
+    starts = torch.tensor([place for _, place, _ in chains]).view(-1, _GROUP)  # (B, G)
+    texts = torch.tensor([text.number for text, _, _ in chains[::_GROUP]])  # (B,)
+    cache = ChainCache(trace.cache, texts.to(model.device), starts.to(model.device), steps)
+    rotary = trace.rotary(int(starts.max()) + steps)
+    draws = Draws(trace, chains, steps)
     histories = None
     if law.reads_history:
-        histories = [text.tokens[:place].to(model.device) for text, place, _ in flat]
-    fed = torch.tensor([token for _, _, token in flat], device=model.device)  # (B G,)
-    tokens, confidences = [], []
+        histories = [text.tokens[:place].to(model.device) for text, place, _ in chains]
+    fed = torch.tensor([token for _, _, token in chains], device=model.device)  # (B G,)
     for step in range(steps):
         cache.advance(step)
         fed = fed.clamp_min(0)  # behind `NOTHING` anything will do
@@ -215,41 +263,101 @@ def _run(
             histories = [torch.cat([seen, fed[i : i + 1]]) for i, seen in enumerate(histories)]
         hidden = model.embed(fed.view(starts.shape))  # (B, G, H)
         hidden = model.run(hidden, Pass(model, cache, rotary), skip.kept())
-        raw = model.logits(hidden).flatten(0, 1)  # (B G, V)
-        if shared is not None:
-            noise = shared.at(step)  # (B G, V)
-        fed, confidence, _ = draw(law, raw, noise, histories)
-        tokens.append(fed)
-        confidences.append(confidence)
-    return torch.stack(tokens, 1).cpu(), torch.stack(confidences, 1).cpu()
+        drawn = draws.at(step, model.logits(hidden).flatten(0, 1), histories)
+        yield drawn
+        fed = drawn.tokens
 
 
-class SharedNoise:
-    """The Gumbel noise of chains that draw at neighbouring places: each place's is made once.
+class Draws:
+    """What chains draw from their logits, step by step, under the trace's law and accept rule.
 
     Args:
-        starts: text and place of each of C chains' first fed token.
+        chains: C of them.
         steps: tokens that each draws.
     """
 
-    def __init__(self, trace: Trace, starts: Sequence[tuple[Text, int]], steps: int) -> None:
-        wanted = [(text.key, place + step + 1) for text, place in starts for step in range(steps)]
-        made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
-        rows = torch.tensor([made[pair] for pair in wanted], device=trace.model.device)
-        self.rows = rows.view(len(starts), steps)  # (C, J)
-        vocabulary, device = trace.model.vocabulary, trace.model.device
-        pairs, many = list(made), max(1, _LOGITS // vocabulary)  # making takes room
-        pieces = [pairs[first : first + many] for first in range(0, len(pairs), many)]
-        self.table = torch.cat(
-            [
-                gumbel_noise(
-                    [k for k, _ in piece], [p for _, p in piece], vocabulary, device=device
-                )
-                for piece in pieces
-            ]
-        )  # (R, V)
+    def __init__(self, trace: Trace, chains: Sequence[Chain], steps: int) -> None:
+        self.trace, self.chains = trace, chains
+        self.noise = None
+        if trace.law.do_sample and not trace.rejection:
+            self.noise = _SharedNoise(trace, chains, steps)
+        # under the rejection rule, the place of each chain's first wrong token; 0 on its text
+        self.strayed = [
+            0 if text.tokens[place : place + 1].tolist() == [token] else place
+            for text, place, token in chains
+        ]
 
-    def at(self, step: int, chains: Tensor | None = None) -> Tensor:
-        """Of all chains at a step, (C, V), or of those numbered."""
-        rows = self.rows[:, step] if chains is None else self.rows[chains, step]
-        return self.table[rows]
+    def at(
+        self, step: int, raw: Tensor, histories: Histories, chains: Tensor | None = None
+    ) -> Drawn:
+        """Draw from raw logits (C, V) of all chains at a step, or of those numbered."""
+        if chains is None:
+            chains = torch.arange(len(self.chains))
+        if not self.trace.rejection:
+            noise = None if self.noise is None else self.noise.at(step, chains)
+            return draw(self.trace.law, raw, noise, histories)
+        numbers = chains.tolist()
+        on = [i for i, number in enumerate(numbers) if not self.strayed[number]]
+        off = [i for i, number in enumerate(numbers) if self.strayed[number]]
+        parts = []
+        for which, draw_them in ((on, self._on_text), (off, self._off_text)):
+            if which:
+                seen = None if histories is None else [histories[i] for i in which]
+                parts.append(draw_them(step, raw[which], seen, [numbers[i] for i in which]))
+        order = torch.tensor(on + off, device=raw.device).argsort()
+        return Drawn(*(torch.cat(tables)[order] for tables in zip(*parts, strict=True)))
+
+    def _on_text(
+        self, step: int, raw: Tensor, histories: Histories, numbers: Sequence[int]
+    ) -> Drawn:
+        places = [(text, place + step) for text, place, _ in (self.chains[n] for n in numbers)]
+        rows = torch.tensor(
+            [self.trace.offsets[text.number] + place - text.prompt for text, place in places]
+        )
+        following = self.trace.following[rows]  # (N,)
+        beside = Beside(
+            following.to(raw.device),
+            self.trace.likelihoods[rows].to(raw.device),
+            [text.key for text, _ in places],
+            [place + 1 for _, place in places],
+        )
+
+        def target(rows: Tensor) -> Tensor:
+            few = rows.tolist()
+            seen = None if histories is None else [histories[i] for i in few]
+            return self.trace.target_law([places[i] for i in few], seen)
+
+        drawn = propose(self.trace.law, raw, histories, beside, target)
+        # behind the last known token of a text no draft is on it
+        right = ((drawn.tokens.cpu() == following) & (following != NOTHING)).tolist()
+        for number, (_, place), agrees in zip(numbers, places, right, strict=True):
+            self.strayed[number] = 0 if agrees else place + 1
+        return drawn
+
+    def _off_text(
+        self, step: int, raw: Tensor, histories: Histories, numbers: Sequence[int]
+    ) -> Drawn:
+        keys = [self.chains[number][0].key for number in numbers]
+        places = [self.chains[number][1] + step + 1 for number in numbers]
+        noise = stray_noise(keys, [self.strayed[number] for number in numbers], places, raw)
+        return draw(self.trace.law, raw, noise, histories)
+
+
+class _SharedNoise:
+    """The Gumbel noise of chains that draw at neighbouring places: each place's is made once."""
+
+    def __init__(self, trace: Trace, chains: Sequence[Chain], steps: int) -> None:
+        vocabulary, device = trace.model.vocabulary, trace.model.device
+        wanted = [(text.key, place + j + 1) for text, place, _ in chains for j in range(steps)]
+        made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
+        self.rows = torch.tensor([made[pair] for pair in wanted]).view(len(chains), steps)  # (C, J)
+        pairs, many = list(made), max(1, _LOGITS // vocabulary)  # making takes room
+        pieces = []
+        for first in range(0, len(pairs), many):
+            keys, places = zip(*pairs[first : first + many], strict=True)
+            pieces.append(gumbel_noise(keys, places, vocabulary, device=device))
+        self.table = torch.cat(pieces)  # (R, V)
+
+    def at(self, step: int, chains: Tensor) -> Tensor:
+        """Noise of the chains so numbered, at a step, (N, V)."""
+        return self.table[self.rows[chains, step].to(self.table.device)]

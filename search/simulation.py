@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from layerskip.search.replay import Replay
 
 from layerskip.controllers import Controller
+from layerskip.search.replay import Replay
 from layerskip.speculation import CostTable, draft_limit
 
 

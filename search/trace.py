@@ -2,15 +2,18 @@
 
 Prompts are decoded once by the target alone. Then one whole pass over each text leaves the target's
 keys and values, from which any draft is replayed (`replay.py`), and gives, for every exit layer at
-once, the token a draft would propose at every place. Coupled sampling and greedy decoding make this
-exact: the target's text does not depend on what is drafted.
-Letters: N places, L layers, T tokens of a text, H hidden width, V vocabulary.
+once, the token a draft would propose at every place. The target's text does not depend on what is
+drafted: not at all in greedy decoding and coupled sampling, nor in law under the rejection rule.
+Letters: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,11 +24,9 @@ from layerskip.cache import RowCache
 from layerskip.config import SkipConfig
 from layerskip.controllers import Fixed
 from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, gumbel_noise, stream_key
+from layerskip.laws import Law, gumbel_noise, softmax_law, stream_key
+from layerskip.search.drawing import NOTHING, Beside, Histories, draw, propose, scores_at
 from layerskip.sublayers import Pass, Sublayers
-
-NOTHING = -1
-"""Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
 
 DRAFT_LENGTH = 8
 """Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
@@ -44,11 +45,15 @@ class Text:
         prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
         emitted: tokens the request emits, EOS included.
         key: of the text's noise stream.
-        drafted: entry (e - 1, i) is the token an exit after layer e draws having seen the text up
-            to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
+        drafted: entry (e - 1, i) is the token an exit after layer e proposes having seen the text
+            up to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
         confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
             (L, T - prompt) float32.
+        weights: under the rejection rule, the probability that an exit's proposal was accepted,
+            given the text, (L, T - prompt) float32; else NaN.
         likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
+        likelihoods: under the rejection rule, the probability of the token behind each emitted one
+            under the target's law, (T - prompt,) float32; else NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
     """
 
@@ -59,7 +64,9 @@ class Text:
     key: int
     drafted: Tensor
     confidences: Tensor
+    weights: Tensor
     likeliest: Tensor
+    likelihoods: Tensor
     states: Tensor
 
     @property
@@ -85,6 +92,8 @@ class Trace:
         eos: tokens that end a text, and a draft.
         draft_length: how far drafts may be replayed with all of their places known.
         max_new_tokens: what each text was asked for.
+        rejection: whether drafts are accepted by the rejection rule, else where they draw what the
+            target does.
     """
 
     model: Sublayers
@@ -94,6 +103,7 @@ class Trace:
     eos: frozenset[int]
     draft_length: int
     max_new_tokens: int
+    rejection: bool = False
 
     @property
     def starts(self) -> int:
@@ -106,6 +116,32 @@ class Trace:
         spans = [text.prompt + text.emitted / 2 for text in self.texts]
         return round(sum(spans) / len(spans))
 
+    @cached_property
+    def offsets(self) -> list[int]:
+        """How many of the P places lie in the texts before each."""
+        return [0, *accumulate(len(text.tokens) - text.prompt for text in self.texts)][:-1]
+
+    @cached_property
+    def following(self) -> Tensor:
+        """The token behind each place from a text's first emitted one on, all texts, (P,)."""
+        return torch.cat([text.following for text in self.texts])
+
+    @cached_property
+    def likelihoods(self) -> Tensor:
+        """Likelihood of each of `following`, (P,)."""
+        return torch.cat([text.likelihoods for text in self.texts])
+
+    def rotary(self, slots: int) -> Any:
+        """Angles of so many places, for drafts of any text."""
+        ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
+        return self.model.rotary(slots, min(slots, max(ends)))
+
+    def target_law(self, places: Sequence[tuple[Text, int]], histories: Histories) -> Tensor:
+        """Law of the token behind each place of a text, (N, V)."""
+        states = torch.stack([text.states[-1][place - text.prompt] for text, place in places])
+        raw = self.model.logits(states[None])[0]  # (N, V)
+        return softmax_law(scores_at(self.law, raw, histories))
+
 
 @torch.no_grad()
 def take_trace(
@@ -117,6 +153,7 @@ def take_trace(
     seeds: Sequence[int] | None = None,
     eos: frozenset[int] = frozenset(),
     draft_length: int = DRAFT_LENGTH,
+    acceptance: str = "coupled",
     progress: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Trace:
     """Decode prompts with the target, and read what every exit would have drafted.
@@ -126,16 +163,17 @@ def take_trace(
         prompts: token ids without pads, (T,) or (1, T) each.
         max_new_tokens: tokens each text may grow by; places that only serve as context come on top,
             as far as the model's positions reach.
-        law: the processors and whether to sample (coupled); greedy by default. Processors see one
-            row without pads.
+        law: the processors and whether to sample; greedy by default. Processors see one row
+            without pads.
         seeds: one per text, as `seeds=` of decoding; 0, 1, 2, ... by default.
         eos: tokens that end a text.
         draft_length: the most tokens a replay will draft from one start.
+        acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
         progress: told what is done, in words, and the share of it that is.
 
     Raises:
         ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
-            model cannot hold, or no text with a token to draft.
+            model cannot hold, another accept rule, or no text with a token to draft.
     """
     opened = model if isinstance(model, Sublayers) else Sublayers(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
@@ -149,9 +187,12 @@ def take_trace(
             "a trace needs max_new_tokens of at least 2 and draft_length of at least 1, got "
             f"{max_new_tokens} and {draft_length}"
         )
+    if acceptance not in ("coupled", "rejection"):
+        raise ValueError(f"acceptance must be 'coupled' or 'rejection', got {acceptance!r}")
     lengths = list(map(len, rows))
     opened.check_lengths(lengths, max(lengths) + max_new_tokens)
     law = law or Law(do_sample=False, rows=1)
+    rejection = law.do_sample and acceptance == "rejection"
     keys = [stream_key(seed) for seed in seeds]
     # processors that read the tokens so far would read pads; such texts are decoded one by one
     together = 1 if law.reads_history else _ROWS
@@ -168,11 +209,10 @@ def take_trace(
             tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
             emitted = min(len(new), max_new_tokens)
             caches.append(opened.new_cache(1, len(tokens)))
-            texts.append(
-                _read(opened, law, caches[-1], len(texts), tokens, len(prompt), emitted, key)
-            )
+            place = len(texts), tokens, len(prompt), emitted, key
+            texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
     cache = _joined(caches)
-    trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens)
+    trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
         raise ValueError("every text of the trace ends with its first token; give other prompts")
     return trace
@@ -228,6 +268,8 @@ def _read(
     prompt: int,
     emitted: int,
     key: int,
+    *,
+    rejection: bool,
 ) -> Text:
     """Carry a text (T,) through the whole model, looking at it after every layer."""
     cache.place([0], len(tokens))
@@ -238,53 +280,41 @@ def _read(
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
         after.append(hidden[0, prompt:])  # (N, H)
     states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
-    drawn: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in after]
     count = len(tokens) - prompt
+    following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
+    likelihoods = torch.full((count,), float("nan"), device=model.device)
+    drawn: list[list[Tensor]] = [[] for _ in range(4)]  # by kind, then by chunk (L, places)
     chunk = max(16, _LOGITS // model.vocabulary)
     for first in range(0, count, chunk):
-        places = range(first, min(first + chunk, count))
-        seen = [prompt + place + 1 for place in places]  # tokens before the one drawn
-        noise = None
-        if law.do_sample:
-            noise = gumbel_noise([key] * len(seen), seen, model.vocabulary, device=model.device)
+        places = slice(first, min(first + chunk, count))
+        seen = range(prompt + places.start + 1, prompt + places.stop + 1)  # before the one drawn
+        keys = [key] * len(seen)
         histories = [tokens[:length] for length in seen] if law.reads_history else None
-        for row, layer_states in zip(drawn, states, strict=True):
-            raw = model.logits(layer_states[None, first : places.stop])[0]  # (N, V)
-            row.append(draw(law, raw, noise, histories))
-    drafted, confidences, likeliest = (
-        torch.stack([torch.cat([part[kind] for part in row]) for row in drawn]).cpu()  # (L, N)
-        for kind in range(3)
+        raws = (model.logits(layer_states[None, places])[0] for layer_states in states)  # (N, V)
+        if rejection:
+            own = model.logits(states[-1:, places])[0]
+            p = softmax_law(scores_at(law, own, histories))  # (N, V)
+            likelihoods[places] = p.gather(1, following[places, None].clamp_min(0))[:, 0]
+            beside = Beside(following[places], likelihoods[places], keys, seen)
+            layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
+        else:
+            noise = None
+            if law.do_sample:
+                noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
+            layers = [draw(law, raw, noise, histories) for raw in raws]
+        for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
+            kind.append(torch.stack(tables).cpu())
+    drafted, confidences, weights, likeliest = (torch.cat(kind, dim=1) for kind in drawn)  # (L, N)
+    return Text(
+        number=number,
+        tokens=tokens.cpu(),
+        prompt=prompt,
+        emitted=emitted,
+        key=key,
+        drafted=drafted,
+        confidences=confidences,
+        weights=weights,
+        likeliest=likeliest,
+        likelihoods=likelihoods.cpu(),
+        states=states,
     )
-    return Text(number, tokens.cpu(), prompt, emitted, key, drafted, confidences, likeliest, states)
-
-
-def draw(
-    law: Law, raw: Tensor, noise: Tensor | None, histories: Sequence[Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the engine draws from raw logits (N, V), whether of a draft or of the target.
-
-    Args:
-        noise: Gumbel noise of each place, (N, V); None for greedy decoding.
-        histories: the tokens each place has seen, (length,) each, where the law reads them.
-
-    Returns:
-        The tokens, `NOTHING` where none can be drawn, (N,); their confidences, (N,) float32; the
-        tokens of the largest scores, (N,).
-    """
-    if histories is None:
-        nothing = torch.zeros(1, 1, dtype=torch.long, device=raw.device)
-        scores = law.scores(raw, nothing, [0] * len(raw), [0] * len(raw))  # (N, V)
-    else:  # one by one, since processors may read whole rows and their number
-        alone = Law(law.processors, do_sample=law.do_sample, rows=1)
-        scores = torch.cat(
-            [
-                alone.scores(raw[i : i + 1], seen[None], [0], [len(seen)])
-                for i, seen in enumerate(histories)
-            ]
-        )
-    likeliest = scores.argmax(-1)  # (N,)
-    best, tokens = (scores if noise is None else scores + noise).max(-1)  # (N,)
-    tokens = torch.where(best > float("-inf"), tokens, NOTHING)
-    chosen = tokens.clamp_min(0)[:, None]  # (N, 1)
-    confidences = torch.softmax(raw.float(), dim=-1).gather(1, chosen)[:, 0]  # (N,)
-    return tokens, confidences, likeliest

@@ -21,10 +21,11 @@ from layerskip.controllers import CONTROLLERS, make_controller
 from layerskip.laws import Law
 from layerskip.search import replay as replay_module
 from layerskip.search import trace as trace_module
-from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, law_of, what_if
+from layerskip.search.drawing import NOTHING
+from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, what_if
 from layerskip.search.replay import Replay, replay
 from layerskip.search.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
-from layerskip.search.trace import NOTHING, Trace, take_trace
+from layerskip.search.trace import Trace, take_trace
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
@@ -290,11 +291,11 @@ def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch)
         for start in range(text.starts)
     ]
     with torch.no_grad():
-        tokens, confidences = replay_module._draft(
+        long = replay_module._draft(
             trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, lambda share: None
         )
-    assert torch.equal(short.tokens, tokens)
-    torch.testing.assert_close(short.confidences, confidences)
+    assert torch.equal(short.tokens, long.tokens)
+    torch.testing.assert_close(short.confidences, long.confidences)
 
 
 def test_no_room_for_context_at_the_models_last_position() -> None:
@@ -469,6 +470,7 @@ def test_prices_of_simulated_rounds() -> None:
         ({"seeds": [1]}, "one per prompt, 3; got 1"),
         ({"max_new_tokens": 1}, "at least 2"),
         ({"draft_length": 0}, "at least 1"),
+        ({"acceptance": "typical"}, "'coupled' or 'rejection', got 'typical'"),
         ({"max_new_tokens": 250}, "at most 256"),
         ({"eos": frozenset(range(97))}, "first token"),
     ],
@@ -488,8 +490,6 @@ def test_more_bad_input() -> None:
         replay(played.trace, SKIPS["exit 4"], 21)
     with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
         replay(played.trace, SkipConfig.early_exit(6))
-    with pytest.raises(ValueError, match="rejection"):
-        law_of({"do_sample": True, "acceptance": "rejection"})
     with pytest.raises(ValueError, match="draft lengths"):
         exit_trace(
             lively_model("llama"),
