@@ -625,6 +625,7 @@ def test_every_key_has_a_type(tmp_path):
     ("path", "value", "message"),
     [
         (("schema",), 2, "schema must be 1, got 2"),
+        (("max_new_tokens",), True, "max_new_tokens must be an integer, 0 or more, got True"),
         (("step_seconds",), 0, "step_seconds must be above 0, got 0"),
         (("trials", 3, "acceptance"), 1.5, "trials[3].acceptance must be at least 0 and at most 1"),
         (("trials", 3, "draft_cost"), True, "trials[3].draft_cost must be a finite number"),
