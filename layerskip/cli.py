@@ -40,6 +40,7 @@ from layerskip.flags import (
     warn_idle,
     write_out,
 )
+from layerskip.searching import search
 from layerskip.terminal import Talk, TextStream, decode_text, title
 
 if TYPE_CHECKING:
@@ -295,6 +296,7 @@ def _summary(result: dict[str, Any]) -> str:
     return words if result["seed"] is None else f"{words}; seed {result['seed']}"
 
 
+app.command()(search)
 app.command()(benchmark)
 app.command()(measuring.check)
 app.command()(measuring.demo)

@@ -109,8 +109,8 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
     return f"{len(skip.kept(num_layers))} of {2 * num_layers} sublayers"
 
 
-def shipped_prompts(per_category: int) -> list[Prompt]:
-    """The first few prompts of each category."""
+def shipped_prompts(per_category: int | None) -> list[Prompt]:
+    """The first few prompts of each category; None takes all."""
     from layerskip.loading import SHIPPED_PROMPTS
     from layerskip.prompts import read_prompts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -168,6 +168,33 @@ def benchmark_table(rows: Sequence[dict[str, Any]]) -> str:
         same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
         same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
         lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
+    return _aligned(lines)
+
+
+def search_table(record: Mapping[str, Any]) -> str:
+    """A search's finalists: what was predicted and what the clock said, with 95% intervals."""
+    lines = [["draft", "skips", "c", "alpha", "predicted", "held out", "measured", "same text"]]
+    for row in record["finalists"]:
+        skipped = row["skipped"]
+        held_out, timed = row["predicted_held_out"], row["confirmed"]
+        line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
+        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
+        line.append("-" if held_out is None else f"{held_out:.2f}")
+        if timed is None:
+            line += ["-", "-"]
+        else:
+            low, high = timed["low"], timed["high"]
+            interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
+            line.append(f"{timed['speedup']:.2f}{interval}")
+            same = f"{timed['equal']}/{timed['compared']}" if timed["compared"] else "-"
+            same += f", {timed['near_ties']} near-ties" if timed["near_ties"] else ""
+            line.append(same + (f", {timed['faults']} FAULTS" if timed["faults"] else ""))
+        lines.append(line)
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns, all but the first and the last of them flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerskip.config import SkipConfig
+from layerskip.search.trace import Trace
+from layerskip.sublayers import Pass
 
 from .space import Space
 
@@ -73,6 +75,28 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
     nearest = cosine_sets(hidden, switches, max(counts, default=0))
     found |= {f"cosine-{count}": nearest[count] for count in counts}
     return _distinct(space, found)
+
+
+@torch.no_grad()
+def hidden_states(trace: Trace, tokens: int = 512) -> torch.Tensor:
+    """What enters every sublayer, and leaves the last, at places spread over a trace's texts.
+
+    Returns:
+        (2L + 1, T, D) on the CPU, T at most about `tokens`.
+    """
+    model = trace.model
+    every = -(-trace.starts // tokens)
+    found: list[list[torch.Tensor]] = [[] for _ in range(model.num_sublayers + 1)]
+    for text in trace.texts:
+        cache = model.new_cache(1, len(text.tokens))
+        cache.place([0], len(text.tokens))
+        step = Pass(model, cache, model.rotary(len(text.tokens), len(text.tokens)))
+        hidden = model.embed(text.tokens.to(model.device)[None])  # (1, T, D)
+        for index, states in enumerate(found):
+            states.append(hidden[0, text.prompt :: every].float().cpu())
+            if index < model.num_sublayers:
+                hidden = model.run(hidden, step, (index,))
+    return torch.stack([torch.cat(states) for states in found])
 
 
 def cosine_sets(hidden: torch.Tensor, switches: Sequence[int], most: int) -> list[int]:

@@ -89,7 +89,7 @@ def open_study(
         ValueError: the storage cannot be opened, or holds another search under that name.
     """
     made_with = {"space": space.to_dict(), **(identity or {})}
-    with _quiet(), _readable_errors(f"cannot open the study {name!r} in {storage}"):
+    with quiet(), _readable_errors(f"cannot open the study {name!r} in {storage}"):
         study = optuna.create_study(
             storage=_open_storage(storage),
             study_name=name,
@@ -137,7 +137,7 @@ def run(
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     study.sampler = SublayerSampler(space, seeds=seeds, seed=seed)
-    with _quiet():
+    with quiet():
         fail_stale(study)
         try:
             while time.monotonic() < deadline and _left(study, space, trials):
@@ -319,7 +319,7 @@ def _readable_errors(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Optuna's own log and its warnings about young features are silent, as they were after."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

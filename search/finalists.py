@@ -1,0 +1,207 @@
+"""The best few of a study, looked at closely: replayed whole, then timed beside plain decoding.
+
+What a search found on calibration prompts is promised here for held-out ones, and confirmed on
+them by the clock; the winner is the clock's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from optuna import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.analysis.tables import ratio_of_totals
+from layerskip.benchmark import Judge, device_clock, interleaved
+from layerskip.config import SkipConfig
+from layerskip.methods import Batch, Engine, Task
+from layerskip.search.objective import Choice, Objective, best_choice, choices, gain
+from layerskip.search.replay import replay
+from layerskip.search.sampler import claim
+from layerskip.search.simulation import count_rounds
+from layerskip.search.space import Space
+from layerskip.search.trace import Trace
+from layerskip.speculation import CostTable
+
+CANDIDATES = 2
+"""So many configs are replayed whole for each finalist wanted."""
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(slots=True)
+class Finalist:
+    """A config that is worth timing.
+
+    Attributes:
+        name: of the method that it is timed as.
+        trial: number of its trial in the study.
+        skip: resolved, with decoding options and costs.
+        alpha: probability that the first token of a draft is accepted, on the traced prompts.
+        predicted: speedup over plain decoding of whole replays, on the traced prompts.
+        predicted_held_out: the same of the same options on held-out prompts, where there are any.
+        confirmed: what the clock said, where it was asked: the block of a search file.
+    """
+
+    name: str
+    trial: int
+    skip: SkipConfig
+    alpha: float
+    choice: Choice
+    costs: CostTable
+    predicted_held_out: float | None = None
+    confirmed: dict[str, Any] | None = field(default=None)
+
+    @property
+    def predicted(self) -> float:
+        return self.choice.speedup
+
+
+def choose(
+    study: Study,
+    space: Space,
+    objective: Objective,
+    count: int,
+    progress: Progress = lambda _what, _share: None,
+) -> list[Finalist]:
+    """The configs of the highest predicted speedup by whole replays, best first.
+
+    The best early exit of the study is among them, as one more where it is none of the best.
+    Configs that skip nothing are not: plain decoding is timed anyway.
+    """
+    plain = 1.0 / objective.step_seconds
+
+    def score(trial: FrozenTrial) -> float:
+        assert trial.value is not None
+        return trial.value if trial.value > plain else trial.user_attrs.get("guide", trial.value)
+
+    trials: dict[int, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        mask = claim(trial, space)
+        if mask:
+            trials.setdefault(mask, trial)
+    exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()
+    ranked = sorted(trials, key=lambda mask: -score(trials[mask]))
+    looked_at = ranked[: CANDIDATES * count]
+    looked_at += [mask for mask in ranked if mask in exits][:2]
+    found = []
+    for number, mask in enumerate(dict.fromkeys(looked_at)):
+        progress("the best drafts, replayed whole", number / len(looked_at))
+        found.append((mask, _closely(trials[mask].number, space, mask, objective)))
+    found.sort(key=lambda pair: -pair[1].predicted)
+    kept = found[:count]
+    best_exit = next((pair for pair in found if pair[0] in exits), None)
+    if best_exit is not None and best_exit not in kept:
+        kept.append(best_exit)
+    return [finalist for _, finalist in kept]
+
+
+def _closely(trial: int, space: Space, mask: int, objective: Objective) -> Finalist:
+    skip = space.skip_config(mask)
+    costs = objective.costs(skip)
+    drafts = replay(objective.trace, skip)
+    ways = [way for way in choices(drafts, costs) if way.controller is not None]
+    choice = best_choice(ways)
+    depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
+    return Finalist(
+        name=f"trial-{trial}" if depth is None else f"exit-{depth}",
+        trial=trial,
+        skip=replace(skip, decoding=choice.decoding, costs=costs.to_dict()),
+        alpha=drafts.survival[0],
+        choice=choice,
+        costs=costs,
+    )
+
+
+def predict(finalist: Finalist, trace: Trace) -> float:
+    """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
+    drafts, choice = replay(trace, finalist.skip), finalist.choice
+    length = choice.max_draft_length
+    assert length is not None  # a finalist drafts
+    if choice.controller == "expected-gain":
+        return gain(drafts, finalist.costs, length)
+    counts = count_rounds(drafts, length, choice.threshold or 0.0)
+    return trace.starts / sum(n * finalist.costs.round_cost(d) for d, n in enumerate(counts))
+
+
+def confirm(
+    model: Any,
+    task: Task,
+    finalists: Sequence[Finalist],
+    batches: Sequence[Batch],
+    *,
+    repeats: int,
+    progress: Progress = lambda _what, _share: None,
+) -> float:
+    """Time finalists and plain decoding in turn on the same prompts; fills in `confirmed`.
+
+    Times are of decoding, from the first new token on: no draft changes what a prompt costs.
+
+    Returns:
+        Plain decoding's tokens per second.
+    """
+    methods = [Engine(model, task)]
+    methods += [Engine(model, task, finalist.name, finalist.skip) for finalist in finalists]
+    judge = Judge(model, task, methods)
+    seconds: dict[str, dict[tuple[str, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    tokens: dict[tuple[str, ...], int] = {}
+    drafted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    texts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # compared, near-ties, faults
+    now = device_clock(batches[0].input_ids.device)
+    for timed in interleaved(methods, batches, repeats=repeats, warmup=1, now=now, note=progress):
+        judge.prepare(timed.batch)
+        if timed.repeat < 0:
+            continue
+        name, names = timed.method.name, timed.batch.names
+        after = sum(map(len, timed.decoded.tokens)) - sum(timed.decoded.first_tokens)
+        if after < 1:
+            continue  # the text ended with its first token: nothing was decoded
+        seconds[name][names].append((timed.seconds - timed.first) / after)
+        tokens[names] = after
+        for round_ in (timed.decoded.rounds or [])[1:]:
+            drafted[name][0] += sum(round_.drafted)
+            drafted[name][1] += sum(round_.accepted)
+        if timed.repeat == 0 and (differences := judge.differences(timed)) is not None:
+            near = sum(difference.near_tie for difference in differences)
+            for place, number in enumerate((timed.batch.rows, near, len(differences) - near)):
+                texts[name][place] += number
+    if not tokens:
+        raise ValueError("every held-out text ends with its first token; give other prompts")
+    typical = {  # seconds per token, by method and prompt; the median of the repeats
+        name: np.array([np.median(seconds[name][names]) for names in tokens]) for name in seconds
+    }
+    plain = typical["plain"]
+    for finalist in finalists:
+        own = typical[finalist.name]
+        speedup, low, high = ratio_of_totals(plain, own)
+        compared, near, faults = texts[finalist.name]
+        proposed, accepted = drafted[finalist.name]
+        finalist.confirmed = {
+            "speedup": speedup,
+            "low": None if np.isnan(low) else low,
+            "high": None if np.isnan(high) else high,
+            "tokens_per_second": float(len(own) / own.sum()),
+            "prompts": len(tokens),
+            "repeats": repeats,
+            "acceptance_rate": accepted / proposed if proposed else None,
+            "compared": compared,
+            "equal": compared - near - faults,
+            "near_ties": near,
+            "faults": faults,
+        }
+    return float(len(plain) / plain.sum())
+
+
+def winner(finalists: Sequence[Finalist]) -> Finalist | None:
+    """The fastest on the clock, or by prediction where none was timed; None: plain decoding is."""
+
+    def speedup(finalist: Finalist) -> float:
+        confirmed = finalist.confirmed
+        return finalist.predicted if confirmed is None else confirmed["speedup"]
+
+    best = max(finalists, key=speedup, default=None)
+    return best if best is not None and speedup(best) > 1.0 else None
