@@ -1,0 +1,237 @@
+"""Followed drafts against replayed ones, up to every first wrong token and round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import lively_model, ragged
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+
+from layerskip.config import SkipConfig
+from layerskip.laws import Law
+from layerskip.search import following as following_module
+from layerskip.search import replay as replay_module
+from layerskip.search.chains import ChainCache
+from layerskip.search.following import follow
+from layerskip.search.replay import Replay, astray, replay
+from layerskip.search.simulation import count_rounds
+from layerskip.search.trace import Trace, take_trace
+
+LENGTH = 6
+EOS = frozenset(range(5, 9))
+# family, temperature (None: greedy), accept rule, tokens that end a text
+CASES: dict[str, tuple[str, float | None, str, frozenset[int]]] = {
+    "greedy": ("llama", None, "coupled", frozenset()),
+    "coupled": ("llama", 1.0, "coupled", EOS),
+    "rejection": ("llama", 1.0, "rejection", EOS),
+    "windows": ("gemma2", 0.7, "coupled", frozenset()),  # of 8 tokens; softcaps, eager attention
+    "windows, rejection": ("mistral", 0.7, "rejection", frozenset()),
+    "greedy windows": ("qwen2", None, "coupled", EOS),
+}
+FIVE = (0, 1, 2, 3, 4)
+SKIPS = {
+    "an exit": SkipConfig.early_exit(4),
+    "an odd prefix": SkipConfig(mlp=(2, 4)),
+    "an odd prefix alone": SkipConfig(attention=(4, 5), mlp=(3, 4, 5)),
+    "an even prefix": SkipConfig(attention=(3,), mlp=(4,)),
+    "no prefix": SkipConfig(attention=(0, 3)),
+    "one MLP": SkipConfig(attention=(*FIVE, 5), mlp=FIVE),
+    "one attention": SkipConfig(attention=FIVE, mlp=(*FIVE, 5)),
+    "nothing skipped": SkipConfig(),
+}
+
+
+def sampling(temperature: float | None, *processors: Any) -> Law:
+    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+    return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
+
+
+def prompts(lengths: Sequence[int] = (3, 12, 7)) -> list[Tensor]:
+    ids, mask = ragged(tuple(lengths))
+    return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+
+
+@cache
+def traced(case: str) -> Trace:
+    family, temperature, acceptance, eos = CASES[case]
+    return take_trace(
+        lively_model(family),
+        prompts(),
+        max_new_tokens=24,
+        law=sampling(temperature),
+        eos=eos,
+        draft_length=LENGTH,
+        acceptance=acceptance,
+    )
+
+
+@cache
+def replayed(case: str, skip: str) -> Replay:
+    return replay(traced(case), SKIPS[skip])
+
+
+def agree(followed: Replay, whole: Replay) -> bool:
+    """Whether both say the same of every draft up to and with its first wrong token."""
+    length = followed.draft_length
+    on = ~astray(whole.matches)[:, :length]  # (N, J)
+
+    def same(name: str) -> bool:
+        mine, theirs = getattr(followed, name)[on], getattr(whole, name)[:, :length][on]
+        if mine.is_floating_point():  # a last bit may depend on how many share a product
+            return torch.allclose(mine, theirs, rtol=1e-6, atol=0)
+        return torch.equal(mine, theirs)
+
+    names = ["tokens", "matches", "ends", "confidences"]
+    names += ["weights"] if whole.weights is not None else []
+    return all(map(same, names)) and followed.survival == whole.survival[:length]
+
+
+def ended_astray(whole: Replay) -> Tensor:
+    """Which drafts end behind a wrong token, (N,)."""
+    first = whole.ends & (whole.ends.cumsum(1) == 1)  # (N, J)
+    return (first & astray(whole.matches)).any(1)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("case", CASES)
+def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
+    followed, whole = follow(traced(case), SKIPS[skip]), replayed(case, skip)
+    assert agree(followed, whole)
+    assert followed.texts == whole.texts
+    lost = astray(whole.matches)
+    assert not (followed.matches & lost).any()
+    assert not (followed.ends & lost).any()
+    if not ended_astray(whole).any():
+        for length in range(1, LENGTH + 1):
+            assert count_rounds(followed, length) == count_rounds(whole, length)
+
+
+def test_the_cases_follow_some_drafts_and_lose_some() -> None:
+    whole = {(case, skip): replayed(case, skip) for case in CASES for skip in SKIPS}
+    first, last = ([played.survival[step] for played in whole.values()] for step in (0, -1))
+    assert sum(0.2 < share < 0.9 for share in first) > len(whole) / 2
+    assert sum(0 < share < 0.5 for share in last) > len(whole) / 3
+    assert min(last) == 0
+    for (_, skip), played in whole.items():
+        assert (played.survival[0] == 1) == (skip == "nothing skipped")
+    exact = [not ended_astray(played).any() for played in whole.values()]
+    assert len(whole) / 2 < sum(exact) < len(whole)
+
+
+@pytest.mark.parametrize("case", ["coupled", "windows, rejection"])
+def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case: str) -> None:
+    for skip in ("an exit", "an odd prefix"):
+        followed = follow(traced(case), SKIPS[skip])
+        for rows, text in zip(followed.texts, followed.trace.texts, strict=True):
+            confidences = followed.confidences[rows]
+            for start, step in torch.nonzero(astray(followed.matches[rows])).tolist():
+                afresh = confidences[min(start + step, text.starts - 1), 0]
+                assert confidences[start, step] == afresh
+
+
+@pytest.mark.parametrize("sizes", [(256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))])
+@pytest.mark.parametrize("case", ["greedy windows", "windows", "rejection"])
+def test_chunks_and_groups_change_nothing(
+    case: str, sizes: tuple[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where groups change after every step, whatever is left of them."""
+    chains, groups = sizes
+    monkeypatch.setattr(following_module, "_CHAINS", chains)
+    monkeypatch.setattr(following_module, "_GROUPS", groups)
+    monkeypatch.setattr(following_module, "_REGROUP", 1.0)
+    monkeypatch.setattr(replay_module, "_LOGITS", 700)  # of the noise
+    for skip in ("an odd prefix", "no prefix", "one MLP"):
+        assert agree(follow(traced(case), SKIPS[skip]), replayed(case, skip))
+
+
+def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Watched(ChainCache):
+        def __init__(self, known: Any, texts: Tensor, starts: Tensor, steps: int) -> None:
+            seen.append(starts.numel())
+            super().__init__(known, texts, starts, steps)
+
+    monkeypatch.setattr(following_module, "ChainCache", Watched)
+    monkeypatch.setattr(following_module, "_LOGITS", 40 * 97)  # of 97 tokens: two groups of 16
+    followed = follow(traced("windows"), SKIPS["no prefix"])
+    assert max(seen) == 32
+    assert agree(followed, replayed("windows", "no prefix"))
+
+
+def swapped(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+    """A known mistake: every chain of a group takes its neighbour's keys and values."""
+    return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
+
+
+def stale(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+    """A known mistake: the last step's keys and values stay behind."""
+    return RIGHT(cache, chosen, steps, fed - 1)
+
+
+RIGHT = ChainCache.regrouped
+
+
+@pytest.mark.parametrize("wrong", [swapped, stale])
+def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChainCache, "regrouped", wrong)
+    followed = follow(traced("windows"), SKIPS["no prefix"])
+    assert not agree(followed, replayed("windows", "no prefix"))
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_processors_that_read_the_text(acceptance: str) -> None:
+    def by_length(ids: Tensor, scores: Tensor) -> Tensor:
+        """Likes another token at every length, and none that has just been."""
+        scores = scores.clone()
+        scores[:, ids.shape[1] % scores.shape[1]] += 1.0
+        return scores.scatter(1, ids[:, -1:], float("-inf"))
+
+    law = sampling(0.8, RepetitionPenaltyLogitsProcessor(1.3), by_length)
+    trace = take_trace(
+        lively_model("llama"),
+        prompts((9, 5)),
+        max_new_tokens=16,
+        law=law,
+        eos=EOS,
+        draft_length=LENGTH,
+        acceptance=acceptance,
+    )
+    for skip in ("an exit", "an odd prefix", "no prefix"):
+        whole = replay(trace, SKIPS[skip])
+        assert 0 < whole.survival[0] < 1
+        assert agree(follow(trace, SKIPS[skip]), whole)
+
+
+@pytest.mark.parametrize("chains", [512, 16])
+def test_following_ends_when_it_is_enough(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following_module, "_CHAINS", chains)
+    trace, skip = traced("windows"), SKIPS["an odd prefix"]
+    told: list[list[float]] = []
+
+    def enough(survival: Sequence[float]) -> bool:
+        told.append(list(survival))
+        return len(survival) == 3
+
+    followed = follow(trace, skip, enough=enough)
+    assert followed.draft_length == 3
+    assert agree(followed, replayed("windows", "an odd prefix"))
+    assert [len(survival) for survival in told] == [1, 2, 3]
+    if chains == 512:  # one pass holds all starts: the sample is the whole
+        assert told[-1] == pytest.approx(followed.survival)
+    assert follow(trace, skip, 2, enough=enough).draft_length == 2
+    assert follow(trace, SKIPS["an exit"], enough=enough).draft_length == LENGTH
+
+
+def test_bad_lengths_are_told() -> None:
+    trace = traced("greedy")
+    for length in (0, LENGTH + 1):
+        with pytest.raises(ValueError, match=r"1\.\.6"):
+            follow(trace, SKIPS["no prefix"], length)
+    with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
+        follow(trace, SkipConfig.early_exit(6))
