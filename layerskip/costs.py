@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
 from layerskip.engine import Decoder, Request
+from layerskip.environment import hardware
 from layerskip.laws import Law
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
@@ -160,6 +162,36 @@ def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
     ]
     head: Tensor = model.model.get_parameter("lm_head.weight")
     return CostTable.analytic(skip.kept(model.num_layers), sizes, float(head.numel()))
+
+
+def place(model: Sublayers, rows: int) -> dict[str, Any]:
+    """What a cost table holds for: JSON values that go with it into a skip config."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"hardware": hardware(model.device), "dtype": dtype, "batch_size": rows}
+
+
+def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
+    """The costs that a skip config brings; None where it has none, or says they are of elsewhere.
+
+    Raises:
+        ValueError, TypeError: they are no cost table.
+    """
+    if skip.costs is None:
+        return None
+    here = place(model, rows)
+    elsewhere = {
+        name: skip.costs[name] for name in here if skip.costs.get(name, here[name]) != here[name]
+    }
+    if elsewhere:
+        warnings.warn(
+            "the skip config's costs are left aside, as they were measured for "
+            f"{', '.join(f'{name} {value}' for name, value in elsewhere.items())}; here it is "
+            f"{', '.join(str(here[name]) for name in elsewhere)}",
+            stacklevel=2,
+        )
+        return None
+    known = {name: skip.costs[name] for name in ("draft", "verify", "source") if name in skip.costs}
+    return CostTable.from_dict({"source": "given"} | known)
 
 
 def cost_table(model: Sublayers, skip: SkipConfig, request: Request) -> CostTable:

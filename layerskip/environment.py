@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ def environment() -> dict[str, Any]:
         "devices": devices,
         "git": git_revision(Path(__file__).parents[1]),
     }
+
+
+def hardware(device: Any) -> str:
+    """The name of what computes on a torch device."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 
 def render(found: dict[str, Any]) -> str:
@@ -88,6 +96,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+@cache
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -28,7 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import Controller, make_controller
-from layerskip.costs import analytic, cost_table
+from layerskip.costs import analytic, cost_table, stored
 from layerskip.engine import Decoder, DecodingStats, Request, Round
 from layerskip.laws import Law, stream_key
 from layerskip.speculation import CostTable
@@ -249,10 +249,9 @@ class LayerSkipDecoding:
     def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
         if self.costs is not None:
             return self.costs
-        if skip.costs is not None:
-            # what else a search noted about its costs is not the table's
-            known = {k: v for k, v in skip.costs.items() if k in ("draft", "verify", "source")}
-            return CostTable.from_dict({"source": "given"} | known)
+        brought = stored(skip, model, request.input_ids.shape[0])
+        if brought is not None:
+            return brought
         if self.controller != DEFAULT_CONTROLLER:
             return None
         if request.rejection and request.law.do_sample:

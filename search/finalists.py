@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.analysis.tables import ratio_of_totals
 from layerskip.benchmark import Judge, device_clock, interleaved
 from layerskip.config import SkipConfig
+from layerskip.costs import place
 from layerskip.methods import Batch, Engine, Task
 from layerskip.search.objective import Choice, Objective, best_choice, choices, gain
 from layerskip.search.replay import replay
@@ -110,7 +111,11 @@ def _closely(trial: int, space: Space, mask: int, objective: Objective) -> Final
     return Finalist(
         name=f"trial-{trial}" if depth is None else f"exit-{depth}",
         trial=trial,
-        skip=replace(skip, decoding=choice.decoding, costs=costs.to_dict()),
+        skip=replace(
+            skip,
+            decoding=choice.decoding,
+            costs={**costs.to_dict(), **place(objective.trace.model, 1)},
+        ),
         alpha=drafts.survival[0],
         choice=choice,
         costs=costs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import layerskip
 from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
 from layerskip.config import DecodingOptions
 from layerskip.controllers import Fixed
+from layerskip.costs import place
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
@@ -174,6 +176,15 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) ->
     assert costs(noted) == CostTable(0.3, (1.0,), "given")
     assert costs(stored, costs=COSTS) == COSTS
     assert costs(controller="fixed") is None
+    here = place(Sublayers(llama), 1)
+    ours = replace(noted, costs={**(noted.costs or {}), **here})
+    assert costs(ours) == CostTable(0.3, (1.0,), "given")
+    for name, value in {"hardware": "a faster one", "dtype": "float16", "batch_size": 8}.items():
+        others = replace(ours, costs={**(ours.costs or {}), name: value})
+        with pytest.warns(UserWarning, match=f"left aside.* for {name} {value}; here it is"):
+            found = costs(others)
+        assert found is not None
+        assert found.source == "measured"
     assert costs(enabled=False) is None
     table = costs()
     assert table is not None
