@@ -34,7 +34,7 @@ import layerskip
 from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
 from layerskip.config import DecodingOptions
 from layerskip.controllers import Fixed
-from layerskip.costs import place
+from layerskip.costs import place as where
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
@@ -176,7 +176,7 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) ->
     assert costs(noted) == CostTable(0.3, (1.0,), "given")
     assert costs(stored, costs=COSTS) == COSTS
     assert costs(controller="fixed") is None
-    here = place(Sublayers(llama), 1)
+    here = where(Sublayers(llama), 1)
     ours = replace(noted, costs={**(noted.costs or {}), **here})
     assert costs(ours) == CostTable(0.3, (1.0,), "given")
     for name, value in {"hardware": "a faster one", "dtype": "float16", "batch_size": 8}.items():
