@@ -1,0 +1,405 @@
+"""The rejection rule in traces: drafts drawn after their text against decoding with them.
+
+Seeds are fixed, so that every test is repeatable; levels say how rarely right counts would fail
+with another seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import lively_model, prompt, ragged
+from scipy import stats
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+
+from layerskip.config import SkipConfig
+from layerskip.controllers import Confidence, Controller, Fixed
+from layerskip.engine import Decoder, Request
+from layerskip.laws import Law, residual, stream_key
+from layerskip.search import drawing
+from layerskip.search import following as following_module
+from layerskip.search import replay as replay_module
+from layerskip.search import trace as trace_module
+from layerskip.search.drawing import NOTHING, Beside, Drawn, propose
+from layerskip.search.exits import agreement, exit_trace
+from layerskip.search.following import follow
+from layerskip.search.replay import Replay, astray, replay
+from layerskip.search.simulation import SimulatedRound, count_rounds, simulate
+from layerskip.search.trace import Trace, take_trace
+from layerskip.sublayers import Sublayers
+
+LEVEL = 1e-6  # of every statistical test here
+LENGTH, NEW, TEXTS = 3, 16, 600
+PROMPT = prompt(5)
+EOS = frozenset(range(5, 8))
+SKIPS = {
+    "an exit": SkipConfig.early_exit(4),
+    "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3)),
+}
+CONTROLLERS: dict[str, Controller] = {
+    "fixed": Fixed(LENGTH),
+    "confidence": Confidence(0.15, LENGTH),
+}
+# skip config, controller, tokens that end a text (where its length adds to what counts differ by)
+ROUNDS = [
+    ("an exit", "fixed", frozenset[int]()),
+    ("an exit", "confidence", frozenset[int]()),
+    ("scattered", "fixed", frozenset[int]()),
+    ("scattered", "confidence", EOS),
+]
+
+
+def sampling(temperature: float = 1.0, *processors: Any, rows: int = 1) -> Law:
+    warpers = [] if temperature == 1.0 else [TemperatureLogitsWarper(temperature)]
+    return Law([*processors, *warpers], do_sample=True, rows=rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# One place: the joint law of proposal and accept test.
+
+PLACES = 20_000
+TARGET = torch.tensor([0.1, 1.2, -0.4, -0.5, 0.7, float("-inf"), -2.0])
+DRAFT = torch.tensor([0.6, 0.3, 0.9, -2.5, 0.7, -1.0, float("-inf")])
+
+
+def proposals(target: Tensor = TARGET) -> tuple[Tensor, Drawn]:
+    """Tokens x of many texts at one place, and what a draft proposes given them."""
+    p = target.softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.multinomial(TARGET.softmax(-1), PLACES, True, generator=generator)
+    keys = [stream_key(seed) for seed in range(PLACES)]
+    beside = Beside(texts, p[texts], keys, [7] * PLACES)
+    raw = DRAFT.expand(PLACES, -1)
+    return texts, propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
+
+
+def of_law(tokens: Tensor, law: Tensor) -> float:
+    """p-value of tokens against a law (V,)."""
+    seen = torch.bincount(tokens, minlength=len(law)).double()
+    live = law > 0
+    if seen[~live].any():
+        return 0.0
+    expected = law[live].double() / law[live].double().sum() * len(tokens)
+    return float(stats.chisquare(seen[live], expected).pvalue)
+
+
+def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule() -> None:
+    p, q = TARGET.softmax(-1), DRAFT.softmax(-1)
+    texts, drawn = proposals()
+    accepted = drawn.tokens == texts
+    assert of_law(drawn.tokens, q) > LEVEL
+    assert of_law(drawn.tokens[accepted], torch.minimum(p, q)) > LEVEL
+    assert of_law(drawn.tokens[~accepted], residual(q, p)) > LEVEL
+    assert of_law(texts[~accepted], residual(p, q)) > LEVEL
+    rate = float(torch.minimum(p, q).sum())
+    count = int(accepted.sum())
+    assert stats.binomtest(count, PLACES, rate).pvalue > LEVEL
+    assert float(drawn.weights.mean()) == pytest.approx(rate, abs=5 * math.sqrt(0.25 / PLACES))
+    torch.testing.assert_close(drawn.weights, (q / p).clamp(max=1)[texts])
+    torch.testing.assert_close(drawn.confidences, q[drawn.tokens])
+    assert (drawn.likeliest == DRAFT.argmax()).all()
+
+
+@pytest.mark.parametrize("mistake", ["temperature", "proposals from q"])
+def test_known_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TARGET
+    if mistake == "temperature":
+        target = TARGET / 0.8
+    else:
+        monkeypatch.setattr(drawing, "residual", lambda p, q: p)
+    _, drawn = proposals(target)
+    assert of_law(drawn.tokens, DRAFT.softmax(-1)) < LEVEL
+
+
+def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token() -> None:
+    p = TARGET.softmax(-1)
+    beside = Beside(torch.tensor([NOTHING, 1]), p[[0, 1]], [stream_key(0)] * 2, [7, 8])
+    raw = torch.stack([DRAFT, torch.full_like(DRAFT, float("-inf"))])
+    drawn = propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
+    assert drawn.tokens[0] != NOTHING
+    assert drawn.tokens[1] == NOTHING
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole texts: simulated rounds against real ones, by their counts over many seeds.
+
+
+@cache
+def model() -> Any:
+    return lively_model("llama")
+
+
+@cache
+def traced(acceptance: str, eos: frozenset[int] = frozenset()) -> Trace:
+    """Texts of seeds that no real decoding here uses."""
+    return take_trace(
+        model(),
+        [PROMPT] * TEXTS,
+        max_new_tokens=NEW,
+        law=sampling(),
+        seeds=range(10_000, 10_000 + TEXTS),
+        eos=eos,
+        draft_length=LENGTH,
+        acceptance=acceptance,
+    )
+
+
+@cache
+def replayed(skip: str, acceptance: str = "rejection", eos: frozenset[int] = frozenset()) -> Replay:
+    return replay(traced(acceptance, eos), SKIPS[skip])
+
+
+Counts = Tensor
+"""Of each text: rounds, drafted tokens, rounds that accepted at least 1, 2, 3: (texts, 5)."""
+
+
+def totals(rounds: Iterator[SimulatedRound]) -> list[int]:
+    """Counts of a text that is decoded alone."""
+    done = [(round_.drafted[0], round_.accepted[0]) for round_ in rounds]
+    reached = [sum(accepted > j for _, accepted in done) for j in range(LENGTH)]
+    return [len(done), sum(drafted for drafted, _ in done), *reached]
+
+
+def simulated(played: Replay, controller: str) -> Counts:
+    made = CONTROLLERS[controller]
+    counts = [totals(simulate(played, made, [text])) for text in range(len(played.texts))]
+    return torch.tensor(counts).double()
+
+
+@cache
+def decoded(skip: str, controller: str, eos: frozenset[int] = frozenset()) -> Counts:
+    """Counts of real texts, decoded side by side: these controllers look at each row alone."""
+    request = Request(
+        input_ids=PROMPT.expand(TEXTS, -1),
+        attention_mask=torch.ones(TEXTS, PROMPT.shape[1], dtype=torch.long),
+        max_new_tokens=NEW,
+        law=sampling(rows=TEXTS),
+        keys=[stream_key(seed) for seed in range(TEXTS)],
+        rejection=True,
+        eos=eos,
+    )
+    decoder = Decoder(
+        Sublayers(model()),
+        SKIPS[skip].resolve(6),
+        CONTROLLERS[controller],
+        request,
+        max_draft_length=LENGTH,
+    )
+    with torch.no_grad():
+        rounds = list(decoder.rounds())[1:]
+    return torch.tensor(
+        [
+            totals(
+                SimulatedRound((r.drafted[row],), (r.accepted[row],), (len(r.tokens[row]),))
+                for r in rounds
+                if r.tokens[row]
+            )
+            for row in range(TEXTS)
+        ]
+    ).double()
+
+
+def p_value(ours: Counts, theirs: Counts) -> float:
+    """Of equal means of all counts, by Welch's test; the least one, times their number."""
+    found = stats.ttest_ind(ours.numpy(), theirs.numpy(), equal_var=False).pvalue
+    return float(found.min()) * ours.shape[1]
+
+
+@pytest.mark.parametrize(("skip", "controller", "eos"), ROUNDS)
+def test_rounds_are_in_law_those_of_decoding(
+    skip: str, controller: str, eos: frozenset[int]
+) -> None:
+    ours = simulated(replayed(skip, "rejection", eos), controller)
+    assert p_value(ours, decoded(skip, controller, eos)) > LEVEL
+    rounds, drafted, accepted, *_ = ours.sum(0).tolist()
+    assert 0.2 * rounds < accepted < 0.9 * rounds
+    if controller == "confidence":  # it stops some drafts, and not all
+        fixed = simulated(replayed(skip, "rejection", eos), "fixed")
+        assert 1.1 * rounds < drafted < 0.9 * float(fixed[:, 1].sum())
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_another_accept_rule_is_seen(skip: str) -> None:
+    coupled = simulated(replayed(skip, "coupled"), "fixed")
+    assert p_value(coupled, decoded(skip, "fixed")) < LEVEL
+
+
+def test_weights_of_another_temperature_are_seen() -> None:
+    other = replay(replace(traced("rejection"), law=sampling(0.6)), SKIPS["scattered"])
+    assert p_value(simulated(other, "fixed"), decoded("scattered", "fixed")) < LEVEL
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_steps_are_accepted_as_often_as_their_weights_say(skip: str) -> None:
+    """Of each step, over the starts that reach it; texts are independent of each other."""
+    played = replayed(skip)
+    assert played.weights is not None
+    on = ~astray(played.matches)
+    assert torch.equal(played.weights.isnan(), ~on)
+    surprise = (played.matches.double() - played.weights.double()).masked_fill(~on, 0.0)
+    by_text = torch.stack([surprise[rows].sum(0) for rows in played.texts])  # (texts, J)
+    assert float(stats.ttest_1samp(by_text.numpy(), 0.0).pvalue.min()) * LENGTH > LEVEL
+
+
+def test_a_followed_draft_has_the_same_rounds() -> None:
+    for skip in SKIPS:
+        followed, whole = follow(traced("rejection"), SKIPS[skip]), replayed(skip)
+        kept = followed.texts
+        assert kept == whole.texts
+        assert torch.equal(followed.matches, whole.matches & ~astray(whole.matches))
+        assert followed.survival == whole.survival
+
+
+# ---------------------------------------------------------------------------------------------
+# Exactly: the same trace gives the same drafts, however they are computed.
+
+
+@cache
+def small_trace(family: str = "gemma2") -> Trace:
+    """Of three texts; Gemma 2 has windows of 8 tokens, softcaps and eager attention."""
+    ids, mask = ragged((3, 12, 7))
+    return take_trace(
+        lively_model(family),
+        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
+        max_new_tokens=24,
+        law=sampling(0.8),
+        draft_length=6,
+        acceptance="rejection",
+    )
+
+
+def test_texts_do_not_depend_on_the_accept_rule() -> None:
+    coupled = traced("coupled").texts
+    for mine, theirs in zip(traced("rejection").texts, coupled, strict=True):
+        assert torch.equal(mine.tokens, theirs.tokens)
+
+
+def test_greedy_decoding_knows_no_accept_rule() -> None:
+    traces = [
+        take_trace(model(), [PROMPT], max_new_tokens=NEW, acceptance=acceptance)
+        for acceptance in ("coupled", "rejection")
+    ]
+    plays = [replay(trace, SKIPS["scattered"]) for trace in traces]
+    assert torch.equal(plays[0].tokens, plays[1].tokens)
+    assert plays[0].weights is plays[1].weights is None
+
+
+def test_weights_of_an_exit_are_those_of_its_own_law() -> None:
+    """Against the model itself, cut off behind four layers."""
+    trace = small_trace("llama")
+    whole, cut = lively_model("llama"), lively_model("llama")
+    cut.model.layers = cut.model.layers[:4]
+    for text in trace.texts:
+        with torch.no_grad():
+            p, q = (
+                (each(text.tokens[None]).logits[0].float() / 0.8).softmax(-1)
+                for each in (whole, cut)
+            )
+        spans = slice(text.prompt, len(text.tokens) - 1)
+        following = text.tokens[spans.start + 1 :, None]
+        likely, own = (law[spans].gather(1, following)[:, 0] for law in (p, q))
+        torch.testing.assert_close(text.likelihoods[:-1], likely)
+        torch.testing.assert_close(text.weights[3][:-1], (own / likely).clamp(max=1))
+        torch.testing.assert_close(text.weights[-1], torch.ones(len(text.following)))
+
+
+def equal(ours: Replay, theirs: Replay) -> None:
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.matches, theirs.matches)
+    assert torch.equal(ours.ends, theirs.ends)
+    torch.testing.assert_close(ours.confidences, theirs.confidences, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_chunks_change_nothing(skip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = small_trace()
+    whole, followed = replay(trace, SKIPS[skip]), follow(trace, SKIPS[skip])
+    equal(replay(trace, SKIPS[skip]), whole)
+    monkeypatch.setattr(replay_module, "_GROUP", 3)
+    monkeypatch.setattr(replay_module, "_CHAINS", 6)
+    monkeypatch.setattr(following_module, "_CHAINS", 8)
+    monkeypatch.setattr(following_module, "_GROUPS", (4, 1))
+    monkeypatch.setattr(trace_module, "_ROWS", 2)
+    monkeypatch.setattr(trace_module, "_LOGITS", 1)
+    equal(replay(trace, SKIPS[skip]), whole)
+    equal(follow(trace, SKIPS[skip]), followed)
+    again = small_trace.__wrapped__()
+    equal(replay(again, SKIPS[skip]), whole)
+
+
+def test_an_exit_is_replayed_as_any_other_draft() -> None:
+    """The short way through the trace's own pass gives what the long way gives."""
+    trace = small_trace()
+    short = replay(trace, SKIPS["an exit"])
+    chains = [
+        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
+        for text in trace.texts
+        for start in range(text.starts)
+    ]
+    skip = SKIPS["an exit"].resolve(6)
+    with torch.no_grad():
+        long = replay_module._draft(trace, skip, chains, 6, lambda share: None)
+    equal(short, replay_module.assembled(trace, skip, long))
+    assert 0.2 < short.survival[0] < 0.9
+
+
+def test_drafts_that_find_nothing_to_draw() -> None:
+    """A draft may come to a place where the processors forbid everything; the text never does."""
+
+    def one_trace(law: Law) -> Trace:
+        settings: dict[str, Any] = {"max_new_tokens": NEW, "draft_length": 6}
+        return take_trace(model(), [PROMPT], law=law, acceptance="rejection", **settings)
+
+    plain = one_trace(sampling())
+    text = set(plain.texts[0].tokens.tolist())
+    drafts = replay(plain, SKIPS["scattered"]).tokens[:, :-1].flatten().tolist()
+    forbidden = next(token for token in drafts if token not in text)
+
+    def dead_end(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill((ids[:, -1] == forbidden)[:, None], float("-inf"))
+
+    played = replay(one_trace(sampling(1.0, dead_end)), SKIPS["scattered"])
+    nothing = played.tokens == NOTHING
+    assert nothing.any()
+    assert played.ends[nothing].all()
+    found = (played.tokens[:, :-1] == forbidden).nonzero()
+    assert (played.tokens[found[:, 0], found[:, 1] + 1] == NOTHING).all()
+    drafted = [round_.drafted[0] for round_ in simulate(played, Fixed(6))]
+    assert count_rounds(played, 6) == [drafted.count(n) for n in range(7)]
+
+
+def test_the_record_of_an_exit_trace() -> None:
+    law = {"do_sample": True, "temperature": 0.8, "acceptance": "rejection", "seed": 2}
+    seeds = range(2, 8)
+    record = exit_trace(
+        model(),
+        [PROMPT] * 6,
+        names=["a"] * 6,
+        law=law,
+        max_new_tokens=NEW,
+        eos=EOS,
+        draft_lengths=(1, 3),
+        thresholds=(0.0, 0.2),
+    )
+    trace = take_trace(
+        model(),
+        [PROMPT] * 6,
+        max_new_tokens=NEW,
+        law=sampling(0.8),
+        seeds=seeds,
+        eos=EOS,
+        draft_length=3,
+        acceptance="rejection",
+    )
+    assert record["exits"] == agreement(trace)
+    played = replay(trace, SkipConfig.early_exit(3))
+    assert record["exits"][2]["match"] == pytest.approx(played.survival[0])
+    assert record["what_if"]["lengths"][2][1] == [count_rounds(played, 3, t) for t in (0.0, 0.2)]
