@@ -23,7 +23,11 @@ from typing import Any
 
 import optuna
 from optuna import Study
-from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.exceptions import (
+    ExperimentalWarning,
+    StorageInternalError,
+    UpdateFinishedTrialError,
+)
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
@@ -128,8 +132,8 @@ def run(
     workers) takes its value over and says so in its attribute `copy_of`.
 
     Raises:
-        ValueError: `trials` or `timeout` is not positive, or `evaluate` returned a value that is
-            not finite.
+        ValueError: `trials` or `timeout` is not positive, `evaluate` returned a value that is not
+            finite, or the storage went away.
     """
     if trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}")
@@ -145,8 +149,13 @@ def run(
                     _run_trial(study, space, evaluate)
                 if progress is not None:
                     progress(_standing(study, trials))
+        except StorageInternalError as error:
+            raise ValueError(
+                redacted(f"the study's storage failed: {_first_line(error)}")
+            ) from None
         finally:
-            fail_stale(study)  # the trial that Ctrl-C ended, and those of workers killed meanwhile
+            with contextlib.suppress(StorageInternalError):  # it has said so above
+                fail_stale(study)  # what Ctrl-C ended, and what killed workers left meanwhile
 
 
 def fail_stale(study: Study) -> int:
@@ -313,9 +322,12 @@ def _readable_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         # Not chained: the driver's own message may hold the password.
-        raise ValueError(redacted(f"{what}: {reason}")) from None
+        raise ValueError(redacted(f"{what}: {_first_line(error)}")) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

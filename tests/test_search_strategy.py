@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sqlite3
 import sys
 import time
 import warnings
@@ -375,6 +376,24 @@ class TestStorage:
     )
     def test_redacts_passwords(self, text, expected):
         assert redacted(text) == expected
+
+
+    def test_a_storage_that_goes_away(self, tmp_path, monkeypatch):
+        path = tmp_path / "study.db"
+        found = open_study(LAYERS, storage=f"sqlite:///{path}")
+        evaluations = 0
+
+        def evaluate(skip):
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations == 3:
+                with sqlite3.connect(path) as database:
+                    database.execute("DROP TABLE trial_values")
+            return Evaluation(value=1.0)
+
+        with pytest.raises(ValueError, match=r"^the study's storage failed: [^\n]*$"):
+            run(found, LAYERS, evaluate, trials=8, seeds={"none": 0})
+        assert evaluations == 3
 
 
 class TestWorkers:
