@@ -21,6 +21,7 @@ from layerskip.search.replay import (
     Drafts,
     Draws,
     Replay,
+    all_starts,
     assembled,
     astray,
     checked_length,
@@ -99,12 +100,13 @@ class _Following:
         else:
             known = torch.cat([text.tokens[text.prompt :] for text in texts])  # (P,)
             self.before = model.embed(known.to(model.device)[None])[0]  # (P, H)
-        self.text = torch.cat([torch.full((text.starts,), text.number) for text in texts])  # (N,)
-        first = torch.tensor(trace.offsets)  # of each text's places among all
-        own = torch.cat([torch.arange(text.starts) for text in texts])  # (N,)
-        self.row = first[self.text] + own  # (N,) of each start among all places
-        self.last_row = torch.tensor([*trace.offsets[1:], len(trace.following)])[self.text] - 1
-        self.place = torch.tensor([text.prompt for text in texts])[self.text] + own  # (N,)
+        self.chains = all_starts(trace)
+        self.text = torch.tensor([text.number for text, _, _ in self.chains])  # (N,)
+        self.place = torch.tensor([place for _, place, _ in self.chains])  # (N,)
+        ends = [*trace.offsets[1:], len(trace.following)]  # of each text's places among all
+        self.last_row = torch.tensor(ends)[self.text] - 1  # (N,)
+        shifts = [at - text.prompt for at, text in zip(trace.offsets, texts, strict=True)]
+        self.row = torch.tensor(shifts)[self.text] + self.place  # (N,) of each start
         self.rotary = trace.rotary(max(len(text.tokens) for text in texts) + length)
 
     def run(self, enough: Enough) -> Drafts:
@@ -127,10 +129,7 @@ class _Following:
         texts, starts = self.text[layout[:, 0]], self.place[layout]  # (B,), (B, G)
         cache = ChainCache(self.trace.cache, texts.to(device), starts.to(device), steps)
         begun = layout.flatten().unique()  # (C,)
-        chains = []
-        for start in begun.tolist():
-            text, place = self.trace.texts[int(self.text[start])], int(self.place[start])
-            chains.append((text, place, int(text.tokens[place])))
+        chains = [self.chains[start] for start in begun.tolist()]
         draws = Draws(self.trace, chains, steps)
         alive = torch.zeros(len(self.row), dtype=torch.bool)
         alive[begun] = True

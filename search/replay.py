@@ -92,12 +92,8 @@ def replay(
     layer = exit_layer(skip)
     if layer is not None:
         return assembled(trace, skip, _exit(trace, skip, layer, length, progress))
-    chains = [
-        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
-        for text in trace.texts
-        for start in range(text.starts)
-    ]
-    return assembled(trace, skip, _draft(trace, skip, chains, length, progress))
+    drafts = _draft(trace, skip, all_starts(trace), length, progress)
+    return assembled(trace, skip, drafts)
 
 
 class Drafts(NamedTuple):
@@ -133,6 +129,16 @@ def checked_length(trace: Trace, draft_length: int | None) -> int:
             f"got {length}; take a trace with a longer one"
         )
     return length
+
+
+def all_starts(trace: Trace) -> list[Chain]:
+    """A chain from every start, N of them."""
+    return [
+        (text, place, token)
+        for text in trace.texts
+        for place, token in enumerate(text.tokens.tolist()[: text.prompt + text.starts])
+        if place >= text.prompt
+    ]
 
 
 def exit_layer(skip: SkipConfig) -> int | None:
@@ -281,11 +287,13 @@ class Draws:
         self.noise = None
         if trace.law.do_sample and not trace.rejection:
             self.noise = _SharedNoise(trace, chains, steps)
-        # under the rejection rule, the place of each chain's first wrong token; 0 on its text
-        self.strayed = [
-            0 if text.tokens[place : place + 1].tolist() == [token] else place
-            for text, place, token in chains
-        ]
+        self.strayed: list[int] = []
+        """Under the rejection rule, the place of each chain's first wrong token; 0 on its text."""
+        if trace.rejection:
+            self.strayed = [
+                0 if text.tokens[place : place + 1].tolist() == [token] else place
+                for text, place, token in chains
+            ]
 
     def at(
         self, step: int, raw: Tensor, histories: Histories, chains: Tensor | None = None

@@ -339,11 +339,7 @@ def test_an_exit_is_replayed_as_any_other_draft() -> None:
     """The short way through the trace's own pass gives what the long way gives."""
     trace = small_trace()
     short = replay(trace, SKIPS["an exit"])
-    chains = [
-        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
-        for text in trace.texts
-        for start in range(text.starts)
-    ]
+    chains = replay_module.all_starts(trace)
     skip = SKIPS["an exit"].resolve(6)
     with torch.no_grad():
         long = replay_module._draft(trace, skip, chains, 6, lambda share: None)

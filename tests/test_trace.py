@@ -285,11 +285,7 @@ def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch)
     """The short way through the trace's own pass gives what the long way gives."""
     _, trace = traced(*CASES[1])
     short = replay(trace, SKIPS["exit 4"])
-    chains = [
-        (text, text.prompt + start, int(text.tokens[text.prompt + start]))
-        for text in trace.texts
-        for start in range(text.starts)
-    ]
+    chains = replay_module.all_starts(trace)
     with torch.no_grad():
         long = replay_module._draft(
             trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, lambda share: None
