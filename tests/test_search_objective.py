@@ -1,0 +1,297 @@
+"""What a config is worth: against rounds counted one by one and priced by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cost_records import MACHINES, cost_record
+from models import lively_model, prompt
+from transformers import TemperatureLogitsWarper
+
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.laws import Law
+from layerskip.search import objective as objective_module
+from layerskip.search.following import follow
+from layerskip.search.objective import (
+    TOLERANCE,
+    Choice,
+    Objective,
+    _Limit,
+    best_choice,
+    choices,
+)
+from layerskip.search.replay import Replay, replay
+from layerskip.search.space import Space
+from layerskip.search.study import Evaluation
+from layerskip.search.trace import Trace, take_trace
+
+SPACE = Space(kind="sublayer", num_layers=6, allow_ends=True)
+CASES: dict[str, tuple[str, float | None, str]] = {
+    "greedy": ("llama", None, "coupled"),
+    "coupled": ("gemma2", 0.7, "coupled"),
+    "rejection": ("llama", 0.7, "rejection"),
+}
+TEXTS = ["greedy", "coupled"]  # where drafts are not drawn for themselves
+LENGTHS = range(1, 9)
+
+
+def take(case: str) -> Trace:
+    family, temperature, acceptance = CASES[case]
+    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+    return take_trace(
+        lively_model(family, dtype=torch.float32),
+        [prompt(length, seed=length)[0] for length in (5, 8, 6)],
+        max_new_tokens=24,
+        law=Law(warpers, do_sample=temperature is not None, rows=1),
+        acceptance=acceptance,
+    )
+
+
+traced = cache(take)
+
+
+def drawn(count: int, seed: int = 0) -> Iterator[SkipConfig]:
+    """Random configs, large and small, an early exit among them."""
+    draw = random.Random(seed)
+    yield SPACE.skip_config(SPACE.exit_mask(4))
+    for _ in range(count):
+        yield SPACE.skip_config(
+            sum(1 << i for i in draw.sample(range(12), draw.choice([1, 1, 2, 3, 5, 6, 9])))
+        )
+
+
+def by_hand(whole: Replay, record: dict[str, Any]) -> dict[int, float]:
+    """Speedup of each fixed draft length: texts walked round by round, each priced part by part.
+
+    For machines on which the context costs nothing.
+    """
+    kept, prefix = whole.skip.kept(), whole.skip.shared_prefix()
+    head, rest = (record[name][0] for name in ("head", "rest"))
+    by_count = [
+        [seconds for layer in zip(a, m, strict=True) for seconds in layer]
+        for a, m in zip(record["attention"][0], record["mlp"][0], strict=True)
+    ]
+    draft = sum(by_count[0][i] for i in kept) + head[0] + rest[0]
+    plain = record["passes"][0][0]
+    found = {}
+    matches = [whole.matches[rows].tolist() for rows in whole.texts]
+    for length in LENGTHS:
+        seconds = 0.0
+        for text, matched in zip(whole.trace.texts, matches, strict=True):
+            place = 0
+            while place < text.starts:
+                drafted = min(length, text.starts - place - 1)  # the last token is never drafted
+                accepted = next((j for j in range(drafted) if not matched[place][j]), drafted)
+                verified = sum(by_count[0][:prefix]) + sum(by_count[drafted][prefix:])
+                round_ = drafted * draft + verified + head[drafted] + rest[drafted]
+                seconds += round_ if drafted else plain
+                place += accepted + 1
+        found[length] = whole.trace.starts * plain / seconds
+    return found
+
+
+def fixed(found: list[Choice]) -> dict[int | None, float]:
+    return {way.max_draft_length: way.speedup for way in found if way.controller == "fixed"}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_fixed_lengths_are_worth_what_counting_by_hand_says(case: str) -> None:
+    for skip in drawn(4):
+        whole, followed = replay(traced(case), skip), follow(traced(case), skip)
+        for name in ("reads weights", "dear verification", "cheap ends"):
+            costs = Objective(traced(case), MACHINES[name]).costs(skip)
+            expected = pytest.approx(by_hand(whole, MACHINES[name]))
+            assert fixed(choices(whole, costs)) == expected
+            assert fixed(choices(followed, costs)) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_value_is_that_of_the_best_way_and_never_below_plain(case: str) -> None:
+    trace, flat, paying = traced(case), 0, 0
+    for skip in drawn(5, seed=1):
+        followed = follow(trace, skip)
+        for record in MACHINES.values():
+            objective = Objective(trace, record)
+            found, costs = objective(skip), objective.costs(skip)
+            plain = 1 / objective.step_seconds
+            assert found.value >= plain
+            assert found.guide is not None
+            assert found.guide <= found.value
+            assert found.draft_cost == costs.draft
+            known = fixed(choices(followed, costs))
+            assert found.value >= max(known.values()) * plain * 0.9999
+            if found.value == plain:
+                flat += 1
+                assert found.attributes["controller"] is None
+            else:
+                paying += 1
+                assert found.attributes["controller"] is not None
+    assert flat > 5
+    assert paying > 3
+
+
+def test_the_context_is_that_of_the_texts() -> None:
+    trace, record = traced("greedy"), MACHINES["long contexts"]
+    objective = Objective(trace, record)
+    assert 16 < trace.context < 64
+    part = (trace.context - 16) / (64 - 16)
+    assert objective.step_seconds == pytest.approx(13e-3 + part * 3 * 6e-3)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_skipping_nothing_is_worth_plain_decoding(machine: str) -> None:
+    objective = Objective(traced("greedy"), MACHINES[machine])
+    found = objective(SkipConfig())
+    assert found.value == found.guide == 1 / objective.step_seconds
+    assert found.acceptance == 1.0
+    assert not found.attributes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_acceptance_is_the_share_of_first_tokens_that_match(case: str) -> None:
+    objective = Objective(traced(case), MACHINES["free verification"])
+    for skip in drawn(4, seed=2):
+        assert objective(skip).acceptance == replay(traced(case), skip).survival[0]
+
+
+def compared(case: str, configs: int, seed: int, trace: Trace) -> tuple[int, int]:
+    """Limited against unlimited drafts; how many were cut short, and how many of those paid."""
+    cut = paid = 0
+    for skip in drawn(configs, seed):
+        whole = follow(trace, skip)
+        for machine, record in MACHINES.items():
+            costs = Objective(trace, record).costs(skip)
+            limit = _Limit(costs, trace.draft_length)
+            short = follow(trace, skip, limit.longest, enough=limit)
+            if short.draft_length == trace.draft_length:
+                continue
+            mine, all_ = (fixed(choices(drafts, costs)) for drafts in (short, whole))
+            cut += 1
+            if max(all_.values()) > 1:
+                paid += 1
+                assert max(mine, key=mine.__getitem__) == max(all_, key=all_.__getitem__), machine
+                assert max(mine.values()) == pytest.approx(max(all_.values()))
+            # what other controllers make of longer drafts, and of luck, is little
+            mine_best, best = (best_value(drafts, costs) for drafts in (short, whole))
+            assert 0.95 * best <= mine_best <= 1.05 * best, (case, machine, skip)
+    return cut, paid
+
+
+def best_value(drafts: Replay, costs: Any) -> float:
+    return max(choice.speedup for choice in choices(drafts, costs))
+
+
+@pytest.mark.parametrize(("case", "seed"), [("greedy", 3), ("coupled", 6)])
+def test_stopping_early_misses_no_fixed_length(case: str, seed: int) -> None:
+    cut, paid = compared(case, 7, seed, traced(case))
+    assert cut > 20
+    assert paid > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_stopping_early_misses_no_fixed_length_of_many(case: str, seed: int) -> None:
+    compared(case, 40, seed + 10, traced(case))
+
+
+def test_what_cannot_pay_is_followed_for_one_step() -> None:
+    lengths = []
+
+    def watched(*arguments: Any, **options: Any) -> Replay:
+        drafts = follow(*arguments, **options)
+        lengths.append(drafts.draft_length)
+        return drafts
+
+    dear = cost_record() | {"draft_rest": [1.0, 1.0]}  # a draft step costs many plain ones
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objective_module, "follow", watched)
+        found = Objective(traced("greedy"), dear)(SkipConfig(attention=(2,)))
+    assert lengths == [1]
+    assert found.attributes["controller"] is None
+
+
+@pytest.mark.parametrize(
+    ("fastest", "adaptive", "controller"),
+    [
+        (1.30, 1.35, "expected-gain"),
+        (1.30, 1.30 / TOLERANCE + 1e-6, "expected-gain"),
+        (1.30, 1.30 / TOLERANCE - 1e-6, "fixed"),
+        (0.90, 0.95, None),
+        (0.90, 0.999, None),
+        (1.005, 0.999, "expected-gain"),
+    ],
+)
+def test_expected_gain_is_preferred_within_the_tolerance(
+    fastest: float, adaptive: float, controller: str | None
+) -> None:
+    ways = [
+        Choice(None, None, None, 1.0),
+        Choice("fixed", 3, None, fastest),
+        Choice("confidence", 4, 0.6, fastest - 0.1),
+        Choice("expected-gain", 8, None, adaptive),
+    ]
+    best = best_choice(ways)
+    assert best.controller == controller
+    assert best.decoding.enabled is (None if controller else False)
+
+
+def test_a_choice_as_decoding_options() -> None:
+    assert Choice(None, None, None, 1.0).decoding == DecodingOptions(enabled=False)
+    options = DecodingOptions(controller="confidence", max_draft_length=4, threshold=0.6)
+    assert Choice("confidence", 4, 0.6, 1.2).decoding == options
+
+
+def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(trace: Trace, skip: SkipConfig, *rest: Any, **options: Any) -> Replay:
+        calls.append(skip)
+        return follow(trace, skip, *rest, **options)
+
+    monkeypatch.setattr(objective_module, "follow", counted)
+    objective = Objective(traced("greedy"), MACHINES["reads weights"])
+    same = [SkipConfig(attention=(5,), mlp=(5,)), SkipConfig.layers((5,)), SkipConfig.early_exit(5)]
+    found = [objective(skip) for skip in (*same, same[0])]
+    assert found[0].value > 0
+    assert all(each is found[0] for each in found)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_follow_from_the_config_the_trace_and_the_costs(case: str) -> None:
+    skips = list(drawn(5, seed=4))
+
+    def values(record: dict[str, Any], trace: Trace) -> list[Evaluation]:
+        objective = Objective(trace, record)
+        return [objective(skip) for skip in skips]
+
+    first = values(MACHINES["reads weights"], traced(case))
+    again = Objective(take(case), MACHINES["reads weights"])
+    assert [again(skip) for skip in reversed(skips)] == first[::-1]  # in any order
+    other = values(MACHINES["dear heads"], traced(case))
+    assert [f.acceptance for f in other] == [f.acceptance for f in first]
+    for mine, theirs in zip(first, other, strict=True):
+        assert mine.value != theirs.value
+        assert mine.draft_cost != theirs.draft_cost
+
+
+def test_twice_as_fast_a_machine_is_worth_twice() -> None:
+    def halved(value: Any) -> Any:
+        return [halved(each) for each in value] if isinstance(value, list) else value / 2
+
+    record = MACHINES["reads weights"]
+    timed = ("attention", "mlp", "head", "rest", "passes")
+    fast = record | {name: halved(record[name]) for name in timed}
+    for skip in drawn(3, seed=5):
+        slow, quick = (Objective(traced("greedy"), each)(skip) for each in (record, fast))
+        assert quick.value == pytest.approx(2 * slow.value)
+        assert dataclasses.replace(quick, value=0, guide=0, draft_cost=0) == dataclasses.replace(
+            slow, value=0, guide=0, draft_cost=0
+        )
