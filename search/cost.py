@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ COUNTS = tuple(range(1, 10))
 
 CONTEXTS = (64, 256)
 """Tokens before them."""
+
+DISTURBED = 0.25
+"""By what share a quiet machine's times do not contradict each other; .01 to .09 were seen."""
 
 _TYPICAL_LENGTH = 4  # of the drafts that a repeated step is read off, as in `layerskip.costs`
 _SWEEPS = 40  # at most, of every context; the first one warms up
@@ -157,6 +160,17 @@ def measure(
         for name, value in sweeps.summary().items():
             record.setdefault(name, []).append(value)
     return record
+
+
+def disturbed(record: Mapping[str, Any]) -> bool:
+    """Whether other work on the machine shows in a record, beyond what any machine does.
+
+    Drafts repeat their sublayers sooner than plain steps do, so that these can only be cheaper
+    there; and the parts of a pass add up to it, nearly.
+    """
+    repeated = max((factor for factors in record["repeated"] for factor in factors), default=0.0)
+    gap = max(abs(share) for shares in record["gap"] for share in shares)
+    return repeated > 1 + DISTURBED or gap > DISTURBED
 
 
 class _Sweeps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,8 @@ from layerskip.sublayers import Sublayers, fingerprint
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
 FEWEST_TRIALS = 60
+ATTEMPTS = 3
+"""Measurements of the costs before a busy machine's are taken."""
 FINALISTS = 3
 REPEATS = 2
 
@@ -107,6 +110,7 @@ class Search:
             seeds=[self.task.seed + number for number in range(len(prompts))],
             eos=end_tokens(self.model),
             draft_length=self.draft_length,
+            acceptance=self.task.acceptance,
             progress=self.progress,
         )
 
@@ -171,14 +175,26 @@ class Search:
         if known is None:
             started = time.perf_counter()
             if cost is None:
-                cost = costs.measure(
-                    self.opened, self.traced, law=self._law(), progress=self.progress
-                )
+                cost = self._measured()
                 self.seconds["cost"] = time.perf_counter() - started
             self.study.set_user_attr("cost", dict(cost))
             known = self.study.user_attrs["cost"]  # another worker's, if that was later
         self.objective = Objective(self.trace, known)
         return self.objective
+
+    def _measured(self) -> dict[str, Any]:
+        """The costs here, measured again where the machine was busy."""
+        for _ in range(ATTEMPTS):
+            found = costs.measure(self.opened, self.traced, law=self._law(), progress=self.progress)
+            if not costs.disturbed(found):
+                return found
+        warnings.warn(
+            f"other work on this machine disturbed the costs, {ATTEMPTS} times: what the search "
+            "finds may be slower than it says; search again when the machine is quiet, under "
+            "another study name",
+            stacklevel=2,
+        )
+        return found
 
     @property
     def bound(self) -> float:

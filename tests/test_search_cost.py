@@ -14,7 +14,7 @@ from layerskip.config import SkipConfig
 from layerskip.laws import Law
 from layerskip.pricing import cost_table, step_seconds
 from layerskip.search import cost
-from layerskip.search.cost import measure
+from layerskip.search.cost import disturbed, measure
 from layerskip.sublayers import Sublayers
 
 LAYERS = 6
@@ -139,6 +139,15 @@ def test_contexts_in_between_lie_on_a_line() -> None:
     assert steps[1] == steps[16]
     assert steps[1000] == steps[64]
     assert step_seconds(record) == pytest.approx((steps[16] + steps[64]) / 2)
+
+
+def test_a_busy_machine_shows() -> None:
+    record = Machine().measure()
+    assert not disturbed(record)
+    assert not disturbed(record | {"repeated": [[1.1], [0.5]]})
+    assert disturbed(record | {"repeated": [[1.0], [1.8]]})  # drafts dearer than what they run
+    assert not disturbed(record | {"gap": [[0.0, 0.09], [-0.05, 0.0]]})
+    assert disturbed(record | {"gap": [[0.0, 0.0], [0.0, -0.4]]})
 
 
 def test_what_is_repeated_may_be_cheaper() -> None:
