@@ -22,7 +22,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.controllers import Confidence, Controller, Fixed
 from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, residual, stream_key
+from layerskip.laws import Law, gumbel_noise, residual, stream_key
 from layerskip.search import drawing
 from layerskip.search import following as following_module
 from layerskip.search import replay as replay_module
@@ -70,11 +70,10 @@ DRAFT = torch.tensor([0.6, 0.3, 0.9, -2.5, 0.7, -1.0, float("-inf")])
 
 
 def proposals(target: Tensor = TARGET) -> tuple[Tensor, Drawn]:
-    """Tokens x of many texts at one place, and what a draft proposes given them."""
+    """Tokens x of many texts at one place, drawn as a trace does, and proposals given them."""
     p = target.softmax(-1)
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.multinomial(TARGET.softmax(-1), PLACES, True, generator=generator)
     keys = [stream_key(seed) for seed in range(PLACES)]
+    texts = (TARGET + gumbel_noise(keys, [7] * PLACES, len(TARGET))).argmax(-1)  # (N,)
     beside = Beside(texts, p[texts], keys, [7] * PLACES)
     raw = DRAFT.expand(PLACES, -1)
     return texts, propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
@@ -107,13 +106,17 @@ def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule() -> None:
     assert (drawn.likeliest == DRAFT.argmax()).all()
 
 
-@pytest.mark.parametrize("mistake", ["temperature", "proposals from q"])
+@pytest.mark.parametrize("mistake", ["temperature", "proposals from q", "the text's noise"])
 def test_known_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TARGET
     if mistake == "temperature":
         target = TARGET / 0.8
-    else:
+    elif mistake == "proposals from q":
         monkeypatch.setattr(drawing, "residual", lambda p, q: p)
+    else:
+        monkeypatch.setattr(
+            drawing, "stray_noise", lambda keys, _, places, s: gumbel_noise(keys, places, len(s[0]))
+        )
     _, drawn = proposals(target)
     assert of_law(drawn.tokens, DRAFT.softmax(-1)) < LEVEL
 
