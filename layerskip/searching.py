@@ -143,7 +143,7 @@ def search(
         raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
-    given = {Path(path).stem: SkipConfig.load(path) for path in skip or ()}
+    given = {path: SkipConfig.load(path) for path in skip or ()}
     chosen, held_out = split_prompts(_prompts(model, prompts), positions // max_new_tokens)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
@@ -152,7 +152,7 @@ def search(
     loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
 
     from layerskip.loading import encode
-    from layerskip.workers import Asked, begin, cpu_threads, helpers
+    from layerskip.workers import Asked, begin, cpu_threads, sharing
 
     asked = Asked(
         model=model,
@@ -183,8 +183,8 @@ def search(
         going.open(asked.storage, study_name, given)
         going.price()
         _write(output / "cost.json", json.dumps(going.objective.cost, indent=1) + "\n")
-        _say_bound(talk, going, asked)
-        with cpu_threads(max(1, usable // workers)), helpers(asked, workers - 1, usable // workers):
+        _say_bound(talk, going)
+        with cpu_threads(max(1, usable // workers)), sharing(asked, workers - 1, usable // workers):
             _run(going, asked, output, talk)
         talk.progress("")
         going.choose(finalists)
@@ -255,7 +255,7 @@ def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
         raise
 
 
-def _say_bound(talk: Talk, going: Search, asked: Asked) -> None:
+def _say_bound(talk: Talk, going: Search) -> None:
     plain = 1.0 / going.objective.step_seconds
     talk.say(
         f"bound: no draft of {going.space} is faster than {going.bound:.1f}x plain decoding "

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,8 +81,11 @@ def begin(
     return Search(loaded.model, traced, held_out, task=task, space=where, progress=progress)
 
 
-def work(asked: Asked, threads: int, parent: int) -> None:
-    """A process that takes part in the study until it is done, or its parent is gone."""
+def work(asked: Asked, threads: int, parent: int, started: float) -> None:
+    """A process that takes part in the study until it is done, or its parent is gone.
+
+    `started` is when the search's time began to count, in seconds since the epoch.
+    """
 
     class Orphaned(Exception):
         pass
@@ -100,17 +104,17 @@ def work(asked: Asked, threads: int, parent: int) -> None:
         going = begin(asked, loaded, ())
         going.open(asked.storage, asked.study_name, asked.given)
         going.price()
-        going.run(asked.trials, timeout=asked.timeout, told=look)
+        timeout = None if asked.timeout is None else asked.timeout - (time.time() - started)
+        if timeout is None or timeout > 0:
+            going.run(asked.trials, timeout=timeout, told=look)
 
 
 @contextlib.contextmanager
-def helpers(asked: Asked, count: int, threads: int) -> Iterator[None]:
+def sharing(asked: Asked, count: int, threads: int) -> Iterator[None]:
     """So many processes that share the study, gone when this ends."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    started = [
-        context.Process(target=work, args=(asked, max(1, threads), os.getpid()), daemon=True)
-        for _ in range(count)
-    ]
+    asking = (asked, max(1, threads), os.getpid(), time.time())
+    started = [context.Process(target=work, args=asking, daemon=True) for _ in range(count)]
     for process in started:
         process.start()
     try:
