@@ -63,14 +63,15 @@ class Search:
         progress: told what is being done, in words, and the share of it that is done.
 
     Attributes:
-        trace: the target's texts, and `held_out_trace` those of the held-out prompts.
+        trace: the target's texts.
         objective: what a config is worth; after `price`.
         study: the ledger; after `open`.
         finalists: after `choose`; timed after `confirm`.
         seconds: what each step took.
 
     Raises:
-        ValueError: as `take_trace`; a space for another number of layers.
+        ValueError: as `take_trace`, for held-out prompts, too; a space for another number of
+            layers.
     """
 
     def __init__(
@@ -93,6 +94,11 @@ class Search:
             )
         self.traced = [ids.reshape(1, -1).to(self.opened.device) for ids in traced]
         self.held_out = [ids.reshape(1, -1).to(self.opened.device) for ids in held_out]
+        lengths = [ids.shape[1] for ids in self.held_out]
+        if lengths:  # looked at again when all trials are done, which is late to refuse them
+            if not min(lengths):
+                raise ValueError("held-out prompts need at least one token each")
+            self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
         self.draft_length = draft_length
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
         self.finalists: list[Finalist] = []
@@ -478,7 +484,9 @@ def importance(ledger: Study) -> dict[str, float] | None:
     trials = ledger.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(trials) < 20 or len(set(map(loss, trials))) < 2:
         return None
-    with study.quiet():
+    with study.quiet(), warnings.catch_warnings():
+        # Optuna cannot know that `loss` is smaller for better trials, as PED-ANOVA wants it
+        warnings.filterwarnings("ignore", message="PedAnovaImportanceEvaluator computes")
         return dict(
             get_param_importances(ledger, evaluator=PedAnovaImportanceEvaluator(), target=loss)
         )

@@ -1,0 +1,447 @@
+"""A search from Python, end to end on live models: what it finds, keeps, refuses and leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import search_files
+import torch
+from cost_records import MACHINES, cost_record
+from models import lively_model, prompt
+
+import layerskip
+from layerskip.checking import _fingerprint
+from layerskip.config import SkipConfig
+from layerskip.methods import Task
+from layerskip.search import SearchResult, finding, sampler, search
+from layerskip.search.finalists import winner
+from layerskip.search.finding import Search, default_trials
+from layerskip.search.objective import Objective
+from layerskip.search.replay import replay
+from layerskip.search.space import Space
+from layerskip.searches import read_search
+
+COST = MACHINES["reads weights"]
+HOPELESS = cost_record() | {"draft_rest": [1.0, 1.0]}
+"""Where a draft step costs many plain ones."""
+PROMPTS = [prompt(length, seed=length)[0] for length in (5, 8, 6)]
+HELD_OUT = [prompt(7, seed=20)[0]]
+TOKENS = 24
+
+
+def tiny(family: str = "llama", **settings: Any) -> Any:
+    return lively_model(family, **{"dtype": torch.float32, **settings})
+
+
+def idle_end() -> Any:
+    """A model whose last three layers do nothing."""
+    model = tiny()
+    with torch.no_grad():
+        for layer in model.model.layers[3:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def find(model: Any, **settings: Any) -> SearchResult:
+    return search(
+        model, PROMPTS, **{"trials": 20, "max_new_tokens": TOKENS, "cost": COST} | settings
+    )
+
+
+def steps(model: Any, task: Task | None = None, **settings: Any) -> Search:
+    """The same by hand, before its study is opened."""
+    return Search(
+        model,
+        settings.pop("prompts", PROMPTS),
+        task=task or Task(TOKENS),
+        **{"space": Space(kind="sublayer", num_layers=6)} | settings,
+    )
+
+
+def story(result: SearchResult) -> list[tuple[Any, ...]]:
+    """What does not depend on the clock."""
+    known = ("origin", "skipped", "guide", "acceptance", "draft_cost", "controller")
+    return [
+        (t.value, t.params, *(t.user_attrs.get(name) for name in known))
+        for t in result.study.get_trials(deepcopy=False)
+    ]
+
+
+def checked(result: SearchResult, folder: Path) -> dict[str, Any]:
+    """The record as a file's reader has it."""
+    header = search_files.made_up(layers=6)
+    known = json.loads(json.dumps(dict(result.record), allow_nan=False))
+    path = search_files.write(folder / "search.json", header | known)
+    return read_search(path)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def timed(llama: Any) -> SearchResult:
+    """A search with held-out prompts, on a clock."""
+    return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, layerskip.search as s; assert 'search' in dir(s); "
+        "assert not {'torch', 'optuna', 'transformers', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert search is finding.search
+    assert SearchResult is finding.SearchResult
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        layerskip.search.nothing  # noqa: B018
+
+
+class TestResult:
+    def test_nothing_is_written_and_the_model_is_as_it_was(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("here", "temporary", "home"):
+            (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        model = tiny("gemma2")
+        before, threads = _fingerprint(model), torch.get_num_threads()
+        torch.manual_seed(3)
+        drawn = torch.get_rng_state()
+        find(model, held_out=HELD_OUT, trials=12, repeats=1, do_sample=True)
+        assert _fingerprint(model) == before
+        assert torch.get_num_threads() == threads
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+    def test_the_config_loads_and_decodes_the_same_text(
+        self, llama: Any, timed: SearchResult, tmp_path: Path
+    ) -> None:
+        fastest = max(timed.finalists, key=lambda finalist: finalist.predicted)
+        for number, skip in enumerate((timed.skip, fastest.skip)):
+            skip.save(tmp_path / f"{number}.json")
+            assert SkipConfig.load(tmp_path / f"{number}.json") == skip
+            for length in (3, 9):
+                ids = prompt(length, seed=30 + length)
+                plain = layerskip.generate(llama, ids, do_sample=False, max_new_tokens=40)
+                found = layerskip.generate(
+                    llama,
+                    ids,
+                    skip=tmp_path / f"{number}.json",
+                    do_sample=False,
+                    max_new_tokens=40,
+                )
+                assert torch.equal(found.sequences, plain.sequences)
+                if number:
+                    assert found.stats.num_drafts > 0
+
+    def test_the_config_says_what_was_measured(self, llama: Any, timed: SearchResult) -> None:
+        skip = timed.skip
+        assert skip.matches(None, layerskip.fingerprint(llama))
+        assert skip.notes is not None
+        assert skip.notes["trials"] == 30
+        assert skip.notes["prompts"] == {"traced": 3, "held_out": 1}
+        assert skip.notes["positions"] == 3 * (TOKENS - 1)
+        if timed.winner is not None:
+            assert skip.notes["confirmed"]["speedup"] > 1
+            assert skip.costs == timed.winner.costs.to_dict()
+
+    def test_the_record_is_a_search_file(self, timed: SearchResult, tmp_path: Path) -> None:
+        document = checked(timed, tmp_path)
+        assert len(document["trials"]) == 30
+        assert document["space"]["size"] == Space(kind="sublayer", num_layers=6).size
+        assert document["importance"].keys() == {
+            *(f"{kind}.{layer}" for kind in ("attention", "mlp") for layer in range(1, 5)),
+            "layer.5",
+        }
+        assert sum(document["importance"].values()) == pytest.approx(1)
+        assert document["plain"]["confirmed_tokens_per_second"] > 0
+        for finalist in document["finalists"]:
+            assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
+            assert finalist["predicted_held_out"] > 0
+
+    def test_finalists_are_replayed_whole(self, llama: Any, timed: SearchResult) -> None:
+        search = steps(llama)
+        for finalist in timed.finalists:
+            assert finalist.alpha == replay(search.trace, finalist.skip).survival[0]
+        speeds = [finalist.predicted for finalist in timed.finalists]
+        assert speeds[:2] == sorted(speeds[:2], reverse=True)
+
+    def test_the_best_exit_is_among_the_finalists(self) -> None:
+        for seed in range(2):
+            model = tiny(seed=seed)
+            for cost in (COST, MACHINES["cheap ends"], HOPELESS):
+                result = find(model, finalists=1, cost=cost)
+                exits = [f for f in result.finalists if f.name.startswith("exit-")]
+                assert result.record["best_exit"] == exits[0].name
+                assert len(result.finalists) <= 2
+                fastest = max(result.finalists, key=lambda f: f.predicted)
+                assert fastest is result.finalists[0]
+                if result.winner is not None:
+                    assert result.winner.predicted >= exits[0].predicted
+                    assert result.winner is fastest
+
+    def test_the_clock_has_the_last_word(self, timed: SearchResult) -> None:
+        first, *others = timed.finalists
+        confirmed = first.confirmed
+        assert confirmed is not None
+        try:
+            for finalist in others:
+                finalist.confirmed = confirmed | {"speedup": 0.99}
+            others[-1].confirmed = confirmed | {"speedup": 1.5}
+            first.confirmed = confirmed | {"speedup": 1.2}
+            assert winner(timed.finalists) is others[-1]
+            others[-1].confirmed = first.confirmed = confirmed | {"speedup": 1.0}
+            assert winner(timed.finalists) is None
+        finally:
+            first.confirmed = confirmed
+
+    def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:
+        result = find(llama, cost=HOPELESS, trials=25)
+        assert result.winner is None
+        assert result.skip.decoding is not None
+        assert result.skip.decoding.enabled is False
+        assert result.record["winner"] is None
+        assert result.record["bound"] < 1
+        assert all(row["speedup"] == pytest.approx(1.0) for row in result.record["trials"])
+        assert all(finalist.predicted < 1 for finalist in result.finalists)
+        checked(result, tmp_path)
+        ids = prompt(6, seed=40)
+        plain = layerskip.generate(llama, ids, do_sample=False, max_new_tokens=24)
+        result.skip.save(tmp_path / "skip.json")
+        found = layerskip.generate(
+            llama, ids, skip=tmp_path / "skip.json", do_sample=False, max_new_tokens=24
+        )
+        assert found.stats.num_drafts == 0
+        assert torch.equal(found.sequences, plain.sequences)
+
+    @pytest.mark.parametrize("space", ["sublayer", "layer", "exit"])
+    def test_layers_that_do_nothing_are_left_out(self, space: str) -> None:
+        model = idle_end()
+        result = find(model, space=space, trials=40)
+        assert result.skip.attention == result.skip.mlp == (3, 4, 5)
+        assert result.winner is not None
+        assert result.winner.alpha == 1.0
+        assert result.winner.name == "exit-3"
+        ids = prompt(6, seed=41)
+        found = layerskip.generate(
+            model, ids, skip=result.skip, do_sample=False, max_new_tokens=40, execution="modules"
+        )
+        assert found.stats.num_accepted_tokens == found.stats.num_draft_tokens > 0
+
+    @pytest.mark.parametrize(
+        "law", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 40}], ids=["greedy", "sampled"]
+    )
+    def test_given_costs_it_is_the_same_again(self, llama: Any, law: dict[str, Any]) -> None:
+        first, again = (find(llama, trials=30, seed=5, **law) for _ in range(2))
+        assert story(first) == story(again)
+        assert first.skip == again.skip
+        same = [name for name in first.record if name not in ("trials", "seconds")]
+        assert {n: first.record[n] for n in same} == {n: again.record[n] for n in same}
+
+    def test_progress_is_told_in_words_and_shares(self, llama: Any) -> None:
+        told: list[tuple[str, float]] = []
+        find(llama, trials=3, progress=lambda what, share: told.append((what, share)))
+        assert all(0 <= share <= 1 for _, share in told)
+        assert [share for what, share in told if what.startswith("trials")] == [1 / 3, 2 / 3, 1]
+
+    def test_costs_are_measured_where_none_are_given(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measure = finding.costs.measure
+        monkeypatch.setattr(
+            finding.costs, "measure", lambda *a, **k: measure(*a, **k, budget=1e-9, contexts=[16])
+        )
+        monkeypatch.setattr(finding.costs, "disturbed", lambda record: False)
+        result = find(llama, cost=None, trials=2)
+        assert result.record["cost"]["contexts"] == [16]
+        assert result.record["seconds"]["cost"] > 0
+        assert 0 < result.record["step_seconds"] < 1
+
+
+class TestSearched:
+    def test_given_seeds_are_tried_first(self, llama: Any) -> None:
+        mine = {"a": SkipConfig(attention=(2, 4)), "b": SkipConfig(mlp=(1,))}
+        result = find(llama, seeds=mine, trials=4)
+        rows = result.record["trials"]
+        assert [row["origin"] for row in rows][:3] == ["seed:a", "seed:b", "seed:none"]
+        assert rows[0]["skipped"] == {"attention": [2, 4], "mlp": []}
+
+    def test_number_of_trials(self, llama: Any) -> None:
+        assert default_trials(Space(kind="sublayer", num_layers=32)) == 6 * 61
+        assert default_trials(Space(kind="layer", num_layers=6)) == 32
+        assert default_trials(Space(kind="sublayer", num_layers=6)) == 60
+        assert len(find(llama, space="exit", trials=None).record["trials"]) == 6
+
+    def test_the_space_is_kept_to(self, llama: Any) -> None:
+        result = find(llama, budget=2, allow_ends=True, trials=30)
+        for row in result.record["trials"]:
+            assert len(row["skipped"]["attention"]) + len(row["skipped"]["mlp"]) <= 2
+        assert result.record["space"]["budget"] == 2
+
+    def test_time_over_before_the_first_trial(self, llama: Any, tmp_path: Path) -> None:
+        result = find(llama, timeout=1e-9, held_out=HELD_OUT)
+        assert result.winner is None
+        assert result.finalists == ()
+        assert checked(result, tmp_path)["trials"] == []
+
+    def test_the_rejection_rule(self, llama: Any, tmp_path: Path) -> None:
+        law = {"do_sample": True, "temperature": 0.8, "trials": 15}
+        coupled, rejection = (find(llama, acceptance=a, **law) for a in ("coupled", "rejection"))
+        assert {row["acceptance"] for row in coupled.record["trials"][1:]} != {
+            row["acceptance"] for row in rejection.record["trials"][1:]
+        }
+        task = Task(TOKENS, do_sample=True, temperature=0.8, acceptance="rejection")
+        trace = steps(llama, task).trace
+        assert trace.rejection
+        for finalist in rejection.finalists:
+            assert finalist.alpha == replay(trace, finalist.skip).survival[0]
+        assert rejection.skip.decoding is not None
+        assert rejection.skip.decoding.acceptance == "rejection"
+        assert rejection.skip.notes is not None
+        assert rejection.skip.notes["law"]["acceptance"] == "rejection"
+        checked(rejection, tmp_path)
+        ids = prompt(6, seed=42)
+        found = layerskip.generate(
+            llama, ids, skip=rejection.skip, do_sample=True, temperature=0.8, max_new_tokens=20
+        )
+        assert found.sequences.shape == (1, 26)
+
+    def test_the_rejection_rule_on_the_clock(self, llama: Any) -> None:
+        result = find(
+            llama, do_sample=True, acceptance="rejection", trials=3, held_out=HELD_OUT, repeats=1
+        )
+        for finalist in result.finalists:
+            assert finalist.confirmed is not None
+            assert finalist.confirmed["compared"] == 0  # the texts differ, as they may
+
+
+class TestStudy:
+    def test_two_halves_equal_a_whole(
+        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sampler, "LARGEST_GP", 0)  # TPE, which is faster
+        whole = find(llama, trials=40)
+        assert "tpe" in {row["origin"] for row in whole.record["trials"]}
+        for storage in (tmp_path / "study.log", f"sqlite:///{tmp_path}/study.db"):
+            find(llama, trials=20, storage=storage)
+            halves = find(tiny(), trials=40, storage=storage)
+            assert story(halves) == story(whole)
+            assert halves.skip == whole.skip
+            assert halves.record["importance"] == whole.record["importance"]
+
+    def test_a_study_keeps_its_costs(self, llama: Any, tmp_path: Path) -> None:
+        path = tmp_path / "study.log"
+        find(llama, trials=2, storage=path)
+        other = MACHINES["dear heads"]
+        with pytest.raises(ValueError, match="priced with other costs than those given"):
+            find(llama, trials=3, storage=path, cost=other)
+        for cost in (None, COST):  # not measured again
+            resumed = find(llama, trials=3, storage=path, cost=cost)
+            assert resumed.record["cost"] == COST
+            assert resumed.record["seconds"]["cost"] == 0
+        assert len(resumed.record["trials"]) == 3
+        find(llama, trials=2, storage=path, cost=other, study_name="another")
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "words"),
+        [
+            ({"seed": 1}, {}, "another model"),
+            ({"dtype": torch.float64}, {}, "another dtype"),
+            ({}, {"prompts": PROMPTS[:2]}, "another prompts"),
+            ({}, {"task": Task(TOKENS, do_sample=True)}, "another law"),
+            ({}, {"task": Task(TOKENS + 1)}, "another max_new_tokens"),
+            ({}, {"draft_length": 4}, "another draft_length"),
+            ({}, {"space": Space(kind="layer", num_layers=6)}, "another space"),
+            ({}, {"space": Space(kind="sublayer", num_layers=6, budget=3)}, "another space"),
+        ],
+    )
+    def test_the_study_of_another_search_is_refused(
+        self, llama: Any, tmp_path: Path, model: Any, settings: dict[str, Any], words: str
+    ) -> None:
+        path = tmp_path / "study.log"
+        steps(llama).open(path)
+        steps(tiny()).open(path)
+        other = steps(tiny(**model), **settings)
+        with pytest.raises(ValueError, match=f"was made with {words}: .* Choose another"):
+            other.open(path)
+        other.open(path, "other")
+        steps(llama).open(path)  # as it was
+
+    def test_optuna_alone_can_read_it(self, llama: Any, tmp_path: Path) -> None:
+        result = find(llama, trials=25, storage=tmp_path / "study.log")
+        backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.log"))
+        storage = optuna.storages.JournalStorage(backend)
+        study = optuna.load_study(study_name="layerskip", storage=storage)
+        rows = result.record["trials"]
+        assert study.best_value == max(row["value"] for row in rows)
+        for trial, row in zip(study.trials, rows, strict=True):
+            assert trial.values == [row["value"]]
+            assert set(trial.params) == set(Space(kind="sublayer", num_layers=6).switches)
+            assert trial.user_attrs["origin"] == row["origin"]
+        frame = study.trials_dataframe()
+        assert len(frame) == 25
+        assert {"value", "params_mlp.1", "user_attrs_acceptance"} <= set(frame.columns)
+        assert study.user_attrs["cost"] == COST
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        weights = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        assert weights.keys() == study.trials[0].params.keys()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"trials": 0}, "trials must be 1 or more, got 0"),
+            ({"timeout": 0.0}, "timeout must be more than 0 seconds"),
+            ({"timeout": -1.0}, "timeout must be more than 0 seconds"),
+            ({"finalists": 0}, "finalists and repeats must be 1 or more, got 0 and 2"),
+            ({"repeats": 0}, "to time nothing, give no held_out"),
+            ({"space": "magic"}, "space must be one of exit, layer, sublayer"),
+            ({"budget": 0}, "budget must be 1 or more"),
+            ({"acceptance": "magic"}, "acceptance must be 'coupled' or 'rejection'"),
+            ({"do_sample": True, "temperature": 0.0}, "temperature"),
+            ({"do_sample": True, "top_p": -0.5}, "top_p"),
+            ({"max_new_tokens": 1}, "max_new_tokens of at least 2"),
+            ({"max_new_tokens": 1000}, "must be at most 256 tokens for this model"),
+            ({"held_out": [prompt(240)[0]]}, "must be at most 256 tokens for this model"),
+            ({"held_out": [torch.zeros(0, dtype=torch.long)]}, "at least one token"),
+            ({"draft_length": 0}, "draft_length of at least 1"),
+            ({"seeds": {"mine": SkipConfig(attention=(0,))}}, "skip config mine is not in the"),
+            (
+                {"seeds": {"mine": SkipConfig(attention=(9,))}},
+                "skip config mine: attention indices",
+            ),
+            ({"execution": "magic"}, "execution"),
+            ({"storage": "sqlite:////no/such/folder/x.db"}, "cannot open the study 'layerskip'"),
+        ],
+    )
+    def test_bad_settings(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+    ) -> None:
+        def evaluated(self: Objective, skip: SkipConfig) -> None:
+            raise AssertionError("a trial ran before this was refused")
+
+        monkeypatch.setattr(Objective, "__call__", evaluated)
+        with pytest.raises(ValueError, match=words):
+            find(llama, **settings)
+
+    @pytest.mark.parametrize("prompts", [[], [torch.zeros(0, dtype=torch.long)]])
+    def test_no_prompts(self, llama: Any, prompts: Any) -> None:
+        with pytest.raises(ValueError, match="at least one token each"):
+            search(llama, prompts, cost=COST)
+
+    def test_a_space_of_another_model(self, llama: Any) -> None:
+        with pytest.raises(ValueError, match="the space is for 5 layers, the model has 6"):
+            steps(llama, space=Space(kind="layer", num_layers=5))
