@@ -121,7 +121,8 @@ def _nothing(search: Search, table: pd.DataFrame, timed: pd.DataFrame, verdict: 
         verdict.result.append(
             f"Nothing beat plain decoding of {name} ({where}): no draft is priced above it."
         )
-    forced = search.complete.dropna(subset=["forced_speedup"])
+    drafting = search.complete[search.complete["left_out"] > 0]  # nothing left out is no draft
+    forced = drafting.dropna(subset=["forced_speedup"])
     if len(forced):
         best = forced.loc[forced["forced_speedup"].idxmax()]
         verdict.reasons.append(

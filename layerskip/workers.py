@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
 from layerskip.loading import Loaded, encode, load
@@ -94,6 +95,8 @@ def work(asked: Asked, threads: int, parent: int, started: float) -> None:
         if os.getppid() != parent:
             raise Orphaned
 
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()  # its terminal is another process's
     with cpu_threads(threads), contextlib.suppress(KeyboardInterrupt, Orphaned):
         loaded = load(
             asked.model,

@@ -347,6 +347,10 @@ def test_nothing_found_says_why(tmp_path):
     assert "can be more than 5.9 times" in text
     assert "Decode plainly" in text
     assert "wrong too often for their price" in text
+    idle = made.made_up(pays=False)  # a draft of everything is plain decoding, whatever it is worth
+    none = next(trial for trial in idle["trials"] if not any(trial["skipped"].values()))
+    none["forced_speedup"] = 1.0
+    assert "trial 8, would run 0.90 times as fast" in said(tmp_path, idle)
     close = made.made_up(pays=False)
     close["finalists"][0]["confirmed"] |= {"speedup": 1.02, "low": 0.99, "high": 1.05}
     text = said(tmp_path, close)
