@@ -237,10 +237,9 @@ def exit_costs(run: Run, layer: int) -> tuple[CostTable, str] | None:
 def what_if(run: Run) -> pd.DataFrame:
     """The traces' simulated rounds of every exit, draft length and threshold, priced.
 
-    `speedup` is emitted / (drafted c + verify costs), NaN where no costs are known; `costs` says
-    where they come from, as in `exit_costs`. The totals do not tell how long each draft was: rounds
-    are priced at the mean length, which is exact for fixed lengths (up to the ends of texts) and
-    else as good as v is straight. `acceptance` is (emitted - rounds) / drafted.
+    `speedup` is emitted / cost of the rounds, each by the tokens it drafted; NaN where no costs are
+    known. `costs` says where they come from, as in `exit_costs`; `acceptance` is (emitted - rounds)
+    / drafted.
     """
     rows = []
     for number, trace in enumerate(run.traces):
@@ -254,7 +253,12 @@ def what_if(run: Run) -> pd.DataFrame:
                     )
                     gain = float("nan")
                     if priced is not None and rounds:
-                        gain = emitted / (rounds * _mean_round(priced[0], drafted / rounds))
+                        counts = table["lengths"][i][j][k]
+                        gain = emitted / sum(
+                            count * priced[0].round_cost(d)
+                            for d, count in enumerate(counts)
+                            if count
+                        )
                     rows.append(
                         {
                             "trace": number,
@@ -268,10 +272,3 @@ def what_if(run: Run) -> pd.DataFrame:
                         }
                     )
     return pd.DataFrame(rows)
-
-
-def _mean_round(costs: CostTable, drafted: float) -> float:
-    """The cost of a round of a mean draft length, on the line between whole lengths."""
-    low = int(drafted)
-    part = drafted - low
-    return (1 - part) * costs.round_cost(low) + part * costs.round_cost(low + 1)

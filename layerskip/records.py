@@ -323,8 +323,10 @@ def _trace(line: Line, _: Line) -> None:
         _items(_get(line, f"what_if.{name}"), f"what_if.{name}", _number)
         for name in ("exits", "draft_lengths", "thresholds")
     ]
+    shape = [len(axis) for axis in axes]
     for name in ("rounds", "drafted", "emitted"):
-        _array(_get(line, f"what_if.{name}"), f"what_if.{name}", [len(axis) for axis in axes])
+        _array(_get(line, f"what_if.{name}"), f"what_if.{name}", shape)
+    _array(_get(line, "what_if.lengths"), "what_if.lengths", shape, _counts)
 
 
 def _cost(line: Line, header: Line) -> None:
@@ -336,11 +338,17 @@ def _cost(line: Line, header: Line) -> None:
         _array(_get(line, name), name, [*shape, header["model"]["num_layers"]])
 
 
-def _array(value: Any, name: str, shape: Sequence[int]) -> None:
+def _array(
+    value: Any, name: str, shape: Sequence[int], check: Callable[[Any, str], Any] = _number
+) -> None:
     if not shape:
-        _number(value, name)
+        check(value, name)
         return
-    _items(value, name, lambda item, at: _array(item, at, shape[1:]), shape[0])
+    _items(value, name, lambda item, at: _array(item, at, shape[1:], check), shape[0])
+
+
+def _counts(value: Any, name: str) -> None:
+    _items(value, name, _count)
 
 
 _CHECKS: dict[str, Callable[[Line, Line], None]] = {

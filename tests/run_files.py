@@ -200,22 +200,31 @@ def made_up(
     return lines
 
 
+def _whole(rounds: int, threshold: float) -> int:
+    return int(rounds * (0.7 if threshold else 1))
+
+
 def trace() -> dict[str, Any]:
     """A trace over three exits, of one hundred starts."""
     exits, lengths, thresholds = [1, 2, 3], [1, 2, 4], [0.0, 0.4]
     alphas = {1: 0.3, 2: 0.6, 3: 0.8}
     bins = [i / 10 for i in range(10)]
-    table = {"rounds": [], "drafted": [], "emitted": []}
+    table = {"rounds": [], "drafted": [], "emitted": [], "lengths": []}
     for e in exits:
         cells = [
             [(round(1000 / (1 + alphas[e] * g * (0.8 if t else 1.0))), g, t) for t in thresholds]
             for g in lengths
         ]
         table["rounds"].append([[n for n, _, _ in row] for row in cells])
-        table["drafted"].append(
-            [[int(n * g * (0.7 if t else 1)) for n, g, t in row] for row in cells]
-        )
+        table["drafted"].append([[g * _whole(n, t) for n, g, t in row] for row in cells])
         table["emitted"].append([[1000 for _ in row] for row in cells])
+        # whole drafts, and rounds without one
+        table["lengths"].append(
+            [
+                [[n - whole, *[0] * (g - 1), whole] for n, g, t in row if (whole := _whole(n, t))]
+                for row in cells
+            ]
+        )
     return {
         "kind": "trace",
         "prompts": ["code-0"],

@@ -245,10 +245,20 @@ def test_controllers_are_priced_with_one_table(tmp_path):
     assert table["of_best_fixed"].tolist() == pytest.approx([ours / fixed, 1])
 
 
-def small_trace(rounds, drafted, emitted, **axes):
-    table = {"exits": [2], "draft_lengths": [2], "thresholds": [0.0]} | axes
+def small_trace(lengths, emitted, exits=(2,)):
+    """Of one draft length, 2, and no threshold: rounds of each exit by tokens drafted."""
+    rounds = [[[sum(counts)]] for counts in lengths]
+    drafted = [[[sum(d * n for d, n in enumerate(counts))]] for counts in lengths]
     return made.trace() | {
-        "what_if": table | {"rounds": rounds, "drafted": drafted, "emitted": emitted}
+        "what_if": {
+            "exits": list(exits),
+            "draft_lengths": [2],
+            "thresholds": [0.0],
+            "rounds": rounds,
+            "drafted": drafted,
+            "emitted": [[[emitted]] for _ in lengths],
+            "lengths": [[[counts]] for counts in lengths],
+        }
     }
 
 
@@ -256,7 +266,7 @@ PLAIN = [made.record("plain")]
 
 
 def test_what_if_is_priced_from_the_parts_of_a_pass(tmp_path):
-    trace = small_trace([[[10]]], [[[20]]], [[[25]]])
+    trace = small_trace([[0, 0, 10]], 25)
     run = run_of(tmp_path, [*PLAIN, trace, made.cost()])
     # 6 layers of 150 us, head 60, rest 40: exit 2 drafts for 400 us of 1000, verifies 3 tokens
     # with 300 us of shared prefix for one token and 700 for three (1.4 times as dear)
@@ -268,9 +278,7 @@ def test_what_if_is_priced_from_the_parts_of_a_pass(tmp_path):
 
 
 def test_what_if_without_parts_scales_a_drafting_methods_costs(tmp_path):
-    trace = small_trace(
-        [[[10]], [[10]]], [[[20]], [[20]]], [[[25]], [[25]]], exits=[2, 6]
-    )  # fmt: skip
+    trace = small_trace([[0, 0, 10], [0, 0, 10]], 25, exits=[2, 6])
     run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
     table = predictions.what_if(run)
     assert set(table["costs"]) == {"scaled"}
@@ -282,11 +290,10 @@ def test_what_if_without_parts_scales_a_drafting_methods_costs(tmp_path):
 
 
 def test_what_if_of_drafts_of_mixed_lengths(tmp_path):
-    trace = small_trace([[[10]]], [[[5]]], [[[14]]])
+    trace = small_trace([[5, 1, 4]], 14)
     run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
-    # half a draft a round: between a plain step and a round of one draft
-    mean = (1 + (0.15 + 1.2)) / 2
-    assert one(predictions.what_if(run))["speedup"] == pytest.approx(14 / (10 * mean))
+    cost = 5 * 1 + 1 * (0.15 + 1.2) + 4 * (2 * 0.15 + 1.35)  # not that of ten rounds of .9 drafts
+    assert one(predictions.what_if(run))["speedup"] == pytest.approx(14 / cost)
 
 
 def test_calibration_error(tmp_path):
