@@ -225,7 +225,7 @@ def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], 
 
 
 def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
-    """The trials, with a line of progress; what Ctrl-C leaves is written down."""
+    """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
     from layerskip.search.finding import default_trials, trial_rows
 
     trials = default_trials(going.space) if asked.trials is None else asked.trials
@@ -245,14 +245,17 @@ def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
             f"{left:.0f} s left"
         )
 
+    def keep() -> int:
+        rows = trial_rows(going.study, going.space, step)
+        _write(output / "trials.csv", _csv(rows))
+        return sum(row["state"] == "complete" for row in rows)
+
     try:
         going.run(trials, timeout=asked.timeout, told=tell)
     except KeyboardInterrupt:
-        rows = trial_rows(going.study, going.space, step)
-        _write(output / "trials.csv", _csv(rows))
-        done = sum(row["state"] == "complete" for row in rows)
-        talk.say(f"{done} finished trials are kept; the same command goes on with them")
+        talk.say(f"{keep()} finished trials are kept; the same command goes on with them")
         raise
+    keep()  # now, as what follows may be interrupted, too
 
 
 def _say_bound(talk: Talk, going: Search) -> None:

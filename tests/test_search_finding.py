@@ -83,6 +83,11 @@ def checked(result: SearchResult, folder: Path) -> dict[str, Any]:
     return read_search(path)
 
 
+@pytest.fixture(autouse=True)
+def _fast_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "LARGEST_GP", 0)  # TPE, which is faster
+
+
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return tiny()
@@ -155,7 +160,8 @@ class TestResult:
         assert skip.notes["positions"] == 3 * (TOKENS - 1)
         if timed.winner is not None:
             assert skip.notes["confirmed"]["speedup"] > 1
-            assert skip.costs == timed.winner.costs.to_dict()
+            assert skip.costs is not None
+            assert skip.costs.items() >= timed.winner.costs.to_dict().items()
 
     def test_the_record_is_a_search_file(self, timed: SearchResult, tmp_path: Path) -> None:
         document = checked(timed, tmp_path)
@@ -181,8 +187,8 @@ class TestResult:
     def test_the_best_exit_is_among_the_finalists(self) -> None:
         for seed in range(2):
             model = tiny(seed=seed)
-            for cost in (COST, MACHINES["cheap ends"], HOPELESS):
-                result = find(model, finalists=1, cost=cost)
+            for cost in (COST, HOPELESS):
+                result = find(model, finalists=1, cost=cost, trials=12)
                 exits = [f for f in result.finalists if f.name.startswith("exit-")]
                 assert result.record["best_exit"] == exits[0].name
                 assert len(result.finalists) <= 2
@@ -244,7 +250,7 @@ class TestResult:
         "law", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 40}], ids=["greedy", "sampled"]
     )
     def test_given_costs_it_is_the_same_again(self, llama: Any, law: dict[str, Any]) -> None:
-        first, again = (find(llama, trials=30, seed=5, **law) for _ in range(2))
+        first, again = (find(llama, trials=20, seed=5, **law) for _ in range(2))
         assert story(first) == story(again)
         assert first.skip == again.skip
         same = [name for name in first.record if name not in ("trials", "seconds")]
@@ -285,7 +291,7 @@ class TestSearched:
         assert len(find(llama, space="exit", trials=None).record["trials"]) == 6
 
     def test_the_space_is_kept_to(self, llama: Any) -> None:
-        result = find(llama, budget=2, allow_ends=True, trials=30)
+        result = find(llama, budget=2, allow_ends=True, trials=20)
         for row in result.record["trials"]:
             assert len(row["skipped"]["attention"]) + len(row["skipped"]["mlp"]) <= 2
         assert result.record["space"]["budget"] == 2
@@ -328,18 +334,18 @@ class TestSearched:
 
 
 class TestStudy:
-    def test_two_halves_equal_a_whole(
-        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(sampler, "LARGEST_GP", 0)  # TPE, which is faster
+    @pytest.mark.parametrize(
+        "storage", ["{}/study.log", pytest.param("sqlite:///{}/study.db", marks=pytest.mark.slow)]
+    )
+    def test_two_halves_equal_a_whole(self, llama: Any, tmp_path: Path, storage: str) -> None:
+        storage = storage.format(tmp_path)
         whole = find(llama, trials=40)
         assert "tpe" in {row["origin"] for row in whole.record["trials"]}
-        for storage in (tmp_path / "study.log", f"sqlite:///{tmp_path}/study.db"):
-            find(llama, trials=20, storage=storage)
-            halves = find(tiny(), trials=40, storage=storage)
-            assert story(halves) == story(whole)
-            assert halves.skip == whole.skip
-            assert halves.record["importance"] == whole.record["importance"]
+        find(llama, trials=20, storage=storage)
+        halves = find(tiny(), trials=40, storage=storage)
+        assert story(halves) == story(whole)
+        assert halves.skip == whole.skip
+        assert halves.record["importance"] == whole.record["importance"]
 
     def test_a_study_keeps_its_costs(self, llama: Any, tmp_path: Path) -> None:
         path = tmp_path / "study.log"

@@ -1,0 +1,657 @@
+"""`layerskip search`: its files, going on after any end, workers, and one line for bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from cost_records import MACHINES
+from models import lively_model
+from test_cli import document, process, refused, run, warned
+
+from layerskip.config import SkipConfig
+from layerskip.search import finding, sampler
+from layerskip.search.objective import Objective
+from layerskip.searches import read_search
+from layerskip.terminal import Talk
+
+FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
+COST = MACHINES["reads weights"]
+Search = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = lively_model("llama", dtype=torch.float32)
+    return save_checkpoint(tmp_path_factory.mktemp("lively"), model)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine prompts: three are held out, six traced."""
+    return words(tmp_path_factory.mktemp("prompts") / "prompts.txt", 9)
+
+
+def words(path: Path, count: int, length: int = 6) -> Path:
+    draw = random.Random(count)
+    lines = [" ".join(f"w{draw.randrange(2, 97)}" for _ in range(length)) for _ in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def fast(patch: pytest.MonkeyPatch) -> None:
+    """Costs made up, and TPE: what takes time, and is tested elsewhere."""
+    patch.setattr(finding.Search, "_measured", lambda self: COST)
+    patch.setattr(sampler, "LARGEST_GP", 0)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch)
+    monkeypatch.setattr("layerskip.analysis.write_report", lambda *a, **k: "no report")
+
+
+def flags(folder: Path, prompts: Path, output: Path, *more: Any) -> list[Any]:
+    always = ["--prompts", prompts, "--output", output, "--max-new-tokens", 24, "--repeats", 1]
+    return ["search", folder, *always, *more]
+
+
+@pytest.fixture(scope="session")
+def found(
+    folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Any]]:
+    """The folder and the result of a search of 12 trials, timed and with its report."""
+    output = tmp_path_factory.mktemp("found") / "deeper" / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        fast(patch)
+        yield output, run(*flags(folder, prompts, output, "--trials", 12, "--json"))
+
+
+@pytest.fixture
+def searched(folder: Path, prompts: Path, tmp_path: Path) -> Search:
+    """Runs a search that times nothing."""
+
+    def searched(*more: Any, output: Path = tmp_path / "out", **options: Any) -> Any:
+        return run(*flags(folder, prompts, output, "--no-confirm", *more), **options)
+
+    return searched
+
+
+def trials(output: Path) -> list[dict[str, Any]]:
+    rows = read_search(output / "search.json")["trials"]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def partial(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+
+
+# ---------------------------------------------------------------------------------------------
+# What it writes and says
+
+
+def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None:
+    output, result = found
+    assert result.exit_code == 0
+    assert {path.name for path in output.iterdir()} == FILES
+    assert (output / "report" / "index.html").stat().st_size > 1000
+    assert json.loads((output / "cost.json").read_text()) == COST
+    record = read_search(output / "search.json")
+    assert record["cost"] == COST
+    assert record["study"] == {"name": "layerskip", "storage": str(output / "study.log")}
+    assert record["prompts"]["traced"] == ["4", "5", "6", "7", "8", "9"]
+    assert record["prompts"]["held_out"] == ["1", "2", "3"]
+    assert record["model"]["num_layers"] == 6
+    assert record["best_exit"] is not None
+    for finalist in record["finalists"]:
+        assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 3
+    with (output / "trials.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [int(row["number"]) for row in rows] == list(range(12))
+    for row, trial in zip(rows, record["trials"], strict=True):
+        assert float(row["value"]) == trial["value"]
+        assert row["origin"] == trial["origin"]
+        assert row["mlp"] == " ".join(map(str, trial["skipped"]["mlp"]))
+
+
+def test_what_it_says(found: tuple[Path, Any]) -> None:
+    output, result = found
+    said = result.stderr.splitlines()
+    assert any(
+        line.startswith("bound: no draft of the sublayer space of 6 layers") for line in said
+    )
+    assert any(line.startswith(f"written to {output}: skip.json") for line in said)
+    assert "exit-" in result.stdout
+    last = document(result)
+    record = read_search(output / "search.json")
+    assert last["skip"] == json.loads((output / "skip.json").read_text())
+    assert last["trials"] == 12
+    assert last["output"] == str(output)
+    for key in ("bound", "plain", "finalists", "best_exit", "winner", "seconds"):
+        assert last[key] == record[key]
+
+
+def test_the_skip_config_decodes(folder: Path, found: tuple[Path, Any]) -> None:
+    output, _ = found
+    skip = SkipConfig.load(output / "skip.json")
+    assert skip.matches(str(folder)) is not False
+    assert skip.notes is not None
+    assert {"created", "hardware", "versions", "prompts", "bound", "trials"} <= skip.notes.keys()
+    prompt = ("--prompt", "w5 w7 w96 w20", "--max-new-tokens", 30, "--json")
+    drafted = run("generate", folder, "--skip", output / "skip.json", *prompt)
+    assert warned(drafted) == []
+    plain = run("generate", folder, "--no-draft", *prompt)
+    assert document(drafted)["token_ids"] == document(plain)["token_ids"]
+
+
+def test_going_on_adds_what_is_missing(
+    folder: Path, prompts: Path, found: tuple[Path, Any], tmp_path: Path, searched: Search
+) -> None:
+    shutil.copytree(found[0], tmp_path / "out")
+    evaluated, evaluate = [], Objective._evaluate
+
+    def counted(self: Objective, skip: SkipConfig) -> Any:
+        evaluated.append(skip)
+        return evaluate(self, skip)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Objective,
+            "_evaluate",
+            lambda self, skip: evaluated.append(skip) or evaluate(self, skip),
+        )
+        assert searched("--trials", 20).exit_code == 0
+        assert len(evaluated) == 8
+        assert searched("--trials", 20).exit_code == 0
+        assert len(evaluated) == 8
+    assert len(trials(tmp_path / "out")) == 20
+    assert trials(tmp_path / "out")[:12] == trials(found[0])
+    record = read_search(tmp_path / "out" / "search.json")
+    assert record["seconds"]["cost"] == 0
+    assert record["finalists"][0]["confirmed"] is None
+
+
+def test_a_database_is_shared_between_folders(tmp_path: Path, searched: Search) -> None:
+    storage = ("--storage", f"sqlite:///{tmp_path}/study.db", "--study-name", "ours")
+    for number, asked in enumerate((5, 9)):
+        output = tmp_path / str(number)
+        assert searched(*storage, "--trials", asked, output=output).exit_code == 0
+        assert len(trials(output)) == asked
+        assert not (output / "study.log").exists()
+        study = read_search(output / "search.json")["study"]
+        assert study == {"name": "ours", "storage": storage[1]}
+    assert trials(tmp_path / "1")[:5] == trials(tmp_path / "0")
+    study = optuna.load_study(study_name="ours", storage=storage[1])
+    assert [trial.value for trial in study.trials] == [t["value"] for t in trials(tmp_path / "1")]
+
+
+@pytest.mark.parametrize("space", ["exit", "layer"])
+def test_spaces(space: str, tmp_path: Path, searched: Search) -> None:
+    assert searched("--space", space, "--trials", 6).exit_code == 0
+    record = read_search(tmp_path / "out" / "search.json")
+    assert record["space"]["kind"] == space
+    if space == "exit":
+        assert len(record["trials"]) == 6
+        assert all(finalist["name"].startswith("exit-") for finalist in record["finalists"])
+
+
+def test_sampling_by_the_rejection_rule(tmp_path: Path, searched: Search) -> None:
+    law = ("--do-sample", "--temperature", 0.8, "--acceptance", "rejection")
+    assert searched(*law, "--trials", 3).exit_code == 0
+    assert read_search(tmp_path / "out" / "search.json")["law"]["acceptance"] == "rejection"
+    skip = SkipConfig.load(tmp_path / "out" / "skip.json")
+    assert skip.decoding is not None
+    assert skip.decoding.acceptance == "rejection"
+
+
+def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Search) -> None:
+    """Also where two files have one name."""
+    paths = [tmp_path / name / "skip.json" for name in ("a", "b")]
+    for layer, path in enumerate(paths, 2):
+        path.parent.mkdir()
+        SkipConfig(attention=(layer,)).save(path)
+    given = [word for path in paths for word in ("--skip", path)]
+    assert searched(*given, "--trials", 3).exit_code == 0
+    rows = trials(tmp_path / "out")
+    assert [row["origin"] for row in rows[:2]] == [f"seed:{path}" for path in paths]
+    assert [row["skipped"]["attention"] for row in rows] == [[2], [3], []]
+
+
+def test_time_over(tmp_path: Path, searched: Search) -> None:
+    result = searched("--timeout", 1e-6, "--json")
+    assert document(result)["winner"] is None
+    assert trials(tmp_path / "out") == []
+    skip = SkipConfig.load(tmp_path / "out" / "skip.json")
+    assert skip.decoding is not None
+    assert skip.decoding.enabled is False
+
+
+def test_an_empty_search_has_a_report_too(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    fast(monkeypatch)
+    result = run(*flags(folder, prompts, tmp_path / "out", "--timeout", 1e-6, "--quiet"))
+    assert result.exit_code == 0
+    assert (tmp_path / "out" / "report" / "index.html").exists()
+
+
+def test_flags_without_effect(searched: Search) -> None:
+    result = searched("--trials", 1, "--temperature", 0.7, "--acceptance", "coupled")
+    assert warned(result) == [
+        "--temperature has no effect without --do-sample",
+        "--acceptance has no effect without --do-sample",
+    ]
+    result = searched("--trials", 1, "--space", "exit", "--allow-ends", "--study-name", "exits")
+    assert warned(result) == ["--allow-ends has no effect with --space exit"]
+
+
+def test_many_trials_warn_of_nothing(searched: Search) -> None:
+    assert warned(searched("--trials", 25)) == []
+
+
+def test_without_a_terminal_there_is_no_progress(searched: Search) -> None:
+    result = searched("--trials", 3)
+    assert "\r" not in result.output
+    assert "trial 3/3" not in result.output
+    assert searched("--trials", 4, "--quiet").stderr == ""
+
+
+@pytest.mark.parametrize("columns", [30, 100])
+def test_progress_keeps_within_the_terminal(
+    columns: int, searched: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = {"quiet": False, "_live": True}
+    monkeypatch.setattr(Talk, "__init__", lambda self, _: vars(self).update(live))
+    result = searched("--trials", 3, columns=columns)
+    assert result.exit_code == 0
+    lines = [part for line in result.stderr.split("\n") for part in line.split("\r\033[K")]
+    assert any(line.startswith("trial 3/3, best ") for line in lines)
+    assert any("texts of the target" in line for line in lines)
+    paths = [line for line in lines if "/" in line]  # which no one breaks
+    assert all(len(line) <= columns for line in lines if line not in paths)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends of every kind
+
+
+def test_ctrl_c_keeps_finished_trials(
+    tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Objective.__call__
+
+    def interrupted(self: Objective, skip: SkipConfig) -> Any:
+        if len(self._known) == 4:
+            raise KeyboardInterrupt
+        return evaluate(self, skip)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objective, "__call__", interrupted)
+        result = searched("--trials", 8)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("layerskip: interrupted\n")
+    assert "4 finished trials are kept; the same command goes on with them\n" in result.stderr
+    output = tmp_path / "out"
+    with (output / "trials.csv").open(newline="") as lines:
+        assert [row["state"] for row in csv.DictReader(lines)] == ["complete"] * 4 + ["failed"]
+    assert {path.name for path in output.iterdir()} == {"cost.json", "study.log", "trials.csv"}
+    assert searched("--trials", 8).exit_code == 0
+    states = [row["state"] for row in trials(output)]
+    assert states == ["complete"] * 4 + ["failed"] + ["complete"] * 4
+    assert partial(output) == []
+
+
+@pytest.mark.parametrize("step", ["choose", "confirm"])
+def test_ctrl_c_after_the_trials(
+    step: str, folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finding.Search, step, interrupt)
+    result = run(*flags(folder, prompts, tmp_path / "out", "--trials", 3))
+    assert result.exit_code == 130
+    kept = {path.name for path in (tmp_path / "out").iterdir()}
+    assert kept == {"cost.json", "study.log", "trials.csv"}
+
+
+def test_workers_share_the_trials(
+    tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, log = Objective.__call__, tmp_path / "out" / "study.log"
+
+    def waiting(self: Objective, skip: SkipConfig) -> Any:
+        until = time.monotonic() + 180
+        while len(self._known) == 3 and len(workers_in(log)) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        return evaluate(self, skip)
+
+    monkeypatch.setattr(Objective, "__call__", waiting)
+    result = searched("--workers", 2, "--trials", 40)
+    assert result.exit_code == 0
+    assert warned(result) == []
+    check_shared(tmp_path / "out", 40)
+    assert len(workers_in(log)) == 2
+    assert multiprocessing.active_children() == []
+
+
+def check_shared(output: Path, asked: int) -> None:
+    rows = trials(output)
+    complete = [row for row in rows if row["state"] == "complete"]
+    assert asked <= len(complete) <= asked + 1
+    sets = {json.dumps(row["skipped"]) for row in complete}
+    assert len(sets) >= 0.98 * len(complete)
+    assert [row["number"] for row in rows] == list(range(len(rows)))
+
+
+def workers_in(log: Path) -> set[str]:
+    """Who took part, by a journal."""
+    found = set()
+    for line in log.read_bytes().splitlines() if log.exists() else ():
+        if b'"worker":' in line:
+            found.add(line.partition(b'"worker":"')[2].partition(b'"')[0].decode())
+    return found - {""}
+
+
+def finished_in(log: Path) -> int:
+    return log.read_bytes().count(b'"values":[')
+
+
+def alive(session: int) -> list[int]:
+    """Processes of a session that are no zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, own = stat.read_text().rpartition(") ")[2].split()[:4]
+        except (OSError, ValueError):
+            continue  # gone meanwhile
+        if int(own) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(what: Callable[[], bool], child: subprocess.Popen | None = None) -> None:
+    until = time.monotonic() + 180
+    while not what():
+        assert time.monotonic() < until
+        if child is not None and child.poll() is not None:
+            pytest.fail(f"ended too soon: {child.communicate()}")
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def begun(folder: Path, tmp_path: Path, searched: Search) -> tuple[Path, list[Any]]:
+    """A folder whose study knows its costs, and a command that goes on with it for a while."""
+    output, many = tmp_path / "out", words(tmp_path / "many.txt", 24)
+    more = ("--no-confirm", "--space", "layer", "--trials", 32, "--quiet")
+    command = flags(folder, many, output, *more)
+
+    def first(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finding.Search, "run", first)
+        assert run(*command).exit_code == 130
+    return output, command
+
+
+def finish(output: Path, command: list[Any]) -> None:
+    """The same command, to its end: every config of the space once."""
+    assert run(*command).exit_code == 0
+    check_shared(output, 32)
+    assert len({json.dumps(row.get("skipped")) for row in trials(output)} - {"null"}) == 32
+    assert partial(output) == []
+
+
+def test_sigint(begun: tuple[Path, list[Any]]) -> None:
+    output, command = begun
+    log = output / "study.log"
+    child = process(*command)
+    try:
+        wait_for(lambda: finished_in(log) >= 3, child)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert (out, err.strip()) == ("", "layerskip: interrupted")
+    before = finished_in(log)
+    assert 3 <= before < 32
+    with (output / "trials.csv").open(newline="") as lines:
+        states = [row["state"] for row in csv.DictReader(lines)]
+    assert states.count("complete") == before
+    assert partial(output) == []
+    finish(output, command)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+@pytest.mark.parametrize("moment", ["starting", "both"])
+@pytest.mark.parametrize("ending", ["terminal", "parent", "kill"])
+def test_workers_end_with_their_parent(
+    begun: tuple[Path, list[Any]], ending: str, moment: str
+) -> None:
+    output, command = begun
+    log = output / "study.log"
+    child = process(*command, "--workers", 3, "--threads", 3, start_new_session=True)
+    try:
+        if moment == "starting":
+            wait_for(lambda: finished_in(log) >= 1, child)
+        else:
+            wait_for(lambda: len(workers_in(log)) >= 2, child)
+        if ending == "terminal":  # Ctrl-C reaches all of them
+            os.killpg(child.pid, signal.SIGINT)
+        else:
+            child.send_signal(signal.SIGINT if ending == "parent" else signal.SIGKILL)
+        out, err = child.communicate(timeout=180)
+        wait_for(lambda: alive(child.pid) == [])
+    finally:
+        for left in alive(child.pid):
+            os.kill(left, signal.SIGKILL)
+    assert out == ""
+    if ending == "kill":
+        assert child.returncode == -signal.SIGKILL
+    else:
+        assert child.returncode == 130
+        assert err.strip() == "layerskip: interrupted"
+    finish(output, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_any_moment_lose_nothing(begun: tuple[Path, list[Any]], seed: int) -> None:
+    output, command = begun
+    log, draw = output / "study.log", random.Random(seed)
+    for _ in range(5):
+        child, before = process(*command), finished_in(log)
+        wait_for(lambda before=before: finished_in(log) > before, child)
+        time.sleep(draw.uniform(0, 0.3))
+        told = finished_in(log)
+        child.kill()
+        child.communicate()
+        assert finished_in(log) >= told
+    finish(output, command)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--trials", 0), "'--trials': "),
+        (("--timeout", 0), "--timeout must be more than 0 seconds, got 0"),
+        (("--timeout", -1), "--timeout must be more than 0 seconds, got -1"),
+        (("--timeout", "nan"), "--timeout must be more than 0 seconds, got nan"),
+        (("--workers", 0), "'--workers': "),
+        (("--budget", 0), "'--budget': "),
+        (("--space", "magic"), "'magic' is not one of 'exit', 'layer', 'sublayer'"),
+        (("--do-sample", "--temperature", 0), "--temperature must be positive and finite, got 0"),
+        (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
+        (("--max-new-tokens", 1), "max_new_tokens of at least 2"),
+        (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
+        (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
+    ],
+)
+def test_bad_flags(
+    folder: Path, prompts: Path, tmp_path: Path, more: tuple[Any, ...], expected: str
+) -> None:
+    output = tmp_path / "out"
+    assert expected in refused(*flags(folder, prompts, output, *more))
+    assert not output.exists() or list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "are empty; give at least one prompt"),
+        ("\n \n", "are empty; give at least one prompt"),
+        ("w5 w6\n", "a search needs at least 2 prompts"),
+        ("w5 w6\n" + "w7 " * 240 + "\n", "must be at most 256 tokens for this model, got 264"),
+        ("w7 " * 240 + "\nw5 w6\n", "must be at most 256 tokens for this model, got 264"),
+    ],
+    ids=["empty", "blank", "one", "long", "long, held out"],
+)
+def test_bad_prompts(folder: Path, tmp_path: Path, content: str, expected: str) -> None:
+    path, output = tmp_path / "p.txt", tmp_path / "out"
+    path.write_text(content)
+    assert expected in refused(*flags(folder, path, output))
+    assert not output.exists() or list(output.iterdir()) == []
+
+
+def test_a_model_without_prompts(folder: Path, tmp_path: Path) -> None:
+    words = refused("search", folder, "--output", tmp_path / "out")
+    assert "--prompts FILE is needed for a model of your own" in words
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_a_file(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "is a file; give a folder" in refused(*flags(folder, prompts, tmp_path / "file"))
+    assert "file" in refused(*flags(folder, prompts, tmp_path / "file" / "below"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "postgresql://me:hunter2@localhost:1/x",
+        "mysql+pymysql://me:hunter2@localhost:1/x?password=hunter2",
+        "sqlite:////no/such/folder/study.db",
+        "sqlite:////proc/study.db",
+        "nonsense://me:hunter2@nowhere",
+        "://",
+    ],
+)
+def test_storages_that_cannot_be_opened(
+    folder: Path, prompts: Path, tmp_path: Path, storage: str
+) -> None:
+    output = tmp_path / "out"
+    reason = refused(*flags(folder, prompts, output, "--storage", storage))
+    assert reason.startswith("cannot open the study 'layerskip' in ")
+    assert "hunter2" not in reason
+    assert list(output.iterdir()) == []
+
+
+def test_passwords_are_shown_nowhere(
+    tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where a database is reached: one that takes any URL stands in for it."""
+    url = "postgresql://me:hunter2@host/db"
+    argv = ["layerskip", "search", "--storage", url]
+    monkeypatch.setattr("sys.argv", argv)
+    open_storage = finding.study._open_storage
+    local = str(tmp_path / "study.log")
+    monkeypatch.setattr(finding.study, "_open_storage", lambda given: open_storage(local))
+    result = searched("--storage", url, "--trials", 2, "--json")
+    assert result.exit_code == 0
+    assert "hunter2" not in result.output
+    assert "postgresql://me:***@host/db" in (tmp_path / "out" / "search.json").read_text()
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"hunter2" not in path.read_bytes()
+
+
+@pytest.fixture(scope="session")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of other weights, and one of fewer layers."""
+    base = tmp_path_factory.mktemp("others")
+    models = {
+        "weights": lively_model("llama", dtype=torch.float32, seed=1),
+        "layers": lively_model("llama", dtype=torch.float32, num_hidden_layers=4),
+    }
+    return {name: save_checkpoint(base / name, model) for name, model in models.items()}
+
+
+def test_the_study_of_another_search(
+    folder: Path,
+    prompts: Path,
+    found: tuple[Path, Any],
+    others: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    output = shutil.copytree(found[0], tmp_path / "out")
+    kept = {
+        path: path.read_bytes() for path in output.iterdir() if path.suffix in (".json", ".csv")
+    }
+    fewer = words(tmp_path / "fewer.txt", 5)
+    for model, asked, more, expected in [
+        (others["weights"], prompts, (), "another model: model "),
+        (others["layers"], prompts, (), "another space and model"),
+        (folder, fewer, (), "another prompts"),
+        (folder, prompts, ("--space", "layer"), "another space"),
+        (folder, prompts, ("--budget", 3), "another space"),
+        (folder, prompts, ("--do-sample",), "another law"),
+        (folder, prompts, ("--max-new-tokens", 20), "another max_new_tokens"),
+    ]:
+        reason = refused(*flags(model, asked, output, *more))
+        assert f"was made with {expected}" in reason
+        assert reason.endswith("Choose another study name or storage")
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert partial(output) == []
+
+
+@pytest.mark.parametrize(
+    ("skip", "more", "expected"),
+    [
+        (SkipConfig(attention=(7,)), (), "attention indices must be in 0..5 for a 6-layer model"),
+        (SkipConfig(attention=(1,), num_layers=32), (), "is for a 32-layer model"),
+        (
+            SkipConfig(attention=(0,)),
+            (),
+            "is not in the sublayer space of 6 layers; search",
+        ),
+        (SkipConfig(attention=(2,)), ("--space", "layer"), "is not in the layer space"),
+        (SkipConfig(attention=(2, 3)), ("--budget", 1), "is not in the sublayer space"),
+    ],
+)
+def test_skip_configs_that_do_not_fit(
+    folder: Path,
+    prompts: Path,
+    tmp_path: Path,
+    skip: SkipConfig,
+    more: tuple[Any, ...],
+    expected: str,
+) -> None:
+    skip.save(tmp_path / "mine.json")
+    reason = refused(
+        *flags(folder, prompts, tmp_path / "out", "--skip", tmp_path / "mine.json", *more)
+    )
+    assert reason.startswith(f"skip config {tmp_path / 'mine.json'}")
+    assert expected in reason
+    assert list((tmp_path / "out").iterdir()) == []
