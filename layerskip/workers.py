@@ -97,7 +97,7 @@ def work(asked: Asked, threads: int, parent: int, started: float) -> None:
 
     chatter.set_verbosity_error()
     chatter.disable_progress_bar()  # its terminal is another process's
-    with cpu_threads(threads), contextlib.suppress(KeyboardInterrupt, Orphaned):
+    with cpu_threads(threads), contextlib.suppress(Orphaned):
         loaded = load(
             asked.model,
             device=asked.device,
@@ -118,8 +118,9 @@ def sharing(asked: Asked, count: int, threads: int) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     asking = (asked, max(1, threads), os.getpid(), time.time())
     started = [context.Process(target=work, args=asking, daemon=True) for _ in range(count)]
-    for process in started:
-        process.start()
+    with _ignored(signal.SIGINT):  # a terminal's Ctrl-C reaches them all; theirs is to be ended
+        for process in started:
+            process.start()
     try:
         yield
     except BaseException:
@@ -132,6 +133,16 @@ def sharing(asked: Asked, count: int, threads: int) -> Iterator[None]:
         failed = sum(process.exitcode not in (0, -signal.SIGTERM) for process in started)
         if failed:
             warnings.warn(f"{failed} of {count} workers failed; the others went on", stacklevel=2)
+
+
+@contextlib.contextmanager
+def _ignored(number: signal.Signals) -> Iterator[None]:
+    """A signal is ignored meanwhile, and for good by processes that are started meanwhile."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,12 @@ def flags(folder: Path, prompts: Path, output: Path, *more: Any) -> list[Any]:
 @pytest.fixture(scope="session")
 def found(
     folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, Any]]:
+) -> tuple[Path, Any]:
     """The folder and the result of a search of 12 trials, timed and with its report."""
     output = tmp_path_factory.mktemp("found") / "deeper" / "out"
     with pytest.MonkeyPatch.context() as patch:
         fast(patch)
-        yield output, run(*flags(folder, prompts, output, "--trials", 12, "--json"))
+        return output, run(*flags(folder, prompts, output, "--trials", 12, "--json"))
 
 
 @pytest.fixture
@@ -395,10 +395,11 @@ def wait_for(what: Callable[[], bool], child: subprocess.Popen | None = None) ->
 
 
 @pytest.fixture
-def begun(folder: Path, tmp_path: Path, searched: Search) -> tuple[Path, list[Any]]:
+def begun(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> tuple[Path, list[Any]]:
     """A folder whose study knows its costs, and a command that goes on with it for a while."""
-    output, many = tmp_path / "out", words(tmp_path / "many.txt", 24)
-    more = ("--no-confirm", "--space", "layer", "--trials", 32, "--quiet")
+    output, count = tmp_path / "out", getattr(request, "param", 24)
+    many = words(tmp_path / "many.txt", count)
+    more = ("--no-confirm", "--space", "layer", "--trials", 32, "--quiet", "--positions", 99999)
     command = flags(folder, many, output, *more)
 
     def first(*_: Any, **__: Any) -> None:
@@ -441,6 +442,7 @@ def test_sigint(begun: tuple[Path, list[Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+@pytest.mark.parametrize("begun", [300], indirect=True, ids=["long"])  # for workers to begin
 @pytest.mark.parametrize("moment", ["starting", "both"])
 @pytest.mark.parametrize("ending", ["terminal", "parent", "kill"])
 def test_workers_end_with_their_parent(

@@ -142,6 +142,9 @@ def test_the_context_is_that_of_the_texts() -> None:
     assert 16 < trace.context < 64
     part = (trace.context - 16) / (64 - 16)
     assert objective.step_seconds == pytest.approx(13e-3 + part * 3 * 6e-3)
+    draft = 7e-3 + part * 3 * 3e-3  # three layers, head and rest
+    found = objective.costs(SkipConfig.early_exit(3))
+    assert found.draft == pytest.approx(draft / objective.step_seconds)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
