@@ -149,6 +149,11 @@ def search(
         raise ValueError(f"--output {output} is a file; give a folder")
     output.mkdir(parents=True, exist_ok=True)
     talk = Talk(quiet)
+    if storage is not None:
+        talk.progress("opening the storage")
+        from layerskip.search.study import check_storage
+
+        check_storage(storage)
     loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
 
     from layerskip.loading import encode

@@ -75,6 +75,16 @@ class Progress:
     best_origin: str
 
 
+def check_storage(storage: str | os.PathLike[str]) -> None:
+    """Refuse a storage that cannot be opened, before anything slow is done for it.
+
+    Raises:
+        ValueError: it cannot be opened, or is none; in one line, without passwords.
+    """
+    with quiet(), _readable_errors(f"cannot open the storage {storage}"):
+        optuna.get_all_study_names(_open_storage(storage))
+
+
 def open_study(
     space: Space,
     *,

@@ -563,7 +563,7 @@ def test_storages_that_cannot_be_opened(
 ) -> None:
     output = tmp_path / "out"
     reason = refused(*flags(folder, prompts, output, "--storage", storage))
-    assert reason.startswith("cannot open the study 'layerskip' in ")
+    assert reason.startswith("cannot open the storage ")
     assert "hunter2" not in reason
     assert list(output.iterdir()) == []
 

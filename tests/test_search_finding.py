@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ class TestResult:
 
     def test_the_clock_has_the_last_word(self, timed: SearchResult) -> None:
         first, *others = timed.finalists
-        confirmed = first.confirmed
+        confirmed, choice = first.confirmed, first.choice
         assert confirmed is not None
         try:
             for finalist in others:
@@ -210,8 +211,15 @@ class TestResult:
             assert winner(timed.finalists) is others[-1]
             others[-1].confirmed = first.confirmed = confirmed | {"speedup": 1.0}
             assert winner(timed.finalists) is None
+            # what no price promised has to be clear on the clock
+            sure, noise = {"speedup": 1.5, "low": 1.1}, {"speedup": 1.5, "low": 0.9}
+            first.choice = replace(first.choice, speedup=0.95)
+            first.confirmed = confirmed | noise
+            assert winner(timed.finalists[:1]) is None
+            first.confirmed = confirmed | sure
+            assert winner(timed.finalists[:1]) is first
         finally:
-            first.confirmed = confirmed
+            first.confirmed, first.choice = confirmed, choice
 
     def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:
         result = find(llama, cost=HOPELESS, trials=25)

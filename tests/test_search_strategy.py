@@ -377,7 +377,6 @@ class TestStorage:
     def test_redacts_passwords(self, text, expected):
         assert redacted(text) == expected
 
-
     def test_a_storage_that_goes_away(self, tmp_path, monkeypatch):
         path = tmp_path / "study.db"
         found = open_study(LAYERS, storage=f"sqlite:///{path}")
