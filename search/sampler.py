@@ -20,11 +20,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from optuna import Study
+from optuna import Study, create_study
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from . import moves
 from .moves import History
@@ -130,7 +130,7 @@ class SublayerSampler(BaseSampler):
         draw = random.Random(f"{self.seed} {trial.number}")
         for attempt in range(CLAIM_ATTEMPTS):
             history = read_history(study, self.space, besides=trial.number)
-            mask, origin = self._propose(study, trial, history, draw)
+            mask, origin = self._propose(trial, history, draw)
             self._claim(study, trial, mask, origin)
             # Of two workers that chose at the same moment, one at least sees the other here; where
             # both do, both choose again, and waits of unequal lengths part them.
@@ -145,7 +145,7 @@ class SublayerSampler(BaseSampler):
         raise ValueError(f"{param_name} is not a parameter of {self.space}")
 
     def _propose(
-        self, study: Study, trial: FrozenTrial, history: History, draw: random.Random
+        self, trial: FrozenTrial, history: History, draw: random.Random
     ) -> tuple[int, str]:
         """A free set and what proposed it; any set at all where none is free."""
         space = self.space
@@ -167,14 +167,18 @@ class SublayerSampler(BaseSampler):
         if space.size - len(history.taken) <= FEW:
             sampled, origin = 0, "remaining"
         else:
-            sampled, origin = self._bayesian(study, trial, draw.getrandbits(31))
+            sampled, origin = self._bayesian(history, draw.getrandbits(31))
         free = moves.unseen(space, history, sampled, draw)
         return (0, "exhausted") if free is None else (free, origin)
 
-    def _bayesian(self, study: Study, trial: FrozenTrial, seed: int) -> tuple[int, str]:
-        """What Optuna's sampler for spaces of this size proposes, free or not."""
+    def _bayesian(self, history: History, seed: int) -> tuple[int, str]:
+        """What Optuna's sampler for spaces of this size proposes, free or not.
+
+        It is shown the scores, not the values, which are flat where drafting turned itself off.
+        """
+        space = self.space
         # GPSampler needs scipy, which neither Optuna nor layerskip installs.
-        small = len(self.space.switches) <= LARGEST_GP and importlib.util.find_spec("scipy")
+        small = len(space.switches) <= LARGEST_GP and importlib.util.find_spec("scipy")
         sampler: BaseSampler
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
@@ -182,8 +186,14 @@ class SublayerSampler(BaseSampler):
                 sampler = GPSampler(seed=seed, n_startup_trials=1, deterministic_objective=True)
             else:
                 sampler = TPESampler(seed=seed, n_startup_trials=1)
-            params = sampler.sample_relative(study, trial, self.space.distributions)
-        return self.space.from_params(params), "gp" if small else "tpe"
+            shown = create_study(direction="maximize", sampler=sampler)
+            for mask, score in history.scores.items():
+                trial = create_trial(
+                    params=space.params(mask), distributions=space.distributions, value=score
+                )
+                shown.add_trial(trial)
+            params = shown.ask(space.distributions).params
+        return space.from_params(params), "gp" if small else "tpe"
 
     def _claim(self, study: Study, trial: FrozenTrial, mask: int, origin: str) -> None:
         _set(study, trial, "origin", origin)
