@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from optuna import Study
@@ -251,14 +252,12 @@ class Search:
         started = time.perf_counter()
         prompts = [(str(number), None, ids) for number, ids in enumerate(self.held_out)]
         batches, _ = make_batches(prompts, [1], 0)
-        self.plain_tokens_per_second = confirm(
-            self.model,
-            self.task,
-            self.finalists,
-            batches,
-            repeats=repeats,
-            progress=self.progress,
-        )
+        timed = partial(confirm, self.model, self.task, progress=self.progress)
+        self.plain_tokens_per_second = timed(self.finalists, batches, repeats=repeats)
+        # The fastest of several is partly the luckiest: what no prediction backs is timed anew.
+        doubted = [each for each in self.finalists if each.predicted <= 1.0 and winner([each])]
+        if doubted:
+            timed(doubted, batches, repeats=2 * repeats)
         self.seconds["confirm"] = time.perf_counter() - started
 
     def result(self) -> SearchResult:

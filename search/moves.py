@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,8 @@ LENGTHSCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the kernel, in units of the number of switches."""
 NOISE = 1e-4
 """Added variance: values are exact, but the model of them is not."""
+PAYS = 1.1
+"""Times the score of skipping nothing, from which on a seed is the base of single flips."""
 WIDEST = 24
 """Switches whose pairs are considered as one move: the most promising ones."""
 
@@ -43,26 +45,45 @@ def acceptance_loss(acceptance: float, saved: float) -> float:
     return (1e-3 - math.log(max(acceptance, 1e-6))) / max(saved, 1e-6)
 
 
-def next_single(space: Space, history: History) -> int | None:
-    """The first switch that has not been tried alone."""
-    return next((s for s in space.switches.values() if history.free(space, s)), None)
+def base(history: History, seeds: Iterable[int]) -> int:
+    """The set that switches are tried on one by one: the best seed, or nothing.
 
-
-def next_on_path(space: Space, history: History) -> int | None:
-    """Ranked greedy: leave out the switches that cost least alone, as many of them as pay.
-
-    How many is found by halving the gaps beside the best count known, not by stopping at the first
-    switch that does not pay: drafts that save little often lose to plain decoding on the way to
-    larger ones that do not.
+    What a switch is worth beside a draft that pays, say that of an exit that was trained for, is
+    not what it is worth in a whole model. A seed that pays little teaches less than nothing does.
     """
-    alone = [s for s in space.switches.values() if s in history.scores]
-    alone.sort(key=lambda s: (history.losses.get(s, 0.0), -history.scores[s]))
-    path = [0]
+    tried = [mask for mask in seeds if mask in history.scores]
+    best = max(tried, key=lambda mask: history.scores[mask], default=0)
+    return best if history.scores.get(best, 0.0) > PAYS * history.scores.get(0, math.inf) else 0
+
+
+def next_single(space: Space, history: History, base: int = 0) -> int | None:
+    """The first switch that has not been flipped alone."""
+    flips = (base ^ s for s in space.switches.values())
+    return next((mask for mask in flips if history.free(space, mask)), None)
+
+
+def next_on_path(space: Space, history: History, base: int = 0) -> int | None:
+    """Ranked greedy: flip the switches that promise most alone, as many of them as pay.
+
+    From nothing, what promises is to lose little for what is saved, and how many pay is found by
+    halving the gaps beside the best count known, not by stopping at the first switch that does not
+    pay: drafts that save little often lose to plain decoding on the way to larger ones that do not.
+    From a set that pays, it is the score, and the counts looked at first are small.
+    """
+    alone = [s for s in space.switches.values() if base ^ s in history.scores]
+    if base:
+        alone.sort(key=lambda s: -history.scores[base ^ s])
+    else:
+        alone.sort(key=lambda s: (history.losses.get(s, 0.0), -history.scores[s]))
+    path = [base]
     for switch in alone:
-        if path[-1] | switch in space:
-            path.append(path[-1] | switch)
+        if path[-1] ^ switch in space:
+            path.append(path[-1] ^ switch)
     last = len(path) - 1
-    counts = sorted({0, last // 8, last // 4, last // 2, 3 * last // 4, last})
+    if base:
+        counts = sorted({min(last, count) for count in (0, 2, 3, 4, 6, last // 4)})
+    else:
+        counts = sorted({0, last // 8, last // 4, last // 2, 3 * last // 4, last})
     while True:
         for count in counts:
             if history.free(space, path[count]):
@@ -78,7 +99,7 @@ def next_on_path(space: Space, history: History) -> int | None:
         counts = sorted({*counts, (low + high) // 2})
 
 
-def next_local(space: Space, history: History, rank: int = 0) -> int | None:
+def next_local(space: Space, history: History, rank: int = 0, base: int = 0) -> int | None:
     """The flip of one switch or two of a good set, swaps included, that promises most.
 
     `rank` 0 starts from the best set known, 1 from the best one that is far from it, and so on.
@@ -90,7 +111,7 @@ def next_local(space: Space, history: History, rank: int = 0) -> int | None:
         return None
     switches = list(space.switches.values())
     centre = _elite(history, rank, apart=max(2, len(switches) // 8))
-    model = _Surrogate(switches, history.scores)
+    model = _Surrogate(switches, history.scores, base)
     flips = [centre ^ switch for switch in switches]
     promise = model.expected_improvement(flips)
     widest = sorted(range(len(flips)), key=lambda i: -promise[i])[:WIDEST]
@@ -135,12 +156,14 @@ class _Surrogate:
     Switches differ in size: one that changes the score more alone sets sets farther apart.
     """
 
-    def __init__(self, switches: Sequence[int], scores: dict[int, float]) -> None:
+    def __init__(self, switches: Sequence[int], scores: dict[int, float], base: int) -> None:
         self.switches = switches
-        base = scores.get(0, 0.0)
-        alone = torch.tensor([abs(scores.get(s, base) - base) for s in switches]).double()
+        middle = scores.get(base, 0.0)
+        changes = [abs(scores.get(base ^ s, middle) - middle) for s in switches]
+        alone = torch.tensor(changes).double()
         mean = float(alone.mean()) + 1e-12
-        self.sizes = (alone + mean) / (2 * mean) if 0 in scores else torch.ones_like(alone)  # (n,)
+        known = base in scores
+        self.sizes = (alone + mean) / (2 * mean) if known else torch.ones_like(alone)  # (n,)
         self.known = self._bits(list(scores))  # (N, n)
         values = torch.tensor(list(scores.values()), dtype=torch.float64)  # (N,)
         values = values.clamp_min(float(values.quantile(0.2)))  # how bad the worst are is no news

@@ -1,10 +1,11 @@
 """The search's strategy as an Optuna sampler; knows trials of a study, and not what they are worth.
 
-Seeds first, then every switch alone, then the ranked path, then moves near the best sets in turn
-with Optuna's own Bayesian samplers. What comes next follows from the study's trials, the seed and
-the trial's number, and from nothing that this process remembers: a study that is resumed, on this
-machine or another, goes on as it would have. Each trial says in its attribute `origin` what
-proposed it, and in `skipped` which set it claims; no set that another trial claims is proposed.
+Seeds first, then every switch alone (flipped on the best seed, where that pays well), then the
+ranked path, then moves near the best sets in turn with Optuna's own Bayesian samplers. What comes
+next follows from the study's trials, the seed and the trial's number, and from nothing that this
+process remembers: a study that is resumed, on this machine or another, goes on as it would have.
+Each trial says in its attribute `origin` what proposed it, and in `skipped` which set it claims; no
+set that another trial claims is proposed.
 """
 
 from __future__ import annotations
@@ -152,16 +153,17 @@ class SublayerSampler(BaseSampler):
         for name, mask in self.seeds.items():
             if history.free(space, mask):
                 return mask, f"seed:{name}"
-        single = moves.next_single(space, history)
+        base = moves.base(history, self.seeds.values())
+        single = moves.next_single(space, history, base)
         if single is not None:
             return single, "single"
-        ranked = moves.next_on_path(space, history)
+        ranked = moves.next_on_path(space, history, base)
         if ranked is not None:
             return ranked, "ranked"
         turn = trial.number % BAYESIAN_EVERY
         if turn:
             far = draw.randrange(ELITES) if turn % 2 else 0
-            local = moves.next_local(space, history, rank=far)
+            local = moves.next_local(space, history, far, base)
             if local is not None:
                 return local, "local"
         if space.size - len(history.taken) <= FEW:

@@ -221,6 +221,31 @@ class TestResult:
         finally:
             first.confirmed, first.choice = confirmed, choice
 
+    @pytest.mark.parametrize(("again", "won"), [(0.99, False), (1.03, True)])
+    def test_what_only_the_clock_says_is_timed_anew(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch, again: float, won: bool
+    ) -> None:
+        asked = []
+
+        def clock(
+            model: Any, task: Task, finalists: Any, batches: Any, *, repeats: int, progress: Any
+        ) -> float:
+            speedup = again if asked else 1.05
+            asked.append((len(finalists), repeats))
+            for finalist in finalists:
+                finalist.confirmed = {"speedup": speedup, "low": speedup - 0.01}
+            return 100.0
+
+        monkeypatch.setattr(finding, "confirm", clock)
+        settings = {"held_out": HELD_OUT, "trials": 12, "finalists": 2, "repeats": 2}
+        result = find(llama, cost=HOPELESS, **settings)
+        count = len(result.finalists)
+        assert asked == [(count, 2), (count, 4)]
+        assert (result.winner is not None) is won
+        asked.clear()
+        assert find(llama, **settings).winner is not None
+        assert len(asked) == 1  # the price says the same
+
     def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:
         result = find(llama, cost=HOPELESS, trials=25)
         assert result.winner is None

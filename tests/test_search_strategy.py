@@ -497,6 +497,23 @@ class TestMoves:
         assert moves.next_on_path(LAYERS, self.history({})) == 0
         assert moves.next_on_path(LAYERS, History(taken=set(LAYERS.enumerate()))) is None
 
+    def test_switches_are_flipped_on_a_seed_that_pays_well(self):
+        exit_ = TWELVE_BITS.exit_mask(3)
+        history = self.history({0: 1.0, exit_: 1.05})
+        assert moves.base(history, [0, exit_]) == 0
+        history.scores[exit_] = 1.3
+        assert moves.base(history, [0, exit_]) == exit_
+        assert moves.base(self.history({exit_: 1.3}), [exit_]) == 0  # 1.3 may be bad
+        switches = list(TWELVE_BITS.switches.values())
+        for number, switch in enumerate(switches):
+            single = moves.next_single(TWELVE_BITS, history, exit_)
+            assert single == exit_ ^ switch
+            history.scores[single] = 1.3 + 0.01 * number
+            history.taken.add(single)
+        assert moves.next_single(TWELVE_BITS, history, exit_) is None
+        first = moves.next_on_path(TWELVE_BITS, history, exit_)
+        assert first == exit_ ^ switches[-1] ^ switches[-2]
+
     def test_local_moves_are_a_flip_a_swap_or_two_flips(self):
         landscape = Landscape(6, 0)
         tried = [0b111, 0b101000, 0, 1 << 11]
