@@ -69,6 +69,8 @@ def open_model(
     from transformers.utils import logging as chatter
 
     from layerskip.loading import load
+    from layerskip.sublayers import Sublayers
+    from layerskip.weights import hold
 
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -76,6 +78,8 @@ def open_model(
         chatter.disable_progress_bar()
     talk.progress(f"loading {name}")
     loaded = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    if Sublayers(loaded.model).execution == "fused":
+        hold(loaded.model)  # for good: nobody else has this model
     talk.say(loaded.describe())
     return loaded
 

@@ -1,8 +1,8 @@
 """Sublayers of plain-weight decoders in few kernels; knows no passes, laws or skip policies.
 
 The arithmetic of the library's modules, in its order and dtypes, without their module calls: on a
-small model most of a decoding step is launches and Python. Nothing is copied, patched or
-re-pointed: weights are read from the model's own parameters at every call. What is not plain
+small model most of a decoding step is launches and Python. Nothing is copied or patched here:
+weights are the model's own, joined where `weights.hold` has joined them. What is not plain
 (hooks, adapters, quantised weights, several devices, patched forwards) is refused by `refusal`,
 and belongs on the module path.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-Function = Callable[[Tensor], Tensor]
+from layerskip.weights import Function, Linear, together
 
 # model type -> (package in transformers.models, prefix of its class names)
 _CLASSES = {
@@ -275,11 +275,6 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
 # Blocks.
 
 
-def _linear(module: Any) -> Function:
-    linear, weight, bias = F.linear, module.weight, module.bias
-    return lambda x: linear(x, weight, bias)
-
-
 def _sdpa(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
@@ -312,14 +307,30 @@ def _eager(
     return torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
 
 
-def attention(layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool) -> Block:
+def _projections(modules: Sequence[Any], linear: Linear) -> Function:
+    """Linears of the same input as one function, their outputs side by side."""
+    weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
+    weight, bias = together(weights), together(biases)
+    if weight is not None and (bias is not None or biases[0] is None):
+        return linear(weight, bias)
+    apart = [linear(*each) for each in zip(weights, biases, strict=True)]
+    return lambda x: torch.cat([project(x) for project in apart], -1)
+
+
+def attention(
+    layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool, linear: Linear
+) -> Block:
     """The attention sublayer of a decoder layer, with norms and residual add."""
     module = layer.self_attn
     before = rms_norm(layer.input_layernorm)
     after = rms_norm(layer.post_attention_layernorm) if sandwich else None
     width, scale, index = module.head_dim, module.scaling, module.layer_idx
     groups = module.num_key_value_groups
-    out_proj = _linear(module.o_proj)
+    names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    project = _projections([getattr(module, name) for name in names], linear)
+    output = linear(module.o_proj.weight, module.o_proj.bias)
+    queries = module.o_proj.weight.shape[1] // width  # N
+    turning = queries + queries // groups  # N + K
     q_norm = rms_norm(module.q_norm) if hasattr(module, "q_norm") else None
     k_norm = rms_norm(module.k_norm) if hasattr(module, "k_norm") else None
     if eager:
@@ -329,69 +340,47 @@ def attention(layer: Any, window: int | None, kind: str, *, sandwich: bool, eage
         attend: Callable[..., Tensor] = partial(_eager, softcap=cap)
     else:
         attend = _sdpa
-    project: Callable[[Tensor], Sequence[Tensor]]
-    if hasattr(module, "qkv_proj"):
-        joint = _linear(module.qkv_proj)
-        keys_width = module.qkv_proj.weight.shape[0] // (groups + 2)
-        sizes = [groups * keys_width, keys_width, keys_width]
-
-        def project(x: Tensor) -> Sequence[Tensor]:
-            return torch.split(joint(x), sizes, -1)
-    else:
-        q_proj, k_proj, v_proj = map(_linear, (module.q_proj, module.k_proj, module.v_proj))
-
-        def project(x: Tensor) -> Sequence[Tensor]:
-            return q_proj(x), k_proj(x), v_proj(x)
 
     def block(hidden: Tensor, step: Step) -> Tensor:
         rows, count, _ = hidden.shape
-        q, k, v = project(before(hidden))
-        if count == 1:  # the queries of a group are as good as tokens: (B, K, G, D), no transposes
-            q, k, v = (
-                q.view(rows, -1, groups, width),
-                k.view(rows, -1, 1, width),
-                v.view(rows, -1, 1, width),
-            )
-        else:  # (B, N or K, T, D)
-            q, k, v = (x.view(rows, count, -1, width).transpose(1, 2) for x in (q, k, v))
-        if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
+        heads = project(before(hidden)).view(rows, count, -1, width)  # (B, T, N + 2K, D)
+        heads = heads.transpose(1, 2)  # (B, N + 2K, T, D)
         angles, mask = step.rope[kind], step.masks[window]
-        keys, values = step.cache.update(_rotate(k, angles), v, index)  # (B, K, S, D)
-        out = attend(
-            _rotate(q, angles), keys, values, mask, mask is None and count > 1, scale
-        )  # like q
-        if count > 1:
-            out = out.transpose(1, 2)  # (B, T, N, D)
-        out = out_proj(out.reshape(rows, count, -1))
+        if q_norm is None or k_norm is None:
+            turned = _rotate(heads[:, :turning], angles)  # (B, N + K, T, D)
+            q, k = turned[:, :queries], turned[:, queries:]
+        else:
+            q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
+            k = _rotate(k_norm(heads[:, queries:turning]), angles)  # (B, K, T, D)
+        keys, values = step.cache.update(k, heads[:, turning:], index)  # (B, K, S, D)
+        if count == 1:  # the queries of a group are as good as tokens: no transposes
+            out = attend(
+                q.reshape(rows, -1, groups, width), keys, values, mask, False, scale
+            )  # (B, K, G, D)
+        else:
+            out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
+        out = output(out.reshape(rows, count, -1))
         return hidden + (out if after is None else after(out))  # (B, T, H)
 
     return block
 
 
-def mlp(layer: Any, *, sandwich: bool) -> Block:
+def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
     """The MLP sublayer of a decoder layer, with norms and residual add."""
     module = layer.mlp
     before = rms_norm(
         layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
     )
     after = rms_norm(layer.post_feedforward_layernorm) if sandwich else None
-    down = _linear(module.down_proj)
-    if hasattr(module, "gate_up_proj"):
-        joint, activate = _linear(module.gate_up_proj), _activation(module.activation_fn)
-
-        def expand(x: Tensor) -> Tensor:
-            gate, up = joint(x).chunk(2, -1)
-            return activate(gate).mul_(up)
-    else:
-        gate_proj, up_proj = _linear(module.gate_proj), _linear(module.up_proj)
-        activate = _activation(module.act_fn)
-
-        def expand(x: Tensor) -> Tensor:
-            return activate(gate_proj(x)).mul_(up_proj(x))
+    down = linear(module.down_proj.weight, module.down_proj.bias)
+    one = hasattr(module, "gate_up_proj")
+    names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
+    expand = _projections([getattr(module, name) for name in names], linear)
+    activate = _activation(module.activation_fn if one else module.act_fn)
 
     def block(hidden: Tensor, _: Step) -> Tensor:
-        out = down(expand(before(hidden)))
+        gate, up = expand(before(hidden)).chunk(2, -1)  # (B, T, intermediate) each
+        out = down(activate(gate).mul_(up))
         return hidden + (out if after is None else after(out))  # (B, T, H)
 
     return block
@@ -407,7 +396,8 @@ def _activation(module: Any) -> Function:
     return module  # type: ignore[no-any-return]
 
 
-def head(model: Any) -> Function:
+def head(model: Any, linear: Linear) -> Function:
     """Final norm and head: (B, T, H) to raw logits (B, T, V), softcap not applied."""
-    norm, project = rms_norm(model.model.norm), _linear(model.lm_head)
+    norm = rms_norm(model.model.norm)
+    project = linear(model.lm_head.weight, model.lm_head.bias)
     return lambda hidden: project(norm(hidden))

@@ -7,7 +7,9 @@ cannot serve exactly. Letters: B rows, W width of the padded prompts, V vocabula
 from __future__ import annotations
 
 import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ from layerskip.engine import Decoder, DecodingStats, Request, Round
 from layerskip.laws import Law, stream_key
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers, fingerprint
+from layerskip.weights import hold, release
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
@@ -68,9 +71,14 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
 class LayerSkipDecoding:
     """Self-speculative decoding, as `model.generate(..., custom_generate=this)`.
 
-    Holds settings only: one object may serve several models and threads. Greedy output equals
+    One object may serve several models and threads. Greedy output equals
     `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
     is a function of model, prompt, settings and seed alone, whatever is drafted.
+
+    From its first call on, the query, key and value weights of a plain-weight model lie joined, and
+    so do those of its gate and up projections: one product instead of several. The parameters are
+    views of them; values, `state_dict()` and memory are the same. `close()`, the end of a `with`
+    block, or the end of the object gives every parameter a storage of its own again.
 
     Args:
         skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
@@ -85,6 +93,7 @@ class LayerSkipDecoding:
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
         costs: cost table of the controller; measured or taken from the skip config otherwise.
         execution: "auto", "modules" or "fused", see `Sublayers`.
+        join: False leaves the weights where they are.
         clock: fills the rounds' `times`; on a GPU it should wait for the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.
@@ -103,6 +112,7 @@ class LayerSkipDecoding:
         seeds: Sequence[int] | None = None,
         costs: CostTable | None = None,
         execution: str = "auto",
+        join: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         if skip is not None and not isinstance(skip, SkipConfig):
@@ -131,7 +141,22 @@ class LayerSkipDecoding:
         self.seeds = None if seeds is None else tuple(seeds)
         self.costs = costs
         self.execution = execution
+        self.join = join
         self.clock = clock
+        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()  # models held joined by this object
+        self._lock = threading.Lock()
+        weakref.finalize(self, _part, self._joined)
+
+    def close(self) -> None:
+        """Part the weights that were joined for this object; a later call joins them again."""
+        with self._lock:
+            _part(self._joined)
+
+    def __enter__(self) -> LayerSkipDecoding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
@@ -225,7 +250,7 @@ class LayerSkipDecoding:
 
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
-        opened = Sublayers(model, execution=self.execution)
+        opened = self._open(model)
         sampling = request.law.do_sample
         if not self.enabled or self.skip is None:
             plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
@@ -245,6 +270,15 @@ class LayerSkipDecoding:
             )
         longest = self.max_draft_length or LONGEST_DRAFT
         return Decoder(opened, skip, controller, request, max_draft_length=longest), costs
+
+    def _open(self, model: Any) -> Sublayers:
+        opened = Sublayers(model, execution=self.execution)
+        with self._lock:
+            if not self.join or opened.execution == "modules" or model in self._joined:
+                return opened
+            hold(model)
+            self._joined.add(model)
+        return Sublayers(model, execution=self.execution)  # as its weights lie now
 
     def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
         if self.costs is not None:
@@ -270,6 +304,11 @@ class LayerSkipDecoding:
         if seed is None:
             seed = int(torch.randint(2**31, ()))
         return [(seed, row) for row in range(rows)]
+
+
+def _part(models: weakref.WeakSet[Any]) -> None:
+    while models:
+        release(models.pop())
 
 
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
@@ -396,13 +435,14 @@ def generate(
     Args:
         model: a supported causal language model.
         inputs: token ids (B, W), left-padded, or a tokenizer's output.
-        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
+        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too. For one
+            call weights are not joined, unless they are already, or `join` is True.
         streamer: gets the new tokens as 1-D tensors, a round at a time; batch 1 only.
         tokenizer: needed for `stop_strings`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
     settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-    decoding = LayerSkipDecoding(skip, **settings)
+    decoding = LayerSkipDecoding(skip, **{"join": False} | settings)
     ends = StoppingCriteriaList(stopping_criteria or [])
     if stop_strings is not None:
         if tokenizer is None:
@@ -438,6 +478,7 @@ _SETTINGS = {
     "seeds",
     "costs",
     "execution",
+    "join",
     "clock",
 }
 
@@ -472,7 +513,7 @@ def decode(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     _check_shape(input_ids)
-    decoding = LayerSkipDecoding(skip, **settings)
+    decoding = LayerSkipDecoding(skip, **{"join": False} | settings)
     rows = input_ids.shape[0]
     processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

@@ -10,7 +10,8 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from layerskip import fused
 from layerskip.cache import RowCache
+from layerskip.weights import best_linear, hold, matrices, release
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused")
@@ -156,13 +158,15 @@ class Sublayers:
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
         self.execution = self._resolve(execution, kind)
+        if self.execution == "fused":
+            self._linear = best_linear(matrices(model))
         self.blocks: tuple[Block, ...] = tuple(
             block
             for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
             for block in self._layer_blocks(layer, window, kind)
         )
         self._head = (
-            fused.head(model)
+            fused.head(model, self._linear)
             if self.execution == "fused"
             else lambda hidden: model.lm_head(decoder.norm(hidden))  # type: ignore[operator]
         )
@@ -188,8 +192,10 @@ class Sublayers:
             return self._attention(layer, window, kind), self._mlp(layer)
         sandwich = self.family.sandwich
         return (
-            fused.attention(layer, window, kind, sandwich=sandwich, eager=self.eager),
-            fused.mlp(layer, sandwich=sandwich),
+            fused.attention(
+                layer, window, kind, sandwich=sandwich, eager=self.eager, linear=self._linear
+            ),
+            fused.mlp(layer, sandwich=sandwich, linear=self._linear),
         )
 
     def _check_hooks(self) -> None:
@@ -330,6 +336,22 @@ class Sublayers:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+@contextmanager
+def joined(model: nn.Module, execution: str = "auto") -> Iterator[None]:
+    """Where the lean path serves a model, its projections lie joined for as long as this lasts.
+
+    Models are to be opened inside: which weights lie together is looked at then.
+    """
+    if Sublayers(model, execution).execution == "modules":
+        yield
+        return
+    hold(model)
+    try:
+        yield
+    finally:
+        release(model)
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:

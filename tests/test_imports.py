@@ -23,6 +23,7 @@ FLOORS = {
     "layerskip.roofline": 0,
     "layerskip.searches": 0,
     "layerskip.speculation": 0,
+    "layerskip.weights": 0.5,  # below what reads them
     "layerskip.cache": 1,
     "layerskip.fused": 1,
     "layerskip.laws": 1,

@@ -1,0 +1,183 @@
+"""Joined and streamed weights: the same model, the same tokens, and everything given back."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from cost_records import cost_record
+from models import FAMILIES, prompt, tiny_model
+from test_fused import assert_agree
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import layerskip
+from layerskip import LayerSkipDecoding, SkipConfig, weights
+from layerskip.search import search
+from layerskip.sublayers import Sublayers, joined
+
+SKIP = SkipConfig.early_exit(2)
+
+
+def storages(model: nn.Module) -> int:
+    """Bytes of all storages that the parameters lie in, and of the parameters themselves."""
+    found = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def places(model: nn.Module) -> int:
+    return len({p.untyped_storage().data_ptr() for p in model.parameters()})
+
+
+def decode(model: Any, decoding: Any) -> list[int]:
+    tokens = model.generate(
+        prompt(9), custom_generate=decoding, do_sample=False, max_new_tokens=12, pad_token_id=0
+    )
+    return tokens[0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_and_streamed_weights_compute_the_same(family, monkeypatch):
+    model = tiny_model(family)
+    modules = Sublayers(model, "modules")
+    monkeypatch.setattr("layerskip.sublayers.best_linear", lambda _: weights.streamed)
+    with joined(model):
+        groups = list(weights._groups(model))
+        assert len(groups) == (0 if family == "phi3" else 2 * len(model.model.layers))
+        for group in groups:
+            for parts in weights._tensors(group):
+                assert weights.together(parts).shape[0] == sum(map(len, parts))
+        lean = Sublayers(model)
+        for rows, ragged in ((1, False), (3, False), (3, True)):
+            assert_agree(modules, lean, rows=rows, ragged=ragged)
+    for group in groups:
+        assert all(weights.together(parts) is None for parts in weights._tensors(group))
+    assert_agree(modules, Sublayers(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_a_decoding_object_joins_once_and_gives_back(family, tmp_path):
+    model = tiny_model(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    bytes_before, places_before = storages(model), places(model)
+    identities = [id(p) for p in model.parameters()]
+
+    def unchanged() -> None:
+        assert [id(p) for p in model.parameters()] == identities
+        assert storages(model) == bytes_before
+        state = model.state_dict()
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+
+    def saved(name: str) -> None:
+        model.save_pretrained(tmp_path / name)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict()
+        assert all(torch.equal(again[key], value) for key, value in before.items())
+
+    want = model.generate(prompt(9), do_sample=False, max_new_tokens=12, pad_token_id=0)[0]
+    saved("before")
+    with LayerSkipDecoding(SKIP) as decoding, LayerSkipDecoding(SKIP) as second:
+        assert decode(model, decoding) == want.tolist()
+        assert places(model) < places_before
+        pointers = [p.data_ptr() for p in model.parameters()]
+        assert decode(model, decoding) == decode(model, second) == want.tolist()
+        assert [p.data_ptr() for p in model.parameters()] == pointers
+        unchanged()
+        saved("during")
+        second.close()
+        assert [p.data_ptr() for p in model.parameters()] == pointers  # the first still holds them
+    assert places(model) == places_before
+    unchanged()
+    saved("after")
+    assert decode(model, LayerSkipDecoding(SKIP)) == want.tolist()
+    gc.collect()
+    assert places(model) == places_before  # so does the end of an object
+
+
+def test_weights_are_parted_after_an_error():
+    model = tiny_model("llama")
+    count = places(model)
+
+    def broken(_: Any, __: Any) -> Any:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"), LayerSkipDecoding(SKIP) as decoding:
+        model.generate(
+            prompt(5), custom_generate=decoding, max_new_tokens=4, logits_processor=[broken]
+        )
+    assert places(model) == count
+
+
+def test_what_need_not_be_joined_is_left_alone():
+    model = tiny_model("llama")
+    pointers = [p.data_ptr() for p in model.parameters()]
+    decode(model, LayerSkipDecoding(SKIP, join=False))
+    decode(model, LayerSkipDecoding(SKIP, execution="modules"))
+    layerskip.generate(model, prompt(5), skip=SKIP, max_new_tokens=4)
+    list(layerskip.decode(model, prompt(5), skip=SKIP, max_new_tokens=4))
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    search(model, [prompt(5)[0]], max_new_tokens=4, trials=2, cost=cost_record())
+    assert places(model) == len(set(pointers))
+
+
+def test_shared_storages_are_not_joined():
+    """Weights of which something else is a view would part from it."""
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    whole = torch.cat([attention.q_proj.weight.data, attention.k_proj.weight.data])
+    attention.q_proj.weight.data = whole[: len(attention.q_proj.weight)]
+    with joined(model):
+        parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        assert weights.together(parts) is None
+        assert attention.q_proj.weight.untyped_storage().data_ptr() == whole.data_ptr()
+        assert_agree(Sublayers(model, "modules"), Sublayers(model))
+
+
+def test_weights_changed_while_joined_count():
+    model = tiny_model("llama")
+    with joined(model):
+        lean = Sublayers(model)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.1)
+        assert_agree(Sublayers(model, "modules"), lean)
+        model.float()  # every parameter moves: what lies together is looked at anew
+        assert_agree(Sublayers(model, "modules"), Sublayers(model))
+
+
+def test_only_what_leaves_the_cache_is_streamed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(weights, "_faster", lambda matrices: not asked.append(len(matrices)))
+    monkeypatch.setattr(weights, "_worth", {})
+    small = [torch.ones(8, 8)] * 4
+    large = [torch.ones(512, 512)] * 12  # 12 MiB
+    huge = [torch.ones(1024, 1024)] * 4
+    assert weights.best_linear(small) is weights.plain
+    assert weights.best_linear(huge) is weights.plain
+    assert weights.best_linear([m.bfloat16() for m in large * 2]) is weights.plain
+    assert asked == []
+    assert weights.best_linear(large) is weights.streamed
+    assert weights.best_linear([m + 1 for m in large]) is weights.streamed
+    assert asked == [12]  # once for all models of these shapes
+
+
+@pytest.mark.parametrize("streamed_seconds", [1.0, 3.0])
+def test_streaming_is_judged_by_the_clock(monkeypatch, streamed_seconds):
+    """Two plain seconds a pass against one or three; now and then a pass is disturbed."""
+    times, clock = iter([(2.0, streamed_seconds), (9.0, 9.0)] * 2), 0.0
+    passes = [seconds for each in times for seconds in each]
+    readings = []
+    for seconds in passes:
+        readings += [clock, clock + seconds]
+        clock += seconds
+    monkeypatch.setattr(weights.time, "perf_counter", iter(readings).__next__)
+    assert weights._faster([torch.ones(4, 4)]) is (streamed_seconds < 2.0)
+
+
+@torch.no_grad()
+def test_a_streamed_linear_is_the_linear():
+    weight, bias, x = torch.randn(5, 3), torch.randn(5), torch.randn(2, 1, 3)
+    for given in (None, bias):
+        want = nn.functional.linear(x, weight, given)
+        assert torch.equal(weights.streamed(weight, given)(x), want)
+        assert torch.equal(weights.plain(weight, given)(x), want)
