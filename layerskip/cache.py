@@ -1,7 +1,8 @@
 """Static key-value buffers with a length per row; knows nothing of models, tokens or laws.
 
 One buffer per attention layer, written by position. Rolling back is forgetting: the engine lowers
-a row's length, and the slots behind it are overwritten before anything reads them.
+a row's length, and the slots behind it are overwritten before anything reads them. Nothing is ever
+copied but by `keep`, when rows are left behind.
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -76,6 +77,25 @@ class RowCache:
             all_values[rows, :, index] = values.transpose(1, 2)
         seen = self.end - first
         return all_keys.narrow(2, first, seen), all_values.narrow(2, first, seen)
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        """Let the rows at `places` (ascending), up to a length, be all there are from now on.
+
+        They move to the front of the buffers, whose other rows are never read again.
+
+        Returns:
+            The bytes copied.
+        """
+        self.rows = len(places)
+        copied = 0
+        for buffers in (self.keys, self.values):
+            for layer, buffer in buffers.items():
+                kept = buffer[: self.rows]  # (R, H, S, D)
+                moved = buffer[list(places), :, :length]  # (R, H, length, D)
+                kept[:, :, :length] = moved
+                buffers[layer] = kept
+                copied += moved.nbytes
+        return copied
 
     def needs_mask(self, window: int | None) -> bool:
         """Whether attention in this pass needs a mask beyond what `update` already leaves out.

@@ -406,7 +406,8 @@ def _record(model: Sublayers, tokens: list[int], skip: SkipConfig) -> tuple[Tens
     session.prefill()
     last = ids[-1:].to(model.device)  # (1,)
     draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)
-    target = session.verify(last, 1)[0, 0].float().cpu()  # (V,); what follows `last` is not read
+    # what follows `last` is not read
+    target = session.verify(last, [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
     either = torch.maximum(softmax_law(target), softmax_law(draft))
     kept = either.topk(min(_SUPPORT, len(either))).indices
     return target[kept], draft[kept]

@@ -108,6 +108,7 @@ def measure(
         eos=frozenset(),
         stop=None,
         keep_scores=False,
+        keep_logits=False,
     )
     watch = Stopwatch(now)
     decoder = Decoder(model, skip, watch, probe, max_draft_length=max(_LENGTHS) + 1)

@@ -27,12 +27,11 @@ from layerskip.laws import (
     softmax_law,
     stream_key,
 )
-from layerskip.passes import Session
+from layerskip.passes import Position, Session
 from layerskip.speculation import draft_limit, round_sublayer_tokens
 from layerskip.sublayers import Sublayers
 
 Stop = Callable[[int, Tensor], bool]
-Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class Request:
         eos: tokens that end a row.
         stop: asked after every emitted token with (row, that row's history (1, n)); True ends
             the row. Called in order, once per row and token.
-        keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
+        keep_scores, keep_logits: keep processed scores, raw logits of every emitted token in the
+            rounds.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
@@ -62,6 +62,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     stop: Stop | None = None
     keep_scores: bool = False
+    keep_logits: bool = False
     clock: Callable[[], float] | None = None
 
 
@@ -77,7 +78,7 @@ class Round:
         confidences: per row, the draft's own probability (softmax of its raw logits at
             temperature 1) of each drafted token; empty where the controller needs none.
         finished: whether each row is finished after this round.
-        scores, logits: per row, (emitted, V) float32, when the request asked for them.
+        scores, logits: per row, (emitted, V) float32, where the request asked for them.
         times: what the request's clock said when the round began, when its drafts were there, when
             the target's logits were, and when its tokens were out.
     """
@@ -106,6 +107,8 @@ class DecodingStats:
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
         num_sequences: rows, each of which got one token from the prefill.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
+        num_compactions: times finished rows were left behind, and the cache's other rows moved up.
+        compacted_bytes: keys and values that this copied; nothing else ever copies them.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
 
@@ -117,6 +120,8 @@ class DecodingStats:
     num_new_tokens: int = 0
     num_sequences: int = 0
     sublayer_tokens: int = 0
+    num_compactions: int = 0
+    compacted_bytes: int = 0
     seeds: tuple[int, ...] = ()
 
     @property
@@ -198,7 +203,7 @@ class Decoder:
         )
         self.greedy = not request.law.do_sample
         self.rejection = request.rejection and not self.greedy
-        self.noise = NoiseBlocks(max_draft_length + 1)
+        self.noise = NoiseBlocks()
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
@@ -211,6 +216,13 @@ class Decoder:
 
     def rounds(self) -> Iterator[Round]:
         """Yield the prefill's round and every round after it, until all rows are finished."""
+        yield self._first_round()
+        index = 0
+        while not all(self.finished):
+            index += 1
+            yield self._round(index)
+
+    def _first_round(self) -> Round:
         self._mark(begin=True)
         self._mark()
         raw = self.session.prefill()  # (B, V)
@@ -220,19 +232,12 @@ class Decoder:
         first = self._draw(scores, positions, TARGET)
         nothing: list[list[int]] = [[] for _ in self.rows]
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
-        yield self._close(0, tokens, nothing, [[] for _ in self.rows], positions, scores, raw)
-        index = 0
-        while not all(self.finished):
-            index += 1
-            yield self._round(index)
+        return self._close(0, tokens, nothing, [[] for _ in self.rows], positions, scores, raw)
 
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
+        self._compact()
         drafts, confidences, laws = self._draft()
-        self._mark()
-        longest = max(map(len, drafts))
-        last = [(self.emitted[row] + drafts[row])[-1] for row in self.rows]
-        raw = self.session.verify(self._tensor(last), longest)  # (B, longest + 1, V)
         self._mark()
         positions = [
             (row, offset)
@@ -240,11 +245,29 @@ class Decoder:
             if not self.finished[row]
             for offset in range(len(drafts[row]) + 1)
         ]
-        picked = raw[[row for row, _ in positions], [offset for _, offset in positions]]  # (N, V)
-        scores = self._scores(picked, positions)  # (N, V)
+        last = [(drafts[row] or self.emitted[row])[-1] for row in self.session.rows]
+        raw = self.session.verify(self._tensor(last), positions)  # (N, V)
+        self._mark()
+        scores = self._scores(raw, positions)  # (N, V)
         accept = self._reject if self.rejection else self._match
         tokens = accept(drafts, positions, scores, laws)
-        return self._close(index, tokens, drafts, confidences, positions, scores, picked)
+        return self._close(index, tokens, drafts, confidences, positions, scores, raw)
+
+    def _compact(self) -> None:
+        """Leave finished rows behind where the others fit into half of the rows, or fewer.
+
+        What stays is a power of two, so that passes have few shapes; finished rows fill it up.
+        """
+        rows = self.session.rows
+        going = [row for row in rows if not self.finished[row]]
+        size = 1 << (len(going) - 1).bit_length()
+        if 2 * size > len(rows):
+            return
+        done = [row for row in rows if self.finished[row]]
+        done.sort(key=self.session.lengths.__getitem__)  # the shortest have the least to attend to
+        kept = sorted([*going, *done[: size - len(going)]])
+        self.stats.num_compactions += 1
+        self.stats.compacted_bytes += self.session.keep(kept)
 
     def _mark(self, *, begin: bool = False) -> None:
         """Note the time, if the request has a clock."""
@@ -265,14 +288,15 @@ class Decoder:
         laws: dict[Position, Tensor] = {}
         limits = [0 if self.finished[row] else self._limit(row) for row in self.rows]
         drafting = [row for row in self.rows if limits[row] > 0]
-        tokens = [emitted[-1] for emitted in self.emitted]
+        places = self.session.rows
+        tokens = [self.emitted[row][-1] for row in places]
         for step in range(max(limits)):
             if not drafting:
                 break
-            raw = self.session.draft_step(self._tensor(tokens), step)  # (B, V)
-            if len(drafting) < len(self.rows):
+            raw = self.session.draft_step(self._tensor(tokens), step)  # (R, V)
+            if len(drafting) < len(places):
                 # the others have no history of this length, which processors would stumble over
-                raw = raw[drafting]  # (N, V)
+                raw = raw[[places[row] for row in drafting]]  # (N, V)
             positions = [(row, step) for row in drafting]
             scores = self._scores(raw, positions)  # (N, V)
             drawn = self._draw(scores, positions, DRAFT if self.rejection else TARGET)
@@ -287,7 +311,7 @@ class Decoder:
                     continue
                 self._remember(row, len(drafts[row]), token)
                 drafts[row].append(token)
-                tokens[row] = token
+                tokens[places[row]] = token
                 if self.controller.needs_confidence:
                     confidences[row].append(confidence)
                 if (
@@ -344,7 +368,7 @@ class Decoder:
                 noise = gumbel_noise(
                     keys, places, scores.shape[-1], purpose=purpose, device=scores.device
                 )
-            scores = scores + noise  # (N, V)
+            scores = noise.add_(scores)  # (N, V)
         best, token = scores.max(-1)  # (N,), (N,)
         # A host synchronisation: ends, limits and criteria are decided token by token.
         return [
@@ -428,6 +452,8 @@ class Decoder:
         """Emit each row's tokens one by one, stopping where the row ends; count; commit."""
         emitted: list[list[int]] = [[] for _ in self.rows]
         for row, candidates in enumerate(tokens):
+            if not candidates:
+                continue
             for token in candidates:
                 self._remember(row, 0, token)
                 self.emitted[row].append(token)
@@ -435,18 +461,16 @@ class Decoder:
                 if self._ends(row, token):
                     self.finished[row] = True
                     break
-            if index and candidates:
+            if not self.greedy:
+                (key,), (place,) = self._stream([(row, 0)])
+                self.noise.forget(key, None if self.finished[row] else place)
+            if index:
                 self.session.commit(row, len(emitted[row]))
                 self.controller.update(row, len(drafts[row]), len(candidates) - 1)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
-        kept_scores = kept_logits = None
-        if self.request.keep_scores:
-            kept = [
-                [i for i, (r, offset) in enumerate(positions) if r == row and offset < len(new)]
-                for row, new in enumerate(emitted)
-            ]
-            kept_scores = tuple(scores[i] for i in kept)
-            kept_logits = tuple(raw[i].float() for i in kept)
+        request = self.request
+        kept_scores = _by_row(scores, positions, emitted) if request.keep_scores else None
+        kept_logits = _by_row(raw, positions, emitted) if request.keep_logits else None
         self._mark()
         round_ = Round(
             index=index,
@@ -477,3 +501,14 @@ class Decoder:
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
+
+
+def _by_row(
+    values: Tensor, positions: Sequence[Position], emitted: Sequence[Sequence[int]]
+) -> tuple[Tensor, ...]:
+    """Of values (N, V) at those positions those of the emitted tokens: per row (emitted, V)."""
+    places = [
+        [i for i, (at, offset) in enumerate(positions) if at == row and offset < len(tokens)]
+        for row, tokens in enumerate(emitted)
+    ]
+    return tuple(values[i].float() for i in places)

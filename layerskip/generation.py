@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
         sequences: prompts and new tokens, rows that ended early padded on the right, (B, W + n).
         scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
         stats: counts of the decoding.
-        rounds: what every round did.
+        rounds: what every round did; their scores and logits are those above.
         costs: the cost table the controller decided with.
     """
 
@@ -214,9 +214,6 @@ class LayerSkipDecoding:
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         seeds = self._seeds(rows, config.do_sample)
-        keep_scores = bool(
-            config.return_dict_in_generate and (config.output_scores or config.output_logits)
-        )
         request = Request(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -226,7 +223,8 @@ class LayerSkipDecoding:
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
             stop=_stop(others) if others else None,
-            keep_scores=keep_scores,
+            keep_scores=bool(config.return_dict_in_generate and config.output_scores),
+            keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             clock=self.clock,
         )
         decoder, costs = self.decoder(model, request)
@@ -241,10 +239,10 @@ class LayerSkipDecoding:
             return sequences
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
-            scores=_steps(rounds, "scores") if config.output_scores else None,  # type: ignore[arg-type]
-            logits=_steps(rounds, "logits") if config.output_logits else None,  # type: ignore[arg-type]
+            scores=_steps(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=_steps(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
             stats=decoder.stats,
-            rounds=rounds,
+            rounds=[replace(round_, scores=None, logits=None) for round_ in rounds],
             costs=costs,
         )
 
@@ -411,12 +409,18 @@ def _sequences(input_ids: Tensor, emitted: list[list[int]], config: GenerationCo
     return torch.cat([input_ids, new], dim=1)
 
 
-def _steps(rounds: list[Round], name: str) -> tuple[Tensor, ...]:
+def _steps(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
     """Per step (B, V) from the rounds' per-row (emitted, V)."""
     chunks = [getattr(round_, name) for round_ in rounds]
-    rows = [torch.cat([chunk[row] for chunk in chunks]) for row in range(len(chunks[0]))]
-    padded = torch.nn.utils.rnn.pad_sequence(rows)  # (n, B, V)
-    return tuple(padded)
+    longest = max(sum(len(chunk[row]) for chunk in chunks) for row in range(rows))
+    steps = chunks[0][0].new_zeros(longest, rows, chunks[0][0].shape[1])  # (n, B, V)
+    for row in range(rows):
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk[row])
+            steps[start:end, row] = chunk[row]
+            start = end
+    return tuple(steps)
 
 
 def generate(
@@ -505,6 +509,7 @@ def decode(
         input_ids: (B, W), left-padded where attention_mask (B, W) is 0.
         skip, **settings: as for `LayerSkipDecoding`.
         logits_processor: run before temperature, top_k and top_p.
+        keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
         eos_token_id: tokens that end a row; the model's own by default.
 
     Yields:
@@ -526,6 +531,7 @@ def decode(
         rejection=decoding.acceptance == "rejection",
         eos=end_tokens(model, eos_token_id),
         keep_scores=keep_scores,
+        keep_logits=keep_scores,
         clock=decoding.clock,
     )
     with torch.no_grad():

@@ -229,17 +229,17 @@ def gumbel_noise(
     return uniform.neg_().log1p_().neg_().log_().neg_()  # (N, V)
 
 
+_BLOCK = 2**18  # elements of noise made ahead for a row, at most: a megabyte
+
+
 class NoiseBlocks:
     """The noise that draft and target of one decoding share, made once for every place.
 
-    Blocks of places are made ahead, because one call for several costs little more than for one.
-
-    Args:
-        keep: how many places back a row may ask again: the most tokens a round drafts, plus one.
+    Blocks of places are made ahead, because one call for several costs little more than for one,
+    and are held until they are forgotten.
     """
 
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
         self._made: dict[int, dict[int, Tensor]] = {}  # key -> place -> (V,)
 
     def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> Tensor:
@@ -249,14 +249,21 @@ class NoiseBlocks:
         for key, place in zip(keys, places, strict=True):
             made = self._made.setdefault(key, {})
             if place not in made:
-                for past in [past for past in made if past < place - self.keep]:
-                    del made[past]  # rows that share a key and lag behind make theirs again
-                count = max(1, min(8, 2**18 // vocabulary))  # at most a megabyte a row
+                count = max(1, min(8, _BLOCK // vocabulary))
                 block = range(place, place + count)
                 noise = gumbel_noise([key] * count, block, vocabulary, device=scores.device)
                 made.update(zip(block, noise.unbind(), strict=True))
             rows.append(made[place])  # (V,)
         return torch.stack(rows)
+
+    def forget(self, key: int, place: int | None = None) -> None:
+        """Drop a row's noise before a place, or all of it.
+
+        A row that shares the key and lags behind makes its own again.
+        """
+        made = self._made.get(key, {})
+        for past in [past for past in made if place is None or past < place]:
+            del made[past]
 
 
 def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:

@@ -2,7 +2,9 @@
 
 A session holds one batch's cache and how far each row's exact keys and values reach. Drafting
 carries tokens through the shared prefix for good; the hidden states at its end are kept, and
-verification starts from them. Letters: B rows, T tokens, D drafted tokens, H width, V vocabulary.
+verification starts from them. Rows are named by their number in the call, also where finished ones
+have been left behind. Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens,
+H width, V vocabulary, N positions.
 """
 
 from __future__ import annotations
@@ -14,6 +16,12 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.sublayers import Pass, Sublayers
+
+Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
+
+# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
+# enough that their activations are small beside the weights.
+_CHUNK = 512
 
 
 class Session:
@@ -27,6 +35,7 @@ class Session:
         max_draft_length: the most tokens any round drafts.
 
     Attributes:
+        rows: the rows that passes carry, in their order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them, it is fed by the next pass.
     """
@@ -55,52 +64,74 @@ class Session:
         slots = total + max_draft_length + 1
         self.cache = model.new_cache(len(prompts), slots)
         self.rotary = model.rotary(slots, total)
+        self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
-        self._boundary: list[Tensor] = []  # (B, 1, H) at the end of the prefix, one per token fed
+        self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
     def prefill(self) -> Tensor:
         """Carry every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
-        self.cache.place([0] * len(self.prompts), tokens.shape[1])
-        step = Pass(self.model, self.cache, self.rotary)
-        hidden = self.model.run(self.model.embed(tokens), step, range(self.model.num_sublayers))
-        rows = torch.arange(len(self.prompts), device=hidden.device)
-        ends = torch.tensor(self.prompt_lengths, device=hidden.device) - 1
+        count = max(1, _CHUNK // len(tokens))
+        for start in range(0, tokens.shape[1], count):
+            chunk = tokens[:, start : start + count]  # (B, up to count)
+            self.cache.place([start] * len(chunk), chunk.shape[1])
+            step = Pass(self.model, self.cache, self.rotary)
+            hidden = self.model.run(self.model.embed(chunk), step, range(self.model.num_sublayers))
+            if start == 0:
+                last = torch.empty_like(hidden[:, 0])  # (B, H)
+            ends = [length - 1 - start for length in self.prompt_lengths]
+            here = [row for row, end in enumerate(ends) if 0 <= end < chunk.shape[1]]
+            last[here] = hidden[here, [ends[row] for row in here]]
         self.lengths = list(self.prompt_lengths)
-        return self.model.logits(hidden[rows, ends][:, None])[:, 0]
+        return self.model.logits(last[None])[0]
+
+    def keep(self, rows: Sequence[int]) -> int:
+        """Leave all rows but these (ascending) out of further passes; the bytes this copied."""
+        places = [self.rows[row] for row in rows]
+        self.rows = {row: place for place, row in enumerate(rows)}
+        return self.cache.keep(places, max(self.lengths[row] for row in rows))
+
+    def _place(self, offset: int, count: int) -> Pass:
+        """A pass over `count` tokens of every row, the first one at its length + offset."""
+        self.cache.place([self.lengths[row] + offset for row in self.rows], count)
+        return Pass(self.model, self.cache, self.rotary)
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
-        """Carry one token per row (B,) through the shared prefix and keep where it arrives."""
-        self.cache.place([length + offset for length in self.lengths], 1)
-        step = Pass(self.model, self.cache, self.rotary)
+        """Carry one token per row (R,) through the shared prefix and keep where it arrives."""
+        step = self._place(offset, 1)
         hidden = self.model.run(self.model.embed(tokens[:, None]), step, self._prefix)
         self._boundary.append(hidden)
         return hidden, step
 
     def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
-        """Feed each row's token (B,) at its length + offset to the draft; raw logits (B, V).
+        """Feed each row's token (R,) at its length + offset to the draft; raw logits (R, V).
 
         Offsets run 0, 1, 2, ... within a round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
         return self.model.logits(self.model.run(hidden, step, self._draft))[:, 0]
 
-    def verify(self, tokens: Tensor, drafted: int) -> Tensor:
-        """Raw target logits (B, drafted + 1, V) after each token fed in this round.
+    def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+        """Raw target logits (N, V) at those positions, ascending, of the tokens fed in this round.
+
+        Offset 0 is a row's last emitted token; the largest offset is the longest draft of any row.
+        `draft_step` may have fed one token more, where nothing could be drawn after it.
 
         Args:
-            tokens: each row's last drafted token (B,), or with drafted = 0 its last emitted one.
-            drafted: the longest draft of any row; `draft_step` may have fed one token more, where
-                nothing could be drawn after it.
+            tokens: each row's last drafted token (R,), where it drafted none its last emitted one.
         """
+        drafted = max(offset for _, offset in positions)
         del self._boundary[drafted:]
         hidden, step = self._feed(tokens, drafted)
         if drafted:
-            hidden = torch.cat(self._boundary, dim=1)  # (B, drafted + 1, H)
-            self.cache.place(self.lengths, drafted + 1)
-            step = Pass(self.model, self.cache, self.rotary)
+            hidden = torch.cat(self._boundary, dim=1)  # (R, D + 1, H)
+            step = self._place(0, drafted + 1)
         self._boundary.clear()
-        return self.model.logits(self.model.run(hidden, step, self._rest))
+        hidden = self.model.run(hidden, step, self._rest).flatten(0, 1)  # (R * (D + 1), H)
+        if len(positions) < len(hidden):  # the head is large: only where somebody reads it
+            wanted = [self.rows[row] * (drafted + 1) + offset for row, offset in positions]
+            hidden = hidden[wanted]  # (N, H)
+        return self.model.logits(hidden[None])[0]
 
     def commit(self, row: int, emitted: int) -> None:
         """Keep the round's first `emitted` fed tokens of a row; the rest is forgotten."""

@@ -62,8 +62,8 @@ def shifted_verify(monkeypatch, step):
     """An engine whose verification reads logits that are off by `step` for one token."""
     verify = Session.verify
 
-    def wrong(self, tokens, drafted):
-        out = verify(self, tokens, drafted)
+    def wrong(self, tokens, positions):
+        out = verify(self, tokens, positions)
         out[..., 5] += step
         return out
 

@@ -234,8 +234,8 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
 def break_verify(monkeypatch):
     verify = Session.verify
 
-    def wrong(self, tokens, drafted):
-        out = verify(self, tokens, drafted)
+    def wrong(self, tokens, positions):
+        out = verify(self, tokens, positions)
         out[..., 5] += 9.0
         return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from layerskip.config import SkipConfig
 from layerskip.costs import analytic, cost_table, measure
 from layerskip.engine import Request
 from layerskip.laws import Law, stream_key
-from layerskip.passes import Session
+from layerskip.passes import Position, Session
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers
 
@@ -50,9 +50,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
         now[0] += DRAFT
         return draft_step(self, tokens, offset)
 
-    def slow_verify(self: Session, tokens: Tensor, drafted: int) -> Tensor:
+    def slow_verify(self: Session, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+        drafted = max(offset for _, offset in positions)
         now[0] += VERIFY[drafted + 1]
-        return verify(self, tokens, drafted)
+        return verify(self, tokens, positions)
 
     monkeypatch.setattr(Session, "draft_step", slow_draft)
     monkeypatch.setattr(Session, "verify", slow_verify)

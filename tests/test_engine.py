@@ -132,7 +132,8 @@ def test_cache_after_every_round_equals_a_fresh_prefill(
 def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
     """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
     session = run.session
-    for row, emitted in enumerate(run.emitted):
+    for row, place in session.rows.items():
+        emitted = run.emitted[row]
         text = torch.cat([session.prompts[row], torch.tensor(emitted)])
         # the last emitted token is fed by the next pass
         assert session.lengths[row] == len(text) - 1
@@ -142,7 +143,7 @@ def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
         fresh.prefill()
         for layer in range(session.model.num_layers):
             for name in ("keys", "values"):
-                have = getattr(session.cache, name)[layer][row, :, : len(text) - 1]
+                have = getattr(session.cache, name)[layer][place, :, : len(text) - 1]
                 want = getattr(fresh.cache, name)[layer][0, :, : len(text) - 1]
                 torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 

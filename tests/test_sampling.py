@@ -400,11 +400,16 @@ def test_the_two_rules_share_one_law_but_not_one_text() -> None:
 
 
 def test_noise_made_in_blocks_is_the_same_noise() -> None:
-    """Whatever is asked in whatever order, within `keep` places back, and for several rows."""
-    blocks = NoiseBlocks(keep=4)
+    """Whatever is asked in whatever order, for several rows, and whatever was forgotten."""
+    blocks = NoiseBlocks()
     keys = [stream_key(0), stream_key(1)]
     scores = torch.zeros(2, 2047)
     for place in (3, 4, 5, 9, 6, 7, 30, 27, 31, 40):
         places = [place, place + 2]
         assert torch.equal(blocks.at(keys, places, scores), gumbel_noise(keys, places, 2047))
-    assert all(len(made) <= 2 * (4 + 8) for made in blocks._made.values())
+        blocks.forget(keys[0], place)
+        assert min(blocks._made[keys[0]]) == place
+    blocks.forget(keys[0])
+    blocks.forget(stream_key(2))
+    assert not blocks._made[keys[0]]
+    assert blocks._made[keys[1]]

@@ -1,0 +1,141 @@
+"""What decoding holds beside the model and its cache, counted in bytes, at true proportions."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import prompt
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import layerskip
+from layerskip import SkipConfig
+from layerskip.speculation import CostTable
+
+# Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
+# cache, activations and logits all are a 64th of what they are there
+PROMPT, NEW_TOKENS = 2048 // 8, 128 // 8
+
+
+class Held(TorchDispatchMode):
+    """Bytes of a model's storages, and of those that operations made, while they are alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = 0
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._note(tensor.untyped_storage())
+        self.model = self.peak = self.now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = LlamaConfig(
+        vocab_size=128256 // 64,
+        hidden_size=2048 // 8,
+        intermediate_size=8192 // 8,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerskip.passes._CHUNK", 512 // 8)
+    monkeypatch.setattr("layerskip.laws._BLOCK", 2**18 // 64)
+
+
+def cache_bytes(model: Any, tokens: int) -> int:
+    config = model.config
+    return tokens * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+
+
+def overhead(model: Any, rows: int, **settings: Any) -> float:
+    """Peak bytes over those of the model and a cache that just holds the texts, as a share."""
+    held = Held(model)
+    with held:
+        layerskip.generate(
+            model,
+            prompt(PROMPT, rows=rows),
+            skip=SkipConfig.early_exit(4),
+            costs=CostTable(0.1, (1.0, 1.01)),
+            max_draft_length=4,
+            max_new_tokens=NEW_TOKENS,
+            seed=0,
+            **settings,
+        )
+    cache = cache_bytes(model, rows * (PROMPT + NEW_TOKENS))
+    assert held.peak > held.model + cache
+    return held.peak / (held.model + cache) - 1
+
+
+def repeated(model: Any, rows: int) -> float:
+    """What the library's attention modules add: a layer's keys and values for every query head."""
+    config = model.config
+    cache = cache_bytes(model, rows * (PROMPT + NEW_TOKENS))
+    groups = config.num_attention_heads // config.num_key_value_heads
+    return groups * cache / config.num_hidden_layers / (Held(model).model + cache)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_less_than_3_percent_beside_model_and_cache(model: Any, execution: str, rows: int) -> None:
+    beside = overhead(model, rows, execution=execution, do_sample=True)
+    library = repeated(model, rows) if execution == "modules" and rows > 1 else 0.0
+    assert beside < 0.03 + library
+
+
+def test_a_prompt_in_one_piece_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerskip.passes._CHUNK", 8 * PROMPT)
+    assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
+
+
+def test_nothing_is_held_afterwards(model: Any) -> None:
+    held = Held(model)
+    with held:
+        out = layerskip.generate(
+            model,
+            prompt(9),
+            skip=SkipConfig.early_exit(4),
+            costs=CostTable(0.1, (1.0,)),
+            max_new_tokens=4,
+            do_sample=True,
+            seed=0,
+        )
+        del out
+    assert held.now < 1.001 * held.model
