@@ -2,9 +2,11 @@
 
 A controller serves one generate call. Each row of the batch is named by its index and its rounds
 run `limit`, then `keep_drafting` after a drafted token while fewer than the limit are drafted, then
-`update`. Rows may interleave. A drafted token is always verified: a stop decides about the next one
-only. Confidence is the probability of the drafted token under the softmax of the draft's raw logits
-at temperature 1; a confidence that is not a number stops drafting.
+`update`. Rows may interleave, but a round begins for all of them before it ends for any. A drafted
+token is always verified: a stop decides about the next one only. Rows draft in lockstep, so that
+one that drafts on lets all others wait; a controller that weighs this has a `draft_together`, see
+`drafts_on`. Confidence is the probability of the drafted token under the softmax of the draft's raw
+logits at temperature 1; a confidence that is not a number stops drafting.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +38,16 @@ class Controller(Protocol):
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         """Reports the row's round, once, also where drafted is 0."""
+
+
+def drafts_on(controller: Controller, rows: Sequence[int]) -> bool:
+    """Whether the batch takes another draft step, for those of its rows that may draft on.
+
+    A controller is asked by its `draft_together(rows)`, if it has one, before every draft step of
+    a round, the first one included. Without one, a single row that may draft on is enough.
+    """
+    together = getattr(controller, "draft_together", None)
+    return bool(rows) and (together is None or bool(together(rows)))
 
 
 class Fixed:
@@ -228,17 +241,29 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _Row:
-    """One row: its round in progress, and when it drafts again after drafting was turned off."""
+    """A row, and its round in progress."""
 
-    probe_interval: float
-    plain_steps: float
-    """Since the last round that drafted."""
+    loss: float = 0.0
+    """Target steps spent beyond what plain decoding would have."""
+    loss_allowed: float = _LOSS_ALLOWED
     limit: int = 0
-    probing: bool = False
     survival: float = 1.0
     """P(all tokens drafted in this round are accepted)."""
     bins: list[int] = field(default_factory=list)
     """Of the confidences of this round's tokens."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the rows that take part in a round have in common."""
+
+    rows: list[int] = field(default_factory=list)
+    judges: list[int] = field(default_factory=list)
+    """The rows whose gains and costs decide."""
+    steps: int = 0
+    probing: bool = False
+    accepted: dict[int, int] = field(default_factory=dict)
+    """By row, of those that have reported."""
 
 
 class ExpectedGain:
@@ -253,10 +278,14 @@ class ExpectedGain:
     steps: a token is worth what its neighbours cost, and stretches differ. The longest draft only
     matters in loops, where it is drafted; costs past the measured lengths are extrapolated.
 
-    Where no draft is expected to gain, the row decodes plainly and probes with a draft now and
-    then: again at once after a probe that paid, half as often after one that did not. The first
-    round is such a probe. The same holds, whatever is expected, while the call is behind plain
-    decoding by more than 2 target steps a row and 1% of its tokens: expectations were wrong then.
+    Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
+    gains of its rows together exceed the price, which all of them pay.
+
+    Where no draft is expected to gain, it decodes plainly and probes with a draft now and then:
+    again at once after a probe that paid, half as often after one that did not. The first round is
+    such a probe. The same holds, whatever is expected, while a row is behind plain decoding by more
+    than 2 target steps and 1% of its tokens: expectations were wrong then, or other rows won what
+    it lost. A batch takes as long as its slowest row, so the row furthest behind decides alone.
     """
 
     needs_confidence = True
@@ -278,21 +307,20 @@ class ExpectedGain:
         self._tokens = _RATE_WEIGHT * expected_tokens(_PRIOR_ACCEPTANCE, best)
         self._cost = _RATE_WEIGHT * self._round_costs[best]
         self.rate = max(1.0, self._tokens / self._cost)
-        self._loss = 0.0  # target steps spent beyond what plain decoding would have
-        self._loss_allowed = _LOSS_ALLOWED * rows
+        self._rows = [_Row() for _ in range(rows)]
+        self._round = _Round()
         # A probe is due at once: against the first draft only the prior could speak.
-        self._rows = [_Row(self._first_interval, self._first_interval) for _ in range(rows)]
+        self._probe_interval = self._first_interval
+        self._plain_steps = self._first_interval  # since the last round that drafted
 
     def limit(self, row: int, allowed: int) -> int:
+        if row in self._round.rows:
+            self._end_round()
+        self._round.rows.append(row)
         state = self._rows[row]
         state.limit = min(allowed, self.max_draft_length)
         state.survival = 1.0
         state.bins.clear()
-        state.probing = False
-        if self._loss > self._loss_allowed or not self._pays(state):
-            state.probing = state.plain_steps >= state.probe_interval
-            if not state.probing:
-                state.limit = 0
         return state.limit
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
@@ -302,39 +330,64 @@ class ExpectedGain:
         confidence_bin = bisect_right(_BIN_EDGES, confidence)
         state.bins.append(confidence_bin)
         state.survival *= self._acceptance.given_confidence[confidence_bin]
-        return self._pays(state)
+        return True
+
+    def draft_together(self, rows: Sequence[int]) -> bool:
+        """Whether rows that may draft on are worth another step of the whole batch."""
+        round_ = self._round
+        if round_.steps:
+            goes_on = self._pays(rows)
+        else:
+            last = max(round_.rows, key=lambda row: self._rows[row].loss)
+            late = self._rows[last].loss > self._rows[last].loss_allowed
+            round_.judges = [last] if late else round_.rows
+            goes_on = not late and self._pays(rows)
+            if not goes_on:
+                goes_on = round_.probing = self._plain_steps >= self._probe_interval
+        round_.steps += goes_on
+        return goes_on
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
-        state = self._rows[row]
-        cost = self._round_costs[drafted]
+        state, round_ = self._rows[row], self._round
+        round_.accepted[row] = accepted
+        round_.steps = max(round_.steps, drafted)
+        cost = self._round_costs[round_.steps]
         decay = _RATE_DECAY**cost
         self._tokens = self._tokens * decay + accepted + 1
         self._cost = self._cost * decay + cost
         self.rate = max(1.0, self._tokens / self._cost)
-        self._loss += cost - accepted - 1
-        self._loss_allowed += _LOSS_SHARE * (accepted + 1)
-        if drafted == 0:
-            state.plain_steps += 1
-            return
+        state.loss += cost - accepted - 1
+        state.loss_allowed += _LOSS_SHARE * (accepted + 1)
         for position in range(min(drafted, accepted + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
             self._acceptance.observe(confidence_bin, position < accepted)
-        self._acceptance.estimate()
-        state.plain_steps = 0.0
-        if not state.probing:
-            state.probe_interval = self._first_interval
-        elif accepted > self.rate * (cost - 1.0):
-            state.plain_steps = state.probe_interval  # it paid: look again at once
-        else:
-            state.probe_interval *= 2
 
-    def _pays(self, state: _Row) -> bool:
+    def _end_round(self) -> None:
+        """Learn from what the rows of the round have reported."""
+        round_, self._round = self._round, _Round()
+        if round_.steps == 0:
+            self._plain_steps += 1
+            return
+        self._acceptance.estimate()
+        self._plain_steps = 0.0
+        won = sum(round_.accepted.get(row, 0) for row in round_.judges)
+        extra = self._round_costs[round_.steps] - 1.0
+        if not round_.probing:
+            self._probe_interval = self._first_interval
+        elif won > len(round_.judges) * self.rate * extra:
+            self._plain_steps = self._probe_interval  # it paid: look again at once
+        else:
+            self._probe_interval *= 2
+
+    def _pays(self, rows: Sequence[int]) -> bool:
         """Whether some stop later than now is expected to gain over stopping now."""
-        survival = state.survival
-        gain = 0.0
-        for drafted in range(len(state.bins), state.limit):
+        judges = self._round.judges
+        states = [self._rows[row] for row in rows if row in judges]
+        gain, survival = 0.0, 1.0
+        for drafted in range(self._round.steps, max((state.limit for state in states), default=0)):
             survival *= self._acceptance.next
-            gain += survival - self.rate * self._step_costs[drafted]
+            alive = sum(state.survival for state in states if state.limit > drafted)
+            gain += survival * alive - len(judges) * self.rate * self._step_costs[drafted]
             if gain > 0.0:
                 return True
         return False

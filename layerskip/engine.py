@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.controllers import Controller
+from layerskip.controllers import Controller, drafts_on
 from layerskip.laws import (
     DRAFT,
     TARGET,
@@ -291,7 +291,7 @@ class Decoder:
         places = self.session.rows
         tokens = [self.emitted[row][-1] for row in places]
         for step in range(max(limits)):
-            if not drafting:
+            if not drafts_on(self.controller, drafting):
                 break
             raw = self.session.draft_step(self._tensor(tokens), step)  # (R, V)
             if len(drafting) < len(places):

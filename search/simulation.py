@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerskip.controllers import Controller
+from layerskip.controllers import Controller, drafts_on
 from layerskip.search.replay import Replay
 from layerskip.speculation import CostTable, draft_limit
 
@@ -80,7 +80,8 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int) -> Simula
             allowed = draft_limit(longest, row.left + row.asked, longest + 1)
             limits[number] = min(controller.limit(number, allowed), allowed)
     drafting = [number for number, limit in enumerate(limits) if limit > 0]
-    while drafting:  # in lockstep: a controller may learn from one row for another
+    # in lockstep: a controller may learn from one row for another
+    while drafts_on(controller, drafting):
         going_on = []
         for number in drafting:
             row, step = rows[number], drafted[number]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerskip import LayerSkipDecoding
 from layerskip.cache import RowCache
-from layerskip.controllers import CONTROLLERS
+from layerskip.controllers import CONTROLLERS, Fixed
 from layerskip.engine import Decoder
 from layerskip.speculation import CostTable
 
@@ -270,6 +270,38 @@ def test_the_head_computes_only_what_is_read(llama: Any) -> None:
         hook.remove()
     assert round_.drafted[0] == round_.drafted[3] == 0
     assert heads[-1] == sum(round_.drafted) + 3 < 4 * (max(round_.drafted) + 1)
+
+
+def test_a_controller_may_decide_for_the_batch(llama: Any) -> None:
+    """Asked before every draft step, the first one included, about the rows that may draft on."""
+
+    class Together(Fixed):
+        def reset(self, rows: int) -> None:
+            self.asked: list[list[int]] = [[]]
+
+        def update(self, row: int, drafted: int, accepted: int) -> None:
+            if self.asked[-1]:
+                self.asked.append([])
+
+        def draft_together(self, rows: list[int]) -> bool:
+            self.asked[-1].append(len(rows))
+            return len(self.asked[-1]) <= len(self.asked) % 3
+
+    controller = Together(4)
+    lengths = (12, 3, 9, 7)
+    prompts = tuple(int(row.sum()) for row in batch(4)[1])
+    asked = request(prompts, new_tokens=12, stop=ending_at(lengths))
+    run = decoder(llama, asked, controller=controller, longest=4)
+    rounds = play(run)[1:]
+    plain = scripted(llama, lengths)
+    play(plain)
+    assert run.emitted == plain.emitted
+    for number, (round_, counts) in enumerate(zip(rounds, controller.asked, strict=False), 1):
+        assert max(round_.drafted) <= number % 3
+        assert len(counts) <= number % 3 + 1
+        assert counts == sorted(counts, reverse=True)
+    assert [max(round_.drafted) for round_ in rounds[:3]] == [1, 2, 0]
+    assert controller.asked[0] == [4, 4]
 
 
 @torch.no_grad()
