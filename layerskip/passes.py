@@ -80,10 +80,11 @@ class Session:
     def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
         """Feed each row's token (B,) at its length + offset to the draft; raw logits (B, V).
 
-        Offsets run 0, 1, 2, ... within a round, without gaps.
+        Tokens outside of the model's draft vocabulary have -inf. Offsets run 0, 1, 2, ... within a
+        round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
-        return self.model.logits(self.model.run(hidden, step, self._draft))[:, 0]
+        return self.model.draft_logits(self.model.run(hidden, step, self._draft))[:, 0]
 
     def verify(self, tokens: Tensor, drafted: int) -> Tensor:
         """Raw target logits (B, drafted + 1, V) after each token fed in this round.
