@@ -379,9 +379,8 @@ def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -
     task = replace(method.task, acceptance="coupled")
     for size in sorted({batch.rows for batch in batches}):
         few = calibration(batches, size)
-        measured = Engine(
-            method.model, task, skip=replace(method.skip, costs=None, decoding=None)
-        ).generate(few[0], max_new_tokens=1)
+        bare = Engine(method.model, task, skip=method.skip.bare())
+        measured = bare.generate(few[0], max_new_tokens=1)
         assert measured.costs is not None
         steps = []
         for batch in few:

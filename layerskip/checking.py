@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -175,8 +175,9 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip: which sublayers the draft leaves out. Its `decoding` block is set aside: every round
-            drafts a fixed length, so that drafts are checked also where they would not pay.
+        skip: which sublayers the draft leaves out. Of its `decoding` block only the draft
+            vocabulary counts: every round drafts a fixed length, so that drafts are checked also
+            where they would not pay.
         max_new_tokens: tokens decoded from each prompt.
         temperature: of the sampled parts, on the plain softmax otherwise.
         seed: of the sampled parts; the result is a function of it.
@@ -200,6 +201,8 @@ def check(
     note("coupled sampling, against plain decoding")
     coupled = compare_coupled(model, prompts, skip, temperature=temperature, seed=seed, **settings)
     note("the sampled law")
+    if skip.draft_vocabulary is not None:
+        opened = opened.trimmed(skip.draft_vocabulary)
     with torch.no_grad():
         laws = _law_tests(opened, prompts, skip, max_new_tokens, temperature, seed)
     note("the cache")
@@ -229,7 +232,7 @@ def compare_greedy(
 ) -> Comparison:
     """Greedy self-speculation against `model.generate(do_sample=False)`, prompts (1, T)."""
     opened = Sublayers(model, execution=execution)
-    skip = replace(skip, decoding=None)
+    skip = skip.bare()
 
     def reference(ids: Tensor, limit: int, **kwargs: Any) -> Any:
         return model.generate(**unpadded(ids), do_sample=False, max_new_tokens=limit, **kwargs)
@@ -269,7 +272,7 @@ def compare_coupled(
 ) -> Comparison:
     """Coupled sampling with drafts against this engine's plain decoding, prompts (1, T)."""
     opened = Sublayers(model, execution=execution)
-    skip = replace(skip, decoding=None)
+    skip = skip.bare()
 
     def scores(ids: Tensor) -> Tensor:
         with torch.no_grad():

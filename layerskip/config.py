@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
@@ -38,6 +40,9 @@ class DecodingOptions:
     enabled: bool | None = None
     """False: decode plainly."""
     acceptance: Literal["coupled", "rejection"] | None = None
+    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)
+    """The only tokens that drafts may draw; a search writes the most frequent first. Drafts read no
+    other rows of the head, and the text does not depend on it."""
 
     def __post_init__(self) -> None:
         if self.controller is not None:
@@ -53,6 +58,9 @@ class DecodingOptions:
             raise ValueError(
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
             )
+        if self.draft_vocabulary is not None:
+            tokens = _token_list("draft_vocabulary", self.draft_vocabulary)
+            object.__setattr__(self, "draft_vocabulary", tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -166,6 +174,16 @@ class SkipConfig:
         """How many leading sublayers the draft runs unbroken; 2E for an early exit at E."""
         return next(iter(self.skipped(num_layers)), 2 * self._depth(num_layers))
 
+    @property
+    def draft_vocabulary(self) -> tuple[int, ...] | None:
+        """The tokens that drafts can draw, of the decoding options; None: all."""
+        return None if self.decoding is None else self.decoding.draft_vocabulary
+
+    def bare(self) -> SkipConfig:
+        """What drafts are made of, not when to draft: no costs, no option but the vocabulary."""
+        options = DecodingOptions(draft_vocabulary=self.draft_vocabulary)
+        return replace(self, decoding=options, costs=None)
+
     def matches(self, model: str | None, model_hash: str | None = None) -> bool | None:
         """Whether this was searched on that model: by hash where both are known, else by id.
 
@@ -211,6 +229,8 @@ class SkipConfig:
             TypeError, ValueError: `notes` or `costs` hold something that is not JSON.
         """
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        # a line for each list of numbers, however long: no string holds a line break
+        text = re.sub(r"\[\n[^][{}\"]+\]", lambda found: _one_line(found[0]), text)
         path = Path(path)
         partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -224,8 +244,10 @@ class SkipConfig:
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         known |= {"attention": list(self.attention), "mlp": list(self.mlp)}
         if self.decoding is not None:
-            options = asdict(self.decoding).items()
-            known["decoding"] = {name: value for name, value in options if value is not None}
+            options = asdict(self.decoding)
+            if self.decoding.draft_vocabulary is not None:
+                options["draft_vocabulary"] = list(self.decoding.draft_vocabulary)
+            known["decoding"] = {k: v for k, v in options.items() if v is not None}
         return {"schema": SCHEMA} | {k: v for k, v in known.items() if v is not None}
 
     @classmethod
@@ -284,6 +306,22 @@ def _index_set(name: str, values: object) -> tuple[int, ...]:
         if left == right:
             raise ValueError(f"{name} indices must differ from each other, got {left} twice")
     return tuple(indices)
+
+
+def _token_list(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of token ids, got {_shorten(values)}")
+    tokens = tuple(_check_index(f"a token of {name}", value, lowest=0) for value in values)
+    if not tokens:
+        raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise ValueError(f"{name} must hold no token twice, got {twice} again")
+    return tokens
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -162,13 +162,20 @@ def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
         for block in (layer.self_attn, layer.mlp)
     ]
     head: Tensor = model.model.get_parameter("lm_head.weight")
-    return CostTable.analytic(skip.kept(model.num_layers), sizes, float(head.numel()))
+    whole = float(head.numel())
+    trimmed = whole * model.draft_vocabulary / model.vocabulary
+    return CostTable.analytic(skip.kept(model.num_layers), sizes, whole, trimmed)
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:
     """What a cost table holds for: JSON values that go with it into a skip config."""
     dtype = str(model.dtype).removeprefix("torch.")
-    return {"hardware": hardware(model.device), "dtype": dtype, "batch_size": rows}
+    return {
+        "hardware": hardware(model.device),
+        "dtype": dtype,
+        "batch_size": rows,
+        "draft_vocabulary": model.draft_vocabulary,
+    }
 
 
 def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
@@ -180,9 +187,8 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     if skip.costs is None:
         return None
     here = place(model, rows)
-    elsewhere = {
-        name: skip.costs[name] for name in here if skip.costs.get(name, here[name]) != here[name]
-    }
+    there = {"draft_vocabulary": model.vocabulary, **skip.costs}  # of all tokens, if none is named
+    elsewhere = {name: there[name] for name in here if there.get(name, here[name]) != here[name]}
     if elsewhere:
         warnings.warn(
             "the skip config's costs are left aside, as they were measured for "
@@ -200,7 +206,7 @@ def cost_table(model: Sublayers, skip: SkipConfig, request: Request) -> CostTabl
     law: Law = request.law
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
-    place = (model.execution, model.dtype, model.device)
+    place = (model.execution, model.dtype, model.device, model.draft_vocabulary)
     key = (skip.resolve(model.num_layers), rows, law.do_sample, names, place)
     with _lock:
         tables = _tables.setdefault(model.model, {})

@@ -107,6 +107,13 @@ def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
     return None
 
 
+def head_refusal(head: Any) -> str | None:
+    """Why a head must be called whole, or None where its rows are those of a plain weight."""
+    if _global_hooks():
+        return "global module hooks are registered"
+    return _not_plain(head, nn.Linear)
+
+
 def foreign_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks but the library's own.
 

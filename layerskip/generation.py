@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,8 @@ class LayerSkipDecoding:
         threshold: of the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
         enabled: False decodes plainly.
+        draft_vocabulary: token ids, the only ones that drafts may draw, in place of all (see
+            `layerskip.vocabulary`); their rows of the head are copied, once for each model.
         seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
             torch's default generator at every call; the stats report it.
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
@@ -108,6 +110,7 @@ class LayerSkipDecoding:
         threshold: float | None = None,
         acceptance: str | None = None,
         enabled: bool | None = None,
+        draft_vocabulary: Iterable[int] | None = None,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
         costs: CostTable | None = None,
@@ -129,6 +132,7 @@ class LayerSkipDecoding:
             threshold=threshold,
             acceptance=acceptance,  # type: ignore[arg-type]
             enabled=enabled,
+            draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
         )
         self.skip = skip
         self.controller = controller or stored.controller or DEFAULT_CONTROLLER
@@ -137,6 +141,7 @@ class LayerSkipDecoding:
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
         wanted = stored.enabled if enabled is None else enabled
         self.enabled = skip is not None and wanted is not False
+        self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
         self.seed = seed
         self.seeds = None if seeds is None else tuple(seeds)
         self.costs = costs
@@ -256,6 +261,8 @@ class LayerSkipDecoding:
             return Decoder(opened, skip, plain, request, max_draft_length=0), None
         skip = self.skip.resolve(opened.num_layers)
         _warn_foreign(skip, model)
+        if self.draft_vocabulary is not None:
+            opened = opened.trimmed(self.draft_vocabulary)
         costs = self._costs(opened, skip, request)
         controller = self.controller
         if isinstance(controller, str):
@@ -478,6 +485,7 @@ _SETTINGS = {
     "threshold",
     "acceptance",
     "enabled",
+    "draft_vocabulary",
     "seed",
     "seeds",
     "costs",

@@ -78,6 +78,8 @@ class Recorded:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden]  # (B, T, V)
 
+    draft_logits = logits
+
 
 def draw_rounds(
     target: Tensor,
@@ -117,7 +119,8 @@ def draw_rounds(
 
 def chi_square(tokens: Sequence[int], law: Tensor) -> float:
     """p-value of tokens drawn from a law (V,); cells that expect fewer than 5 are pooled."""
-    counts = torch.bincount(torch.tensor(tokens), minlength=len(law)).double()  # (V,)
+    drawn = torch.tensor(tokens, dtype=torch.long)
+    counts = torch.bincount(drawn, minlength=len(law)).double()  # (V,)
     if bool((counts[law == 0] > 0).any()):
         return 0.0
     expected = law.double().cpu() * len(tokens)  # (V,)

@@ -174,6 +174,7 @@ class Engine:
         if self.skip is None:
             return {"name": self.name, "kind": self.kind}
         skip = self.skip.resolve(self.model.config.num_hidden_layers)
+        vocabulary = skip.draft_vocabulary
         return {
             "name": self.name,
             "kind": self.kind,
@@ -186,6 +187,7 @@ class Engine:
             "controller": self.controller,
             "max_draft_length": self.max_draft_length,
             "threshold": self.threshold,
+            "draft_vocabulary": vocabulary and len(vocabulary),
             "costs": self.prices,
         }
 
@@ -394,6 +396,8 @@ def assistant_peer(model: Any, task: Task, assistant: Any, name: str) -> Peer:
 
 def skip_label(skip: SkipConfig) -> str:
     """A few words for a draft."""
+    label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:
-        return f"exit {skip.exit_layer}"
-    return f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
+        label = f"exit {skip.exit_layer}"
+    vocabulary = skip.draft_vocabulary
+    return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

@@ -106,10 +106,11 @@ class Session:
     def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
         """Feed each row's token (R,) at its length + offset to the draft; raw logits (R, V).
 
-        Offsets run 0, 1, 2, ... within a round, without gaps.
+        Tokens outside of the model's draft vocabulary have -inf. Offsets run 0, 1, 2, ... within a
+        round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
-        return self.model.logits(self.model.run(hidden, step, self._draft))[:, 0]
+        return self.model.draft_logits(self.model.run(hidden, step, self._draft))[:, 0]
 
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         """Raw target logits (N, V) at those positions, ascending, of the tokens fed in this round.

@@ -19,7 +19,11 @@ def step_seconds(record: Mapping[str, Any], context: int | None = None) -> float
 
 
 def cost_table(
-    record: Mapping[str, Any], skip: SkipConfig, context: int | None = None
+    record: Mapping[str, Any],
+    skip: SkipConfig,
+    context: int | None = None,
+    *,
+    draft_vocabulary: int | None = None,
 ) -> CostTable:
     """c and v of any skip config, priced by the parts a round of it runs.
 
@@ -29,10 +33,16 @@ def cost_table(
 
     Args:
         record: what `layerskip.search.cost.measure` returned; its `repeated` and `draft_rest`,
-            which correct the draft's share, may be missing.
+            which correct the draft's share, may be missing, and `trimmed_head` where the
+            vocabulary is whole.
         skip: for the record's number of layers.
         context: tokens before the round; between the record's contexts costs lie on a line, beyond
             them they stay. The middle of the record's contexts by default.
+        draft_vocabulary: how many tokens the draft can draw, all by default; between the record's
+            sizes the head's cost lies on a line, below them it stays.
+
+    Raises:
+        ValueError: a draft vocabulary, and a record that knows no trimmed head.
     """
     attention, mlp, head, rest = (
         _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
@@ -54,7 +64,17 @@ def cost_table(
         factor = _on_line(shares, [*_at(record, "repeated", context), 1.0], share)
     if "draft_rest" in record:
         draft_rest = _at(record, "draft_rest", context)
-    draft = factor * (kept + head[0]) + draft_rest
+    draft_head = head[0]
+    if draft_vocabulary is not None:
+        if "trimmed_head" not in record:
+            raise ValueError(
+                "these costs have no trimmed head, so that a draft vocabulary has no price; "
+                "measure them again, on a model whose head is a plain weight"
+            )
+        sizes = [*record["head_sizes"], record["vocabulary"]]
+        known = [*_at(record, "trimmed_head", context), head[0]]
+        draft_head = _on_line(sizes, known, draft_vocabulary)
+    draft = factor * (kept + draft_head) + draft_rest
     shared = sum(sublayers[0][:prefix])
     verifies = [
         shared + sum(parts[prefix:]) + norm_and_head + around

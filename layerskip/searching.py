@@ -363,7 +363,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     """Trials, one a line; sets of layers as numbers between spaces."""
     names = ["number", "origin", "state", "speedup", "forced_speedup", "value", "guide"]
     names += ["acceptance", "draft_cost", "controller", "max_draft_length", "threshold"]
-    names += ["attention", "mlp", "seconds", "copy_of"]
+    names += ["draft_vocabulary", "attention", "mlp", "seconds", "copy_of"]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

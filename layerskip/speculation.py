@@ -197,18 +197,26 @@ class CostTable:
         return cls(float(data["draft"]), tuple(float(cost) for cost in verify), data["source"])
 
     @classmethod
-    def analytic(cls, kept: Iterable[int], sublayers: Sequence[float], head: float) -> CostTable:
+    def analytic(
+        cls,
+        kept: Iterable[int],
+        sublayers: Sequence[float],
+        head: float,
+        draft_head: float | None = None,
+    ) -> CostTable:
         """The table of a machine limited by reading weights, for where no clock may decide.
 
         `sublayers` holds the weight (say, the parameter count) of each of the 2L sublayers, `head`
-        the unembedding's, `kept` the indices of the draft's sublayers. A draft step reads the kept
-        ones and the head; a verify pass reads every weight once whatever its length and whatever
-        prefix it shares, so that v(n) = 1.
+        the unembedding's, `draft_head` that of the rows that drafts use (all by default), `kept`
+        the indices of the draft's sublayers. A draft step reads the kept ones and its head; a
+        verify pass reads every weight once whatever its length and whatever prefix it shares, so
+        that v(n) = 1.
         """
         indices = set(kept)
         if not indices <= set(range(len(sublayers))):
             raise ValueError(
                 f"kept must hold indices in 0..{len(sublayers) - 1}, got {sorted(indices)}"
             )
-        draft = math.fsum(sublayers[index] for index in indices) + head
+        draft = math.fsum(sublayers[index] for index in indices)
+        draft += head if draft_head is None else draft_head
         return cls(draft / (math.fsum(sublayers) + head), (1.0,), "analytic")

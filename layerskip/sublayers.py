@@ -10,8 +10,10 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 
 from layerskip import fused
 from layerskip.cache import RowCache
-from layerskip.weights import best_linear, hold, matrices, release
+from layerskip.vocabulary import TrimmedHead, trimmed_head
+from layerskip.weights import Function, best_linear, hold, matrices, plain, release
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused")
@@ -108,6 +111,7 @@ class Sublayers:
 
     Attributes:
         execution: the one taken, "modules" or "fused".
+        draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
 
     Raises:
         UnsupportedModelError: naming what is not supported and what is.
@@ -149,6 +153,8 @@ class Sublayers:
         )
         self.distinct_windows = tuple(dict.fromkeys(self.windows))
         self.vocabulary: int = config.vocab_size
+        self.draft_vocabulary = self.vocabulary
+        self._draft_head: Function | None = None
         self.max_positions: int = config.max_position_embeddings
         self._check_rope()
         embedding = decoder.embed_tokens
@@ -158,8 +164,7 @@ class Sublayers:
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
         self.execution = self._resolve(execution, kind)
-        if self.execution == "fused":
-            self._linear = best_linear(matrices(model))
+        self._linear = best_linear(matrices(model)) if self.execution == "fused" else plain
         self.blocks: tuple[Block, ...] = tuple(
             block
             for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
@@ -170,6 +175,7 @@ class Sublayers:
             if self.execution == "fused"
             else lambda hidden: model.lm_head(decoder.norm(hidden))  # type: ignore[operator]
         )
+        self._norm = fused.rms_norm(decoder.norm) if self.execution == "fused" else decoder.norm
         self._softcap: float | None = (
             config.final_logit_softcapping if self.family.softcap else None
         )
@@ -331,7 +337,51 @@ class Sublayers:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
-        logits: Tensor = self._head(hidden)
+        return self._capped(self._head(hidden))
+
+    def trimmed(self, tokens: Sequence[int]) -> Sublayers:
+        """The same opened model, with drafts that can draw these tokens only, but for less.
+
+        A head that is not a plain weight stays whole, with a warning.
+
+        Args:
+            tokens: ids, each once; their rows are copied, once for each model and list.
+
+        Raises:
+            ValueError: the model does not have one of them.
+        """
+        if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            beyond = max(tokens) if min(tokens) >= 0 else min(tokens)
+            raise ValueError(
+                f"draft_vocabulary must hold tokens in 0..{self.vocabulary - 1} for this model, "
+                f"got {beyond}; rank this model's own, or leave draft_vocabulary out"
+            )
+        if len(tokens) == self.vocabulary:
+            return self
+        head: Any = self.model.get_submodule("lm_head")
+        reason = fused.head_refusal(head)
+        if reason is not None:
+            warnings.warn(
+                f"draft_vocabulary has no effect: lm_head {reason}; drafts use the whole head",
+                UserWarning,
+                stacklevel=2,
+            )
+            return self
+        opened = copy(self)
+        opened._draft_head = self.head_of(trimmed_head(head, tuple(tokens)))
+        opened.draft_vocabulary = len(tokens)
+        return opened
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` of a draft, (B, T, V): -inf for tokens outside of a trimmed vocabulary."""
+        return self.logits(hidden) if self._draft_head is None else self._draft_head(hidden)
+
+    def head_of(self, rows: TrimmedHead) -> Function:
+        """`logits` of some rows of the head, -inf elsewhere: (B, T, H) to (B, T, V)."""
+        norm, project = self._norm, self._linear(rows.weight, rows.bias)
+        return lambda hidden: rows.spread(self._capped(project(norm(hidden))))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         if self._softcap is not None:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap

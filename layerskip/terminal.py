@@ -173,11 +173,13 @@ def benchmark_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def search_table(record: Mapping[str, Any]) -> str:
     """A search's finalists: what was predicted and what the clock said, with 95% intervals."""
-    lines = [["draft", "skips", "c", "alpha", "predicted", "held out", "measured", "same text"]]
+    titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
+    lines = [[*titles, "measured", "same text"]]
     for row in record["finalists"]:
         skipped = row["skipped"]
         held_out, timed = row["predicted_held_out"], row["confirmed"]
         line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
+        line.append(str(row.get("draft_vocabulary") or "all"))
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")
         if timed is None:

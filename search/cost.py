@@ -17,17 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip import fused
 from layerskip.config import SkipConfig
 from layerskip.costs import Stopwatch
 from layerskip.engine import Decoder, Request, Round
 from layerskip.laws import Law, stream_key
 from layerskip.sublayers import Block, Pass, Sublayers
+from layerskip.vocabulary import TrimmedHead
+from layerskip.weights import Function
 
 COUNTS = tuple(range(1, 10))
 """Tokens of the passes timed, per row: those that verify 0 to 8 drafted tokens."""
 
 CONTEXTS = (64, 256)
 """Tokens before them."""
+
+TRIMMED = (2, 4, 8, 16)
+"""A trimmed head is timed at each of these parts of the vocabulary."""
 
 DISTURBED = 0.25
 """By what share a quiet machine's times do not contradict each other; .01 to .09 were seen."""
@@ -47,6 +53,7 @@ class _Probed(Sublayers):
         self.plain = model.blocks
         self.timed = tuple(map(self._noting, model.blocks))
         self.noting = False
+        self.heads: Iterator[Function] = iter(())  # of the next draft steps
         self.marks: list[Any] = []  # two for each sublayer and for each head, as they ran
 
     def note(self, on: bool) -> None:
@@ -54,12 +61,22 @@ class _Probed(Sublayers):
         self.noting = on
         self.blocks = self.timed if on else self.plain
         self.marks.clear()
+        self.heads = iter(())
 
     def logits(self, hidden: Tensor) -> Tensor:
         if not self.noting:
             return super().logits(hidden)
         self._mark()
         out = super().logits(hidden)
+        self._mark()
+        return out
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        head = next(self.heads, None)
+        if head is None:
+            return self.logits(hidden)
+        self._mark()
+        out = head(hidden)
         self._mark()
         return out
 
@@ -115,10 +132,12 @@ def measure(
 
     Returns:
         The record, with more by context: `draft_rest`, what a draft step takes beside its sublayers
-        and head; `repeated`, by which factor those are cheaper in the drafts of two early exits,
-        and `repeated_shares`, those exits' shares of all sublayers' seconds; and `gap`, by which
-        share the parts of a pass, each typical, exceed the typical pass, for each count. The parts
-        have been scaled by it, so that they add up to `passes`.
+        and head; `trimmed_head`, what a head of each of `head_sizes` rows takes over one token
+        (where the head can be trimmed); `repeated`, by which factor sublayers and head are cheaper
+        in the drafts of two early exits, and `repeated_shares`, those exits' shares of all
+        sublayers' seconds; and `gap`, by which share the parts of a pass, each typical, exceed the
+        typical pass, for each count. The parts have been scaled by it, so that they add up to
+        `passes`.
 
     Raises:
         ValueError: no prompt tokens, counts without 1, no budget, or no context that fits the
@@ -132,7 +151,8 @@ def measure(
         raise ValueError(f"budget must be more than 0 seconds, got {budget}")
     if not any(prompt.numel() for prompt in prompts):
         raise ValueError("costs are measured on the prompts' tokens; give at least one")
-    growth = 2 * sum(counts) + 2  # of a sweep, if all that is drafted were accepted
+    heads = _disjoint_heads(opened)
+    growth = 2 * sum(counts) + len(heads) + 3  # of a sweep, if all that is drafted were accepted
     room = opened.max_positions - growth
     fitting = sorted({context for context in contexts if 1 <= context <= room})
     if not fitting:
@@ -149,8 +169,11 @@ def measure(
         "contexts": fitting,
         "counts": counts,
     }
+    if heads:
+        record |= {"vocabulary": opened.vocabulary, "head_sizes": list(heads)}
     for number, context in enumerate(fitting):
-        sweeps = _Sweeps(opened, text[:context].expand(batch_size, -1), law, counts, growth, now)
+        ids = text[:context].expand(batch_size, -1)  # (B, T)
+        sweeps = _Sweeps(opened, ids, law, counts, list(heads.values()), growth, now)
         started, made = now(), 0
         while made < _FEWEST or (made < _SWEEPS and now() - started < budget / len(fitting)):
             share = min(1.0, max(made / _SWEEPS, (now() - started) * len(fitting) / budget))
@@ -173,6 +196,24 @@ def disturbed(record: Mapping[str, Any]) -> bool:
     return repeated > 1 + DISTURBED or gap > DISTURBED
 
 
+def _disjoint_heads(model: Sublayers) -> dict[int, Function]:
+    """Heads by the sizes to be timed, smallest first; none where the head cannot be trimmed.
+
+    Views of the head's own rows, and no row in two of them: copies would take room, and a row that
+    was just read is in the processor's caches.
+    """
+    head: Any = model.model.get_submodule("lm_head")
+    if fused.head_refusal(head) is not None:
+        return {}
+    heads, first = {}, 0
+    for part in sorted(TRIMMED, reverse=True):
+        size = model.vocabulary // part
+        if size:
+            heads[size] = model.head_of(TrimmedHead(head, slice(first, first + size)))
+        first += size
+    return heads
+
+
 class _Sweeps:
     """Timed rounds at one context: one sweep has two rounds of every count."""
 
@@ -182,10 +223,12 @@ class _Sweeps:
         ids: Tensor,
         law: Law,
         counts: Sequence[int],
+        heads: Sequence[Function],
         growth: int,
         now: Callable[[], float],
     ) -> None:
         self.counts = counts
+        self.heads = heads
         self.now = now
         self.layers = model.num_layers
         self.model = _Probed(model, now)
@@ -205,12 +248,13 @@ class _Sweeps:
         self.passes: dict[int, list[float]] = defaultdict(list)
         self.parts: dict[int, list[list[float]]] = defaultdict(list)  # 2L sublayers, head, rest
         self.draft_rests: list[float] = []
+        self.trimmed: list[list[float]] = [[] for _ in heads]
         self.drafts: dict[int, list[float]] = defaultdict(list)  # a step's seconds, by exit layer
 
     def run(self, number: int) -> None:
         """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
         watch = Stopwatch(self.now)
-        rounds = self._rounds(self.skip, watch, max(self.counts))
+        rounds = self._rounds(self.skip, watch, max(*self.counts, len(self.heads) + 1))
         turn = number % len(self.counts)
         for count in (*self.counts[turn:], *self.counts[:turn]):
             watch.length = drafted = count - 1
@@ -232,6 +276,8 @@ class _Sweeps:
                     in_steps = sum(seconds[:-verified])
                     self.draft_rests.append((watch.drafted - start - in_steps) / drafted)
 
+        if self.heads:
+            self._run_heads(rounds, watch, kept=number > 0)
         watch.length = _TYPICAL_LENGTH
         for layer in self.exits:
             skip = SkipConfig.early_exit(layer).resolve(self.layers)
@@ -240,6 +286,17 @@ class _Sweeps:
             next(rounds)
             if number:
                 self.drafts[layer].append((watch.drafted - start) / _TYPICAL_LENGTH)
+
+    def _run_heads(self, rounds: Iterator[Round], watch: Stopwatch, *, kept: bool) -> None:
+        """A round with a draft step for each trimmed head: one MLP, and that head."""
+        watch.length = len(self.heads)
+        self.model.note(True)
+        self.model.heads = iter(self.heads)
+        next(rounds)
+        drafted = self.model.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
+        if kept:
+            for times, seconds in zip(self.trimmed, drafted[1::2], strict=False):
+                times.append(seconds)
 
     def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
         self.model.note(False)
@@ -263,6 +320,8 @@ class _Sweeps:
             rest.append(parts[-1])
             passes.append(whole)
             gap.append(1 / scale - 1)
+        # a law that forbids all tokens of a head ends the draft steps before it
+        trimmed = [_typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed]
         draft_rest = _typical(self.draft_rests) if self.draft_rests else rest[0]
         repeated, shares = [], []
         for layer in self.exits:
@@ -280,6 +339,7 @@ class _Sweeps:
             "draft_rest": draft_rest,
             "repeated": repeated,
             "repeated_shares": shares,
+            **({"trimmed_head": trimmed} if trimmed else {}),
         }
 
 

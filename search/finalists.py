@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -92,7 +93,7 @@ def choose(
     found = []
     for number, mask in enumerate(dict.fromkeys(looked_at)):
         progress("the best drafts, replayed whole", number / len(looked_at))
-        found.append((mask, _closely(trials[mask].number, space, mask, objective)))
+        found.append((mask, _closely(trials[mask], space, mask, objective)))
     found.sort(key=lambda pair: -pair[1].predicted)
     kept = found[:count]
     best_exit = next((pair for pair in found if pair[0] in exits), None)
@@ -101,20 +102,24 @@ def choose(
     return [finalist for _, finalist in kept]
 
 
-def _closely(trial: int, space: Space, mask: int, objective: Objective) -> Finalist:
+def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
     skip = space.skip_config(mask)
-    costs = objective.costs(skip)
-    drafts = replay(objective.trace, skip)
+    size = trial.user_attrs.get("draft_vocabulary")
+    costs = objective.costs(skip, size)
+    drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
     ways = [way for way in choices(drafts, costs) if way.controller is not None]
     choice = best_choice(ways)
+    tokens, where = None, place(objective.trace.model, 1)
+    if size is not None:
+        tokens, where = objective.vocabulary(size), where | {"draft_vocabulary": size}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
     return Finalist(
-        name=f"trial-{trial}" if depth is None else f"exit-{depth}",
-        trial=trial,
+        name=f"trial-{trial.number}" if depth is None else f"exit-{depth}",
+        trial=trial.number,
         skip=replace(
             skip,
-            decoding=choice.decoding,
-            costs={**costs.to_dict(), **place(objective.trace.model, 1)},
+            decoding=replace(choice.decoding, draft_vocabulary=tokens),
+            costs={**costs.to_dict(), **where},
         ),
         alpha=drafts.survival[0],
         choice=choice,
@@ -124,7 +129,11 @@ def _closely(trial: int, space: Space, mask: int, objective: Objective) -> Final
 
 def predict(finalist: Finalist, trace: Trace) -> float:
     """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
-    drafts, choice = replay(trace, finalist.skip), finalist.choice
+    skip, choice, allowed = finalist.skip, finalist.choice, None
+    if skip.draft_vocabulary is not None:
+        allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
+        allowed[:, skip.draft_vocabulary] = True
+    drafts = replay(trace, skip, allowed=allowed)
     length = choice.max_draft_length
     assert length is not None  # a finalist drafts
     if choice.controller == "expected-gain":

@@ -207,7 +207,8 @@ class Search:
     def bound(self) -> float:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
         cheapest = self.space.skip_config(self.space.exit_mask(1))
-        return speedup_bound(self.objective.costs(cheapest).draft)
+        sizes = self.objective.sizes
+        return speedup_bound(min(self.objective.costs(cheapest, size).draft for size in sizes))
 
     def run(
         self,
@@ -464,6 +465,7 @@ def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[st
                 "controller": known.get("controller", "plain"),
                 "max_draft_length": known.get("max_draft_length"),
                 "threshold": known.get("threshold"),
+                "draft_vocabulary": known.get("draft_vocabulary"),
                 "seconds": trial.duration.total_seconds() if trial.duration else None,
                 "copy_of": known.get("copy_of"),
             }
@@ -501,6 +503,7 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "trial": finalist.trial,
         "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
         "decoding": {name: getattr(decoding, name) for name in names},
+        "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
         "alpha": finalist.alpha,
         "draft_cost": finalist.costs.draft,
         "verify": list(finalist.costs.verify),

@@ -3,7 +3,9 @@
 As in `replay.py`, but each draft is left at its first wrong token, and what it would compute
 in the shared prefix is taken from the trace. That is all that a fixed draft length needs, at a part
 of the cost: a search looks at hundreds of drafts in this way, and replays only the best whole.
-Letters: B groups, G chains of a group, J steps, N starts, P places of all texts.
+Drafts that differ only in the tokens they can draw are followed together: on the text they compute
+the same, so that all sizes of a draft vocabulary cost one head, and a few draws, more than one.
+Letters: B groups, G chains of a group, J steps, N starts, P places of all texts, W vocabularies.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ _CHAINS = 512  # of one pass, at most
 _LOGITS = 2**24  # elements of one pass's logits, at most
 _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
-Enough = Callable[[Sequence[float]], bool]
+Survival = Sequence[float]
+Enough = Callable[[Survival], bool]
 
 
-@torch.no_grad()
 def follow(
     trace: Trace,
     skip: SkipConfig,
@@ -47,18 +49,33 @@ def follow(
     *,
     enough: Enough | None = None,
 ) -> Replay:
+    """`follow_each` of a draft that can draw every token; `enough` is told its survival."""
+    alone = None if enough is None else lambda each: enough(each[0])
+    return follow_each(trace, skip, [None], draft_length, enough=alone)[0]
+
+
+@torch.no_grad()
+def follow_each(
+    trace: Trace,
+    skip: SkipConfig,
+    vocabularies: Sequence[Tensor | None],
+    draft_length: int | None = None,
+    *,
+    enough: Callable[[Sequence[Survival]], bool] | None = None,
+) -> list[Replay]:
     """Draft from every start of a trace, as far as the drafts agree with the text.
 
-    The replay has tokens, matches and confidences up to each start's first wrong token. Behind it,
+    A replay has tokens, matches and confidences up to each start's first wrong token. Behind it,
     confidences are those of drafts that start at the same place: a draft that goes on after a wrong
     token is about as sure as one that starts there afresh. So rounds of a fixed draft length are
     exact (but for an end of text drafted behind a wrong token), and of other controllers close.
 
     Args:
+        vocabularies: of W drafts, each of every text, (texts, V) bool; None: all tokens.
         draft_length: tokens drafted from each start; the trace's by default.
-        enough: told the survival (of each step so far, the share of a sample of the starts that
-            still agree), says whether longer drafts are of no interest; the replay then ends there.
-            Early exits, which the trace has at no cost, are not asked about.
+        enough: told the survival of each (of each step so far, the share of a sample of the starts
+            that still agree), says whether longer drafts are of no interest; the replays then end
+            there. Early exits, which the trace has at hardly any cost, are not asked about.
 
     Raises:
         ValueError: a draft length that the trace does not know all places for, or a skip config
@@ -68,10 +85,20 @@ def follow(
     skip = skip.resolve(trace.model.num_layers)
     layer = exit_layer(skip)
     if layer is None:
-        drafts = _Following(trace, skip, length).run(enough or _never)
+        drafts = _Following(trace, skip, vocabularies, length).run(enough or _never)
     else:
-        drafts = Drafts.joined([exit_drafts(text, layer, length) for text in trace.texts])
-    played = assembled(trace, skip, drafts)
+        proposed = [trace.proposed(text, layer, vocabularies) for text in trace.texts]
+        drafts = [
+            Drafts.joined(
+                [exit_drafts(*pair, length) for pair in zip(trace.texts, each, strict=True)]
+            )
+            for each in zip(*proposed, strict=True)
+        ]
+    return [_followed(assembled(trace, skip, each)) for each in drafts]
+
+
+def _followed(played: Replay) -> Replay:
+    """The same without what stands behind wrong tokens."""
     lost = astray(played.matches)  # (N, J)
     steps = torch.arange(played.draft_length)
     afresh = []
@@ -90,8 +117,10 @@ def follow(
 class _Following:
     """The passes of one skip config over all starts."""
 
-    def __init__(self, trace: Trace, skip: SkipConfig, length: int) -> None:
-        self.trace, self.length = trace, length
+    def __init__(
+        self, trace: Trace, skip: SkipConfig, vocabularies: Sequence[Tensor | None], length: int
+    ) -> None:
+        self.trace, self.vocabularies, self.length = trace, vocabularies, length
         model, texts = trace.model, trace.texts
         layers = skip.shared_prefix() // 2  # whole ones, which the trace has been through
         self.sublayers = [index for index in skip.kept() if index >= 2 * layers]
@@ -109,20 +138,26 @@ class _Following:
         self.row = torch.tensor(shifts)[self.text] + self.place  # (N,) of each start
         self.rotary = trace.rotary(max(len(text.tokens) for text in texts) + length)
 
-    def run(self, enough: Enough) -> Drafts:
-        """Drafts (N, J); what stands behind a wrong token means nothing."""
+    def run(self, enough: Callable[[Sequence[Survival]], bool]) -> list[Drafts]:
+        """Drafts (N, J), W times; what stands behind a wrong token means nothing."""
         groups = self._grouped(range(len(self.row)), _GROUPS[0])
         vocabulary = self.trace.model.vocabulary
         together = max(1, min(_CHAINS, _LOGITS // vocabulary) // _GROUPS[0])
         parts = -(-len(groups) // together)
-        drafts = Drafts.empty(len(self.row), self.length)
+        drafts = [Drafts.empty(len(self.row), self.length) for _ in self.vocabularies]
         steps = self.length
         for part in range(parts):  # each has starts from all over the texts
             steps = self._run(torch.tensor(groups[part::parts]), steps, drafts, enough)
             enough = _never  # the first part has decided for all
-        return Drafts(*(table[:, :steps] for table in drafts))
+        return [Drafts(*(table[:, :steps] for table in each)) for each in drafts]
 
-    def _run(self, layout: Tensor, steps: int, drafts: Drafts, enough: Enough) -> int:
+    def _run(
+        self,
+        layout: Tensor,
+        steps: int,
+        drafts: Sequence[Drafts],
+        enough: Callable[[Sequence[Survival]], bool],
+    ) -> int:
         """Fill in the drafts of starts (B, G); returns after how many steps it was enough."""
         model, following = self.trace.model, self.trace.following
         device = model.device
@@ -130,10 +165,11 @@ class _Following:
         cache = ChainCache(self.trace.cache, texts.to(device), starts.to(device), steps)
         begun = layout.flatten().unique()  # (C,)
         chains = [self.chains[start] for start in begun.tolist()]
-        draws = Draws(self.trace, chains, steps)
-        alive = torch.zeros(len(self.row), dtype=torch.bool)
-        alive[begun] = True
-        survival: list[float] = []
+        whole = Draws(self.trace, chains, steps)
+        draws = [whole.within(allowed) for allowed in self.vocabularies]
+        alive = torch.zeros(len(draws), len(self.row), dtype=torch.bool)  # (W, N)
+        alive[:, begun] = True
+        survivals: list[list[float]] = [[] for _ in draws]
         for step in range(steps):
             flat = layout.flatten()  # (B G,)
             numbers = torch.searchsorted(begun, flat)  # (B G,) among the chains
@@ -146,17 +182,18 @@ class _Following:
                 seen = [chains[number] for number in numbers.tolist()]
                 histories = [text.tokens[: place + step + 1].to(device) for text, place, _ in seen]
             raw = model.logits(hidden).flatten(0, 1)  # (B G, V)
-            drafts.write((flat, step), draws.at(step, raw, histories, numbers))
-            drawn, wanted = drafts.tokens[flat, step], following[rows]  # (B G,) each
-            alive[flat] &= (drawn == wanted) & (wanted != NOTHING)
-            left = int(alive.sum())
-            survival.append(left / len(begun))
-            if enough(survival):
+            wanted = following[rows]  # (B G,)
+            for mine, drawing, on, survival in zip(drafts, draws, alive, survivals, strict=True):
+                mine.write((flat, step), drawing.at(step, raw, histories, numbers))
+                on[flat] &= (mine.tokens[flat, step] == wanted) & (wanted != NOTHING)
+                survival.append(int(on.sum()) / len(begun))
+            if enough(survivals):
                 return step + 1
+            left = int(alive.any(0).sum())
             if not left:
                 break
             if left <= _REGROUP * layout.numel() and step + 1 < steps:
-                layout, cache = self._regrouped(layout, alive, cache, steps, step + 1)
+                layout, cache = self._regrouped(layout, alive.any(0), cache, steps, step + 1)
         return steps
 
     def _regrouped(
@@ -187,5 +224,5 @@ def _places_taken(groups: Sequence[Sequence[int]]) -> int:
     return len(groups) * len(groups[0])
 
 
-def _never(_survival: Sequence[float]) -> bool:
+def _never(_survivals: Sequence[Survival]) -> bool:
     return False

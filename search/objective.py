@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import ExpectedGain
 from layerskip.pricing import cost_table, step_seconds
-from layerskip.search.following import follow
+from layerskip.search.following import Survival, follow_each
 from layerskip.search.replay import Replay
 from layerskip.search.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.search.study import Evaluation
 from layerskip.search.trace import Trace
 from layerskip.speculation import CostTable
+from layerskip.vocabulary import ranked
 
 THRESHOLDS = (0.4, 0.6, 0.8)
 """Of the `confidence` controller, tried beside all fixed draft lengths and `expected-gain`."""
@@ -100,18 +105,50 @@ class Objective:
 
     Args:
         trace: of the target on calibration prompts.
-        cost: what `layerskip.search.cost.measure` returned.
+        cost: what `layerskip.search.cost.measure` returned. Its sizes of a trimmed head are those
+            of the draft vocabularies that are looked at, beside the whole one.
+
+    Attributes:
+        sizes: of draft vocabularies; None is the whole one.
     """
 
     def __init__(self, trace: Trace, cost: Mapping[str, Any]) -> None:
         self.trace = trace
         self.cost = cost
         self.step_seconds = step_seconds(cost, trace.context)
+        self.sizes: list[int | None] = [None, *cost.get("head_sizes", ())]
         self._known: dict[SkipConfig, Evaluation] = {}
 
-    def costs(self, skip: SkipConfig) -> CostTable:
-        """c and v of a config at the trace's typical context."""
-        return cost_table(self.cost, skip, self.trace.context)
+    def costs(self, skip: SkipConfig, size: int | None = None) -> CostTable:
+        """c and v of a config at the trace's typical context, with a draft vocabulary of a size."""
+        return cost_table(self.cost, skip, self.trace.context, draft_vocabulary=size)
+
+    def vocabulary(self, size: int) -> tuple[int, ...]:
+        """The most frequent tokens of all texts, for other texts."""
+        tokens = [text.tokens for text in self.trace.texts]
+        return tuple(self._ranked(tokens)[:size].tolist())
+
+    def allowed(self, size: int | None) -> Tensor | None:
+        """What a draft can draw on each text, (texts, V) bool; None: all tokens.
+
+        On each text these are the tokens that the others rank first: ranked by itself, a text would
+        have none that is missing.
+        """
+        if size is None:
+            return None
+        return self._ranks < size
+
+    @cached_property
+    def _ranks(self) -> Tensor:
+        """Rank of every token by the other texts than each, (texts, V)."""
+        tokens = [text.tokens for text in self.trace.texts]
+        orders = [
+            self._ranked([*tokens[:number], *tokens[number + 1 :]]) for number in range(len(tokens))
+        ]
+        return torch.stack(orders).argsort(1)
+
+    def _ranked(self, tokens: Sequence[Tensor]) -> Tensor:
+        return ranked(tokens, self.trace.model.vocabulary, ends=self.trace.eos)
 
     def __call__(self, skip: SkipConfig) -> Evaluation:
         """The value is never below plain decoding's: a draft that does not pay is turned off."""
@@ -125,8 +162,19 @@ class Objective:
         if not skip.skipped():  # plain decoding by another name, whatever the clock says
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
-        limit = _Limit(costs, self.trace.draft_length)
-        followed = follow(self.trace, skip, limit.longest, enough=limit)
+        tables = [self.costs(skip, size) for size in self.sizes]
+        limits = [_Limit(table, self.trace.draft_length) for table in tables]
+        each = follow_each(
+            self.trace,
+            skip,
+            [self.allowed(size) for size in self.sizes],
+            max(limit.longest for limit in limits),
+            enough=lambda survivals: all(map(_Limit.__call__, limits, survivals)),
+        )
+        # which size: by the best fixed length, that any controller's is near
+        promises = [_promise(r.survival, table) for r, table in zip(each, tables, strict=True)]
+        best_size = promises.index(max(promises))
+        size, followed, costs = self.sizes[best_size], each[best_size], tables[best_size]
         found = choices(followed, costs)
         best = best_choice(found)
         forced = max(choice.speedup for choice in found[1:-1])
@@ -139,15 +187,25 @@ class Objective:
                 "controller": best.controller,
                 "max_draft_length": best.max_draft_length,
                 "threshold": best.threshold,
+                "draft_vocabulary": size,
             },
         )
+
+
+def _promise(survival: Survival, costs: CostTable) -> float:
+    """Speedup of the best fixed draft length, were all starts of a trace equally likely.
+
+    A fixed length g emits 1 + s(1) + ... + s(g) tokens a round, where s(j) is the share of starts
+    whose first j drafted tokens are right.
+    """
+    emitted = accumulate(survival, initial=1.0)
+    return max(tokens / costs.round_cost(g) for g, tokens in enumerate(emitted) if g)
 
 
 class _Limit:
     """Says how far drafts are worth following.
 
-    A fixed length g emits 1 + s(1) + ... + s(g) tokens a round, where s(j) is the share of starts
-    whose first j drafted tokens are right. That is known as far as was followed; behind it, s can
+    What a fixed length emits (`_promise`) is known as far as was followed; behind it, survival can
     only fall. Where no longer draft could be faster than plain decoding or the best shorter one,
     whatever controller stops it, following ends.
     """
@@ -159,11 +217,8 @@ class _Limit:
         # where drafts that are always right lose to plain decoding, one step tells enough
         self.longest = longest if max(perfect) > 1.0 else 1
 
-    def __call__(self, survival: Sequence[float]) -> bool:
-        tokens, best = 1.0, 1.0
-        for length, share in enumerate(survival, 1):
-            tokens += share
-            best = max(best, tokens / self.costs.round_cost(length))
+    def __call__(self, survival: Survival) -> bool:
+        tokens, best = 1.0 + sum(survival), max(1.0, _promise(survival, self.costs))
         known, last = len(survival), survival[-1]
         possible = (
             (tokens + (length - known) * last) / self.costs.round_cost(length)

@@ -9,6 +9,7 @@ Letters: B groups, G chains of a group, C chains, J steps, S places of the text,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,16 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.laws import gumbel_noise
 from layerskip.search.chains import ChainCache
-from layerskip.search.drawing import NOTHING, Beside, Drawn, Histories, draw, propose, stray_noise
+from layerskip.search.drawing import (
+    NOTHING,
+    Beside,
+    Drawn,
+    Histories,
+    draw,
+    narrowed,
+    propose,
+    stray_noise,
+)
 from layerskip.search.trace import Text, Trace
 from layerskip.sublayers import Pass
 
@@ -75,12 +85,14 @@ def replay(
     skip: SkipConfig,
     draft_length: int | None = None,
     *,
+    allowed: Tensor | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Replay:
     """Draft from every start of a trace with one skip config, as decoding would.
 
     Args:
         draft_length: tokens drafted from each start; the trace's by default.
+        allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
         progress: told the share that is done.
 
     Raises:
@@ -91,8 +103,8 @@ def replay(
     skip = skip.resolve(trace.model.num_layers)
     layer = exit_layer(skip)
     if layer is not None:
-        return assembled(trace, skip, _exit(trace, skip, layer, length, progress))
-    drafts = _draft(trace, skip, all_starts(trace), length, progress)
+        return assembled(trace, skip, _exit(trace, skip, layer, length, allowed, progress))
+    drafts = _draft(trace, skip, all_starts(trace), length, allowed, progress)
     return assembled(trace, skip, drafts)
 
 
@@ -173,7 +185,12 @@ def astray(matches: Tensor) -> Tensor:
 
 
 def _exit(
-    trace: Trace, skip: SkipConfig, layer: int, length: int, progress: Callable[[float], None]
+    trace: Trace,
+    skip: SkipConfig,
+    layer: int,
+    length: int,
+    allowed: Tensor | None,
+    progress: Callable[[float], None],
 ) -> Drafts:
     """Drafts (N, J) that are nothing but shared prefix.
 
@@ -183,8 +200,9 @@ def _exit(
     """
     wrong: list[Tensor] = []
     chains: list[Chain] = []
-    for text in trace.texts:
-        drafted, following = text.drafted[layer - 1], text.following  # (places,) each
+    proposals = [trace.proposed(text, layer, [allowed])[0] for text in trace.texts]
+    for text, proposed in zip(trace.texts, proposals, strict=True):
+        drafted, following = proposed.tokens, text.following  # (places,) each
         places = torch.nonzero(drafted != following)[:, 0]
         places = places[places < text.starts + length - 1]  # as far as any start's draft reaches
         wrong.append(places)
@@ -192,29 +210,28 @@ def _exit(
             (text, text.prompt + place + 1, token)
             for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
         ]
-    left = _draft(trace, skip, chains, length - 1, progress)  # (C, J - 1) each
+    left = _draft(trace, skip, chains, length - 1, allowed, progress)  # (C, J - 1) each
     # one row and column more, so that there is something to look up where nothing is wrong
     rest = [F.pad(table, (0, 1, 0, 1)) for table in left]
     parts, first = [], 0
-    for text, places in zip(trace.texts, wrong, strict=True):
+    for text, places, proposed in zip(trace.texts, wrong, proposals, strict=True):
         reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
         number = torch.searchsorted(places, reached[:, 0].contiguous())  # (starts,)
         end = F.pad(places, (0, 1), value=len(text.tokens) + length)[number]  # (starts,)
         behind = reached - end[:, None] - 1  # (starts, J) steps since the first wrong token
         chain = (first + number).clamp(max=len(chains))[:, None], behind.clamp_min(0)
-        known = exit_drafts(text, layer, length)
+        known = exit_drafts(text, proposed, length)
         tables = zip(known, rest, strict=True)
         parts.append(Drafts(*(torch.where(behind < 0, own, later[chain]) for own, later in tables)))
         first += len(places)
     return Drafts.joined(parts)
 
 
-def exit_drafts(text: Text, layer: int, length: int) -> Drafts:
+def exit_drafts(text: Text, proposed: Drawn, length: int) -> Drafts:
     """What an exit drafts from each start (starts, J) while it agrees with the text."""
     reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
     reached = reached.clamp(max=len(text.following) - 1)
-    tables = (text.drafted, text.confidences, text.weights)
-    return Drafts(*(table[layer - 1][reached] for table in tables))
+    return Drafts(*(table[reached] for table in proposed[:3]))
 
 
 def _draft(
@@ -222,6 +239,7 @@ def _draft(
     skip: SkipConfig,
     chains: Sequence[Chain],
     steps: int,
+    allowed: Tensor | None,
     progress: Callable[[float], None],
 ) -> Drafts:
     """Drafts (C, J) that run on from given tokens."""
@@ -244,20 +262,22 @@ def _draft(
             ]
         )  # (B, G)
         flat = layout.flatten()  # (B G,)
-        ran = _run(trace, skip, [chains[number] for number in flat.tolist()], steps)
+        ran = _run(trace, skip, [chains[number] for number in flat.tolist()], steps, allowed)
         for step, drawn in enumerate(ran):
             drafts.write((flat, step), drawn)
     return drafts
 
 
-def _run(trace: Trace, skip: SkipConfig, chains: Sequence[Chain], steps: int) -> Iterator[Drawn]:
+def _run(
+    trace: Trace, skip: SkipConfig, chains: Sequence[Chain], steps: int, allowed: Tensor | None
+) -> Iterator[Drawn]:
     """What chains (B G,) draw, step by step, that go through the model together."""
     model, law = trace.model, trace.law
     starts = torch.tensor([place for _, place, _ in chains]).view(-1, _GROUP)  # (B, G)
     texts = torch.tensor([text.number for text, _, _ in chains[::_GROUP]])  # (B,)
     cache = ChainCache(trace.cache, texts.to(model.device), starts.to(model.device), steps)
     rotary = trace.rotary(int(starts.max()) + steps)
-    draws = Draws(trace, chains, steps)
+    draws = Draws(trace, chains, steps).within(allowed)
     histories = None
     if law.reads_history:
         histories = [text.tokens[:place].to(model.device) for text, place, _ in chains]
@@ -294,6 +314,17 @@ class Draws:
                 0 if text.tokens[place : place + 1].tolist() == [token] else place
                 for text, place, token in chains
             ]
+        self.allowed: Tensor | None = None
+
+    def within(self, allowed: Tensor | None) -> Draws:
+        """The same chains from their beginning, and the same noise, in a draft vocabulary.
+
+        Args:
+            allowed: of each text, (texts, V) bool; None: all tokens.
+        """
+        draws = copy(self)
+        draws.allowed, draws.strayed = allowed, list(self.strayed)
+        return draws
 
     def at(
         self, step: int, raw: Tensor, histories: Histories, chains: Tensor | None = None
@@ -301,6 +332,9 @@ class Draws:
         """Draw from raw logits (C, V) of all chains at a step, or of those numbered."""
         if chains is None:
             chains = torch.arange(len(self.chains))
+        if self.allowed is not None:
+            texts = [self.chains[number][0].number for number in chains.tolist()]
+            raw = narrowed(raw, self.allowed[texts].to(raw.device))
         if not self.trace.rejection:
             noise = None if self.noise is None else self.noise.at(step, chains)
             return draw(self.trace.law, raw, noise, histories)

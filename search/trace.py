@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -25,7 +25,16 @@ from layerskip.config import SkipConfig
 from layerskip.controllers import Fixed
 from layerskip.engine import Decoder, Request
 from layerskip.laws import Law, gumbel_noise, softmax_law, stream_key
-from layerskip.search.drawing import NOTHING, Beside, Histories, draw, propose, scores_at
+from layerskip.search.drawing import (
+    NOTHING,
+    Beside,
+    Drawn,
+    Histories,
+    draw,
+    narrowed,
+    propose,
+    scores_at,
+)
 from layerskip.sublayers import Pass, Sublayers
 
 DRAFT_LENGTH = 8
@@ -130,6 +139,38 @@ class Trace:
     def likelihoods(self) -> Tensor:
         """Likelihood of each of `following`, (P,)."""
         return torch.cat([text.likelihoods for text in self.texts])
+
+    def proposed(
+        self, text: Text, layer: int, vocabularies: Sequence[Tensor | None] = (None,)
+    ) -> list[Drawn]:
+        """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
+
+        Args:
+            vocabularies: W times the tokens that it can draw on each text, (texts, V) bool, or None
+                for all of them.
+
+        Returns:
+            W proposals.
+        """
+        tables = (text.drafted, text.confidences, text.weights, text.likeliest)
+        whole = Drawn(*(table[layer - 1] for table in tables))
+        device = self.model.device
+        trimmed = [each[text.number].to(device) for each in vocabularies if each is not None]
+        found: Iterator[Drawn] = iter(())
+        if trimmed:
+            drawn, _ = _along(
+                self.model,
+                self.law,
+                text.tokens.to(device),
+                text.prompt,
+                text.key,
+                text.states[layer - 1 : layer],
+                text.states[-1],
+                trimmed,
+                rejection=self.rejection,
+            )
+            found = (Drawn(*tables) for tables in zip(*drawn, strict=True))
+        return [whole if each is None else next(found) for each in vocabularies]
 
     def rotary(self, slots: int) -> Any:
         """Angles of so many places, for drafts of any text."""
@@ -280,6 +321,47 @@ def _read(
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
         after.append(hidden[0, prompt:])  # (N, H)
     states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
+    drawn, likelihoods = _along(
+        model, law, tokens, prompt, key, states, states[-1], rejection=rejection
+    )
+    drafted, confidences, weights, likeliest = drawn
+    return Text(
+        number=number,
+        tokens=tokens.cpu(),
+        prompt=prompt,
+        emitted=emitted,
+        key=key,
+        drafted=drafted,
+        confidences=confidences,
+        weights=weights,
+        likeliest=likeliest,
+        likelihoods=likelihoods,
+        states=states,
+    )
+
+
+def _along(
+    model: Sublayers,
+    law: Law,
+    tokens: Tensor,
+    prompt: int,
+    key: int,
+    states: Tensor,
+    target: Tensor,
+    vocabularies: Sequence[Tensor | None] = (None,),
+    *,
+    rejection: bool,
+) -> tuple[Drawn, Tensor]:
+    """What hidden states propose at the N places of a text.
+
+    Args:
+        states: of L exits, (L, N, H); `target`: of the whole model, (N, H).
+        vocabularies: W times the tokens that can be drawn, (V,) bool, or None for all.
+
+    Returns:
+        The proposals of each exit in each vocabulary, (L W, N) each; and, under the rejection rule,
+        the text's likelihoods, (N,), else NaN.
+    """
     count = len(tokens) - prompt
     following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
     likelihoods = torch.full((count,), float("nan"), device=model.device)
@@ -290,9 +372,14 @@ def _read(
         seen = range(prompt + places.start + 1, prompt + places.stop + 1)  # before the one drawn
         keys = [key] * len(seen)
         histories = [tokens[:length] for length in seen] if law.reads_history else None
-        raws = (model.logits(layer_states[None, places])[0] for layer_states in states)  # (N, V)
+        raws = (  # (N, V) each
+            narrowed(raw, allowed)
+            for layer_states in states
+            for raw in model.logits(layer_states[None, places])
+            for allowed in vocabularies
+        )
         if rejection:
-            own = model.logits(states[-1:, places])[0]
+            own = model.logits(target[None, places])[0]
             p = softmax_law(scores_at(law, own, histories))  # (N, V)
             likelihoods[places] = p.gather(1, following[places, None].clamp_min(0))[:, 0]
             beside = Beside(following[places], likelihoods[places], keys, seen)
@@ -304,17 +391,4 @@ def _read(
             layers = [draw(law, raw, noise, histories) for raw in raws]
         for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
             kind.append(torch.stack(tables).cpu())
-    drafted, confidences, weights, likeliest = (torch.cat(kind, dim=1) for kind in drawn)  # (L, N)
-    return Text(
-        number=number,
-        tokens=tokens.cpu(),
-        prompt=prompt,
-        emitted=emitted,
-        key=key,
-        drafted=drafted,
-        confidences=confidences,
-        weights=weights,
-        likeliest=likeliest,
-        likelihoods=likelihoods.cpu(),
-        states=states,
-    )
+    return Drawn(*(torch.cat(kind, dim=1) for kind in drawn)), likelihoods.cpu()

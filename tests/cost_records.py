@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -15,12 +15,14 @@ def cost_record(
     rest: float = 5e-4,
     growth: float = 0.03,
     by_context: float = 0.0,
+    trimmed: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """Seconds per sublayer, head and rest; each further token of a pass adds `growth` of them.
 
     Args:
         attention, mlp: of each layer alike, or one by one.
         by_context: part that attention costs more at the longer of the two contexts.
+        trimmed: seconds of heads by their rows, for a vocabulary of 97.
     """
     counts, contexts = list(range(1, 10)), [16, 64]
     more = [1 + growth * (count - 1) for count in counts]
@@ -41,6 +43,9 @@ def cost_record(
         for name, value in parts.items():
             record[name].append(value)
         record["passes"].append([sum(a) + sum(m) + h + r for a, m, h, r in sums])
+    if trimmed:
+        record |= {"vocabulary": 97, "head_sizes": list(trimmed)}
+        record["trimmed_head"] = [list(trimmed.values())] * len(contexts)
     return record
 
 
@@ -49,6 +54,7 @@ MACHINES = {
     "free verification": cost_record(growth=0.0, rest=1e-5, head=1e-5),
     "dear verification": cost_record(growth=0.4),
     "dear heads": cost_record(head=6e-3),
+    "trimmed heads": cost_record(head=6e-3, trimmed={6: 3e-4, 12: 7e-4, 24: 1.5e-3, 48: 3e-3}),
     "dear rest": cost_record(rest=2e-2),
     "cheap ends": cost_record(attention=[1e-4, 2e-3, 3e-3, 1e-3, 5e-4, 1e-4], mlp=4e-4, growth=0.1),
     "long contexts": cost_record(by_context=3.0, growth=0.06),

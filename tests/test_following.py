@@ -17,7 +17,7 @@ from layerskip.laws import Law
 from layerskip.search import following as following_module
 from layerskip.search import replay as replay_module
 from layerskip.search.chains import ChainCache
-from layerskip.search.following import follow
+from layerskip.search.following import follow, follow_each
 from layerskip.search.replay import Replay, astray, replay
 from layerskip.search.simulation import count_rounds
 from layerskip.search.trace import Trace, take_trace
@@ -109,6 +109,31 @@ def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
     if not ended_astray(whole).any():
         for length in range(1, LENGTH + 1):
             assert count_rounds(followed, length) == count_rounds(whole, length)
+
+
+def vocabularies() -> list[Tensor | None]:
+    """All tokens, most, few and hardly any, other ones for each text."""
+    shares = torch.rand(3, 97, generator=torch.Generator().manual_seed(4))
+    return [None, shares < 0.8, shares < 0.3, shares < 0.02]
+
+
+@pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix", "nothing skipped"])
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str) -> None:
+    trace, each = traced(case), vocabularies()
+    together = follow_each(trace, SKIPS[skip], each)
+    survivals = []
+    for followed, allowed in zip(together, each, strict=True):
+        whole = replay(trace, SKIPS[skip], allowed=allowed)
+        assert agree(followed, whole)
+        survivals.append(whole.survival[0])
+    assert survivals == sorted(survivals, reverse=True)
+    assert survivals[0] > survivals[1] > survivals[2]
+    told = []
+    ended = follow_each(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or True)
+    if skip in ("an odd prefix", "no prefix"):  # the others are exits
+        assert [played.draft_length for played in ended] == [1] * 4
+        assert [len(survival) for survival in told[0]] == [1] * 4
 
 
 def test_the_cases_follow_some_drafts_and_lose_some() -> None:

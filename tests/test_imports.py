@@ -27,6 +27,7 @@ FLOORS = {
     "layerskip.cache": 1,
     "layerskip.fused": 1,
     "layerskip.laws": 1,
+    "layerskip.vocabulary": 1,
     "layerskip.sublayers": 2,
     "layerskip.controllers": 3,
     "layerskip.passes": 3,

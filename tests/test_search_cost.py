@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import lively_model, prompt
 from torch import Tensor
+from transformers import SuppressTokensLogitsProcessor
 
 from layerskip.config import SkipConfig
 from layerskip.laws import Law
@@ -16,6 +17,7 @@ from layerskip.pricing import cost_table, step_seconds
 from layerskip.search import cost
 from layerskip.search.cost import disturbed, measure
 from layerskip.sublayers import Sublayers
+from layerskip.vocabulary import TrimmedHead
 
 LAYERS = 6
 HEAD, REST = 7.0, 2.0
@@ -102,6 +104,62 @@ def test_the_parts_are_what_the_clock_says(batch_size: int) -> None:
             parts = sum(sublayers) + HEAD * (1 + 0.1 * (count - 1)) + REST
             assert record["passes"][c][n] == pytest.approx(parts)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_trimmed_heads_are_timed_in_draft_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    views: list[int] = []
+
+    class Slow(TrimmedHead):
+        """Takes a twentieth of a second for each row."""
+
+        def spread(self, logits: Tensor) -> Tensor:
+            views.append(self.weight.data_ptr())
+            machine.time += 0.05 * len(self.tokens)
+            return super().spread(logits)
+
+    monkeypatch.setattr(cost, "TrimmedHead", Slow)
+    record = machine.measure()
+    assert record["vocabulary"] == 97
+    assert record["head_sizes"] == [6, 12, 24, 48]  # a sixteenth to a half
+    for c in range(2):
+        assert record["trimmed_head"][c] == pytest.approx([0.3, 0.6, 1.2, 2.4])
+        assert record["draft_rest"][c] == pytest.approx(REST)  # as without them
+        assert record["repeated"][c] == pytest.approx([1.0])
+    assert len(set(views)) == 4  # no row is in two of them
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_a_draft_vocabulary_has_a_price() -> None:
+    record = Machine().measure() | {"trimmed_head": [[0.3, 0.6, 1.2, 2.4], [0.5, 0.6, 1.2, 2.4]]}
+    skip, step = SkipConfig.early_exit(2), step_seconds(record, 16)
+    whole = cost_table(record, skip, 16)
+    prices = {3: 0.3, 6: 0.3, 18: 0.9, 48: 2.4, 97: HEAD}  # lines in between, flat below
+    for size, seconds in prices.items():
+        table = cost_table(record, skip, 16, draft_vocabulary=size)
+        assert whole.draft - table.draft == pytest.approx((HEAD - seconds) / step)
+        assert table.verify == whole.verify
+    between = cost_table(record, skip, 40, draft_vocabulary=6)
+    assert between.draft < cost_table(record, skip, 40).draft
+    del record["trimmed_head"]
+    with pytest.raises(ValueError, match="no trimmed head"):
+        cost_table(record, skip, 16, draft_vocabulary=6)
+
+
+def test_a_head_that_cannot_be_trimmed_has_no_such_price() -> None:
+    model = lively_model("llama")
+    model.lm_head.register_forward_hook(lambda *_: None)
+    record = measure(model, PROMPTS, contexts=(16,), counts=(1, 3), budget=1e-9)
+    assert not record.keys() & {"trimmed_head", "head_sizes", "vocabulary"}
+
+
+def test_a_law_that_ends_drafts_ends_no_measurement() -> None:
+    """It forbids the tokens of the first head: the others are taken for whole ones."""
+    forbidden = SuppressTokensLogitsProcessor(list(range(6)), device="cpu")
+    law = Law([forbidden], do_sample=False, rows=1)
+    how: dict[str, Any] = {"contexts": (16,), "counts": (1, 3), "budget": 1e-9}
+    record = measure(lively_model("llama"), PROMPTS, law=law, **how)
+    assert record["trimmed_head"][0][1:] == [record["head"][0][0]] * 3
 
 
 def test_a_table_prices_the_parts_of_a_round() -> None:

@@ -19,15 +19,18 @@ from models import lively_model, prompt
 
 import layerskip
 from layerskip.checking import _fingerprint
-from layerskip.config import SkipConfig
+from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.methods import Task
+from layerskip.pricing import cost_table
 from layerskip.search import SearchResult, finding, sampler, search
-from layerskip.search.finalists import winner
+from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
-from layerskip.search.objective import Objective
+from layerskip.search.objective import Choice, Objective
 from layerskip.search.replay import replay
+from layerskip.search.simulation import count_rounds
 from layerskip.search.space import Space
 from layerskip.searches import read_search
+from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
 HOPELESS = cost_record() | {"draft_rest": [1.0, 1.0]}
@@ -177,6 +180,51 @@ class TestResult:
         for finalist in document["finalists"]:
             assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
             assert finalist["predicted_held_out"] > 0
+
+    def test_a_draft_vocabulary_is_searched_too(self, tmp_path: Path) -> None:
+        """Where heads are dear; the config has its tokens with it, and the same text."""
+        model = tiny()
+        result = find(model, cost=MACHINES["trimmed heads"], held_out=HELD_OUT, repeats=1)
+        best = result.finalists[0]
+        tokens = best.skip.draft_vocabulary
+        assert tokens is not None
+        assert best.skip.costs is not None
+        assert best.skip.costs["draft_vocabulary"] == len(tokens) in (6, 12, 24, 48)
+        document = checked(result, tmp_path)
+        assert document["finalists"][0]["draft_vocabulary"] == len(tokens)
+        sizes = {trial["draft_vocabulary"] for trial in document["trials"]}
+        assert len(tokens) in sizes <= {None, 6, 12, 24, 48}
+        assert best.confirmed is not None
+        assert best.confirmed["equal"] == best.confirmed["compared"] == 1
+        going = steps(model)
+        texts = [text.tokens for text in going.trace.texts]
+        assert tokens == tuple(ranked(texts, 97)[: len(tokens)].tolist())
+        cheap = SkipConfig.early_exit(1)
+        objective = Objective(going.trace, MACHINES["trimmed heads"])
+        assert result.record["bound"] == pytest.approx(1 / objective.costs(cheap, 6).draft)
+        best.skip.save(tmp_path / "skip.json")
+        ids = prompt(9, seed=40)
+        plain = layerskip.generate(model, ids, do_sample=False, max_new_tokens=30)
+        drafted = layerskip.generate(
+            model, ids, skip=tmp_path / "skip.json", do_sample=False, max_new_tokens=30
+        )
+        assert torch.equal(drafted.sequences, plain.sequences)
+        assert drafted.stats.num_drafts > 0
+
+    def test_other_texts_are_predicted_with_the_tokens_of_the_config(self) -> None:
+        going = steps(tiny())
+        trace = going.trace
+        for tokens in ((3, 5, 8, 13), None):
+            options = DecodingOptions(draft_vocabulary=tokens)
+            skip = SkipConfig(exit_layer=4, decoding=options).resolve(6)
+            costs = cost_table(COST, skip)
+            finalist = Finalist("f", 0, skip, 0.5, Choice("fixed", 3, None, 1.5), costs)
+            allowed = None
+            if tokens is not None:
+                allowed = torch.isin(torch.arange(97), torch.tensor(tokens)).expand(3, -1)
+            counts = count_rounds(replay(trace, skip, 3, allowed=allowed), 3)
+            cost = sum(rounds * costs.round_cost(drafted) for drafted, rounds in enumerate(counts))
+            assert predict(finalist, trace) == pytest.approx(trace.starts / cost)
 
     def test_finalists_are_replayed_whole(self, llama: Any, timed: SearchResult) -> None:
         search = steps(llama)

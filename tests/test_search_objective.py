@@ -17,7 +17,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.laws import Law
 from layerskip.search import objective as objective_module
-from layerskip.search.following import follow
+from layerskip.search.following import follow, follow_each
 from layerskip.search.objective import (
     TOLERANCE,
     Choice,
@@ -30,6 +30,7 @@ from layerskip.search.replay import Replay, replay
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation
 from layerskip.search.trace import Trace, take_trace
+from layerskip.vocabulary import ranked
 
 SPACE = Space(kind="sublayer", num_layers=6, allow_ends=True)
 CASES: dict[str, tuple[str, float | None, str]] = {
@@ -118,13 +119,16 @@ def test_the_value_is_that_of_the_best_way_and_never_below_plain(case: str) -> N
         followed = follow(trace, skip)
         for record in MACHINES.values():
             objective = Objective(trace, record)
-            found, costs = objective(skip), objective.costs(skip)
+            found = objective(skip)
+            size = found.attributes["draft_vocabulary"]
+            costs = objective.costs(skip, size)
             plain = 1 / objective.step_seconds
             assert found.value >= plain
             assert found.guide is not None
             assert found.guide <= found.value
             assert found.draft_cost == costs.draft
-            known = fixed(choices(followed, costs))
+            drafts = follow_each(trace, skip, [objective.allowed(size)])[0] if size else followed
+            known = fixed(choices(drafts, costs))
             assert found.value >= max(known.values()) * plain * 0.9999
             if found.value == plain:
                 flat += 1
@@ -207,14 +211,14 @@ def test_stopping_early_misses_no_fixed_length_of_many(case: str, seed: int) -> 
 def test_what_cannot_pay_is_followed_for_one_step() -> None:
     lengths = []
 
-    def watched(*arguments: Any, **options: Any) -> Replay:
-        drafts = follow(*arguments, **options)
-        lengths.append(drafts.draft_length)
+    def watched(*arguments: Any, **options: Any) -> list[Replay]:
+        drafts = follow_each(*arguments, **options)
+        lengths.extend(each.draft_length for each in drafts)
         return drafts
 
     dear = cost_record() | {"draft_rest": [1.0, 1.0]}  # a draft step costs many plain ones
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objective_module, "follow", watched)
+        patch.setattr(objective_module, "follow_each", watched)
         found = Objective(traced("greedy"), dear)(SkipConfig(attention=(2,)))
     assert lengths == [1]
     assert found.attributes["controller"] is None
@@ -254,11 +258,11 @@ def test_a_choice_as_decoding_options() -> None:
 def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def counted(trace: Trace, skip: SkipConfig, *rest: Any, **options: Any) -> Replay:
+    def counted(trace: Trace, skip: SkipConfig, *rest: Any, **options: Any) -> list[Replay]:
         calls.append(skip)
-        return follow(trace, skip, *rest, **options)
+        return follow_each(trace, skip, *rest, **options)
 
-    monkeypatch.setattr(objective_module, "follow", counted)
+    monkeypatch.setattr(objective_module, "follow_each", counted)
     objective = Objective(traced("greedy"), MACHINES["reads weights"])
     same = [SkipConfig(attention=(5,), mlp=(5,)), SkipConfig.layers((5,)), SkipConfig.early_exit(5)]
     found = [objective(skip) for skip in (*same, same[0])]
@@ -283,6 +287,67 @@ def test_values_follow_from_the_config_the_trace_and_the_costs(case: str) -> Non
     for mine, theirs in zip(first, other, strict=True):
         assert mine.value != theirs.value
         assert mine.draft_cost != theirs.draft_cost
+
+
+# ---------------------------------------------------------------------------------------------
+# Draft vocabularies.
+
+HEADS = MACHINES["trimmed heads"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_best_of_all_vocabularies_counts(case: str) -> None:
+    """Against every size followed alone, by the best fixed length."""
+    objective, trace = Objective(traced(case), HEADS), traced(case)
+    assert objective.sizes == [None, 6, 12, 24, 48]
+    chosen = set()
+    for skip in drawn(6, seed=7):
+        found = objective(skip)
+        best: dict[int | None, float] = {}
+        for size in objective.sizes:
+            drafts = replay(trace, skip, allowed=objective.allowed(size))
+            best[size] = max(fixed(choices(drafts, objective.costs(skip, size))).values())
+        size = found.attributes["draft_vocabulary"]
+        assert found.draft_cost == objective.costs(skip, size).draft
+        assert found.acceptance == replay(trace, skip, allowed=objective.allowed(size)).survival[0]
+        assert found.guide is not None
+        assert found.guide * objective.step_seconds > 0.9 * max(best.values())
+        whole = Objective(trace, MACHINES["dear heads"])(skip)  # the same without trimmed heads
+        assert found.value >= 0.95 * whole.value
+        chosen.add(size)
+    assert chosen - {None}
+
+
+def test_a_text_does_not_rank_its_own_tokens() -> None:
+    """Each is drafted with what the others rank first; the final config has the ranks of all."""
+    objective = Objective(traced("coupled"), HEADS)
+    trace = objective.trace
+    for size in (6, 12, 24, 48):
+        allowed = objective.allowed(size)
+        assert allowed is not None
+        assert allowed.sum(1).tolist() == [size] * 3
+        for number, own in enumerate(allowed):
+            others = [text.tokens for text in trace.texts if text.number != number]
+            assert own.nonzero()[:, 0].tolist() == sorted(ranked(others, 97)[:size].tolist())
+        texts = [text.tokens for text in trace.texts]
+        assert objective.vocabulary(size) == tuple(ranked(texts, 97)[:size].tolist())
+    assert objective.allowed(None) is None
+
+
+def test_tokens_that_end_a_text_are_in_every_vocabulary() -> None:
+    ends = frozenset({91, 95})
+    trace = dataclasses.replace(traced("greedy"), eos=ends)
+    objective = Objective(trace, HEADS)
+    allowed = objective.allowed(6)
+    assert allowed is not None
+    assert allowed[:, [91, 95]].all()
+    assert objective.vocabulary(6)[:2] == (91, 95)
+
+
+def test_no_trimmed_head_no_vocabulary() -> None:
+    objective = Objective(traced("greedy"), MACHINES["dear heads"])
+    assert objective.sizes == [None]
+    assert objective(SkipConfig.layers((2,))).attributes["draft_vocabulary"] is None
 
 
 def test_twice_as_fast_a_machine_is_worth_twice() -> None:

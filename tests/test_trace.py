@@ -143,6 +143,41 @@ def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
         assert list(simulate(played, made, [text])) == real
 
 
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(
+    case: int, skip: str
+) -> None:
+    """Tokens that end a text are in the vocabulary, and are not, in turn."""
+    model, trace = traced(*CASES[case])
+    turn = case + list(SKIPS).index(skip)
+    tokens = list(range(turn % 2 * 9, 97, 2))
+    allowed = torch.zeros(3, 97, dtype=torch.bool)
+    allowed[:, tokens] = True
+    played = replay(trace, SKIPS[skip], allowed=allowed)
+    assert set(played.tokens.unique().tolist()) <= set(tokens)
+    for text in range(3):
+        name = CONTROLLERS[(turn + text) % len(CONTROLLERS)]
+        made = make_controller(name, costs=COSTS, sampling=CASES[case][1] is not None)
+        settings = {"skip": SKIPS[skip], "controller": name, "draft_vocabulary": tokens}
+        assert list(simulate(played, made, [text])) == decoded(model, case, [text], **settings)
+
+
+def test_each_text_may_have_a_vocabulary_of_its_own() -> None:
+    _, trace = traced(*CASES[1])
+    allowed = torch.zeros(3, 97, dtype=torch.bool)
+    for text in range(3):
+        allowed[text, text::3] = True
+    for skip in ("exit 4", "scattered"):
+        played = replay(trace, SKIPS[skip], 6, allowed=allowed)
+        whole = replay(trace, SKIPS[skip], 6)
+        for text, rows in enumerate(played.texts):
+            alone = replay(trace, SKIPS[skip], 6, allowed=allowed[[text] * 3])
+            assert torch.equal(played.tokens[rows], alone.tokens[rows])
+            assert not torch.equal(played.tokens[rows], whole.tokens[rows])
+            assert {token % 3 for token in played.tokens[rows].unique().tolist()} == {text}
+
+
 def test_the_cases_accept_some_and_reject_some() -> None:
     rates = [replayed(case, skip)[1].survival[0] for case in range(len(CASES)) for skip in SKIPS]
     assert sum(0.05 < rate < 0.95 for rate in rates) > len(rates) / 2
@@ -281,14 +316,16 @@ def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(chunked.confidences, whole.confidences[:, :5])
 
 
-def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_an_exit_is_replayed_as_any_other_draft(trimmed: bool) -> None:
     """The short way through the trace's own pass gives what the long way gives."""
     _, trace = traced(*CASES[1])
-    short = replay(trace, SKIPS["exit 4"])
+    allowed = (torch.arange(97) % 3 > 0).expand(3, -1) if trimmed else None
+    short = replay(trace, SKIPS["exit 4"], allowed=allowed)
     chains = replay_module.all_starts(trace)
     with torch.no_grad():
         long = replay_module._draft(
-            trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, lambda share: None
+            trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, allowed, lambda share: None
         )
     assert torch.equal(short.tokens, long.tokens)
     torch.testing.assert_close(short.confidences, long.confidences)

@@ -1,0 +1,492 @@
+"""Trimmed draft vocabularies: which tokens, which rows, and that no text depends on them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
+from torch import Tensor, nn
+from transformers import SuppressTokensLogitsProcessor
+
+import layerskip
+from layerskip import LayerSkipDecoding, SkipConfig, vocabulary
+from layerskip.checking import _fingerprint, check
+from layerskip.config import DecodingOptions
+from layerskip.costs import analytic, cost_table, place, stored
+from layerskip.engine import Request
+from layerskip.laws import Law, softmax_law
+from layerskip.lawtest import chi_square, draw_rounds
+from layerskip.methods import Engine, Task
+from layerskip.speculation import CostTable
+from layerskip.sublayers import Sublayers
+from layerskip.vocabulary import TrimmedHead, ranked, trimmed_head
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+SKIP = SkipConfig.early_exit(4)
+SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
+VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
+LENGTHS = (13, 3, 10)
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    return lively_model(family)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which tokens.
+
+
+def test_tokens_are_ranked_by_how_often_they_occur_then_by_id() -> None:
+    texts = [[5, 3, 3, 7], torch.tensor([[7, 7, 1]]), (), torch.tensor([3, 5])]
+    assert ranked(texts, 9).tolist() == [3, 7, 5, 1, 0, 2, 4, 6, 8]
+    assert ranked([], 4).tolist() == [0, 1, 2, 3]
+
+
+def test_tokens_that_end_a_text_come_first() -> None:
+    assert ranked([[5, 5, 5, 2]], 7, ends=[6, 4]).tolist() == [4, 6, 5, 2, 0, 1, 3]
+    assert ranked([[5, 5, 2]], 6, ends={2}).tolist() == [2, 5, 0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends", "message"),
+    [
+        ([[3, 9]], (), r"tokens in 0\.\.8, got 3 to 9"),
+        ([[-1, 2]], (), r"tokens in 0\.\.8, got -1 to 2"),
+        ([[1]], (9,), r"tokens in 0\.\.8, got \[9\]"),
+    ],
+)
+def test_tokens_of_another_model_are_refused(texts: Any, ends: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ranked(texts, 9, ends=ends)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which rows.
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: str) -> None:
+    """Softcaps and norms of every family; the target's logits stay whole."""
+    opened = Sublayers(model_of(family), execution=execution)
+    trimmed = opened.trimmed(SOME)
+    hidden = torch.randn(2, 3, 32, dtype=torch.float64)
+    whole, few = opened.logits(hidden), trimmed.draft_logits(hidden)
+    kept = torch.zeros(VOCABULARY, dtype=torch.bool)
+    kept[list(SOME)] = True
+    torch.testing.assert_close(few[..., kept], whole[..., kept])
+    assert torch.equal(few[..., ~kept], torch.full_like(few[..., ~kept], float("-inf")))
+    assert torch.equal(trimmed.logits(hidden), whole)
+    assert torch.equal(opened.draft_logits(hidden), whole)
+    assert (opened.draft_vocabulary, trimmed.draft_vocabulary) == (VOCABULARY, 40)
+
+
+@torch.no_grad()
+def test_a_head_with_a_bias() -> None:
+    head = nn.Linear(8, 11)
+    hidden = torch.randn(1, 2, 8)
+    for rows in ((9, 2, 5), slice(3, 7)):
+        trimmed = TrimmedHead(head, rows)
+        few = nn.functional.linear(hidden, trimmed.weight, trimmed.bias)
+        whole = head(hidden)
+        torch.testing.assert_close(few, whole[..., trimmed.tokens], rtol=1e-5, atol=1e-6)
+        assert trimmed.spread(few).isfinite().sum() == 2 * len(trimmed.tokens)
+
+
+def test_a_slice_of_a_head_is_no_copy() -> None:
+    head = nn.Linear(8, 11)
+    assert TrimmedHead(head, slice(0, 4)).weight.data_ptr() == head.weight.data_ptr()
+    assert TrimmedHead(head, (0, 1)).weight.data_ptr() != head.weight.data_ptr()
+
+
+def test_rows_are_copied_once_and_again_when_the_weight_has_changed() -> None:
+    head = nn.Linear(8, 11)
+    first = trimmed_head(head, (4, 2))
+    assert trimmed_head(head, (4, 2)) is first
+    assert trimmed_head(nn.Linear(8, 11), (4, 2)) is not first
+    with torch.no_grad():
+        head.weight.mul_(2)
+    again = trimmed_head(head, (4, 2))
+    assert torch.equal(again.weight, head.weight[[2, 4]])
+    head.to(torch.float64)
+    assert trimmed_head(head, (4, 2)).weight.dtype == torch.float64
+    assert list(vocabulary._copies[head]) == [(4, 2)]  # of the weight as it is
+
+
+def test_copies_of_a_head_take_no_more_room_than_it_does() -> None:
+    head = nn.Linear(8, 11)
+    for tokens in ((0, 1, 2, 3), (4, 5, 6), (7, 8), (9, 10), (1,)):
+        trimmed_head(head, tokens)
+        assert sum(map(len, vocabulary._copies[head])) <= 11
+    assert list(vocabulary._copies[head]) == [(4, 5, 6), (7, 8), (9, 10), (1,)]
+    trimmed_head(head, tuple(range(11)))
+    assert list(vocabulary._copies[head]) == [tuple(range(11))]
+
+
+def test_copies_go_with_the_model() -> None:
+    model = lively_model("llama")
+    copied = weakref.ref(trimmed_head(model.lm_head, SOME))
+    gc.collect()
+    assert copied() is not None
+    del model
+    gc.collect()
+    assert copied() is None
+
+
+# ---------------------------------------------------------------------------------------------
+# The same texts.
+
+
+def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int]], Any]:
+    ids, mask = ragged(LENGTHS, seed=3)
+    if family == "gemma2" and not sample:  # the library's own batches have NaN in float64
+        ids, mask = ids[:1], mask[:1]
+    out = model_of(family).generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
+        max_new_tokens=20,
+        do_sample=sample,
+        **({"temperature": 0.8, "top_k": 20} if sample else {}),
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :].tolist(), out.stats
+
+
+@functools.cache
+def wanted(family: str, sample: bool) -> list[list[int]]:
+    """Greedy: the library's own text; sampled: this engine's without drafts."""
+    if sample:
+        return decode(family, sample=True, seed=5)[0]
+    ids, mask = ragged(LENGTHS, seed=3)
+    if family == "gemma2":
+        ids, mask = ids[:1], mask[:1]
+    out = model_of(family).generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    return out[:, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -> None:
+    for sample in (False, True):
+        for controller, execution in (("expected-gain", "modules"), (Erratic(), "fused")):
+            text, stats = decode(
+                family,
+                sample=sample,
+                skip=SKIP,
+                controller=controller,
+                draft_vocabulary=VOCABULARIES[tokens],
+                execution=execution,
+                seed=5 if sample else None,
+            )
+            assert text == wanted(family, sample)
+            assert stats.num_draft_tokens > 0
+
+
+def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
+    """What the texts above prove nothing without."""
+    for sample in (False, True):
+        rates = {}
+        for name, tokens in VOCABULARIES.items():
+            how: dict[str, Any] = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
+            text, stats = decode(
+                "llama", sample=sample, draft_vocabulary=tokens, seed=5 if sample else None, **how
+            )
+            inside = sum(token in tokens for row in text for token in row)
+            assert stats.num_accepted_tokens <= inside
+            rates[name] = stats.acceptance_rate
+        _, whole = decode("llama", sample=sample, seed=5 if sample else None, **how)
+        assert rates["one"] < 0.1 < rates["some"] < rates["all"] == whole.acceptance_rate
+
+
+def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
+    model, ids = model_of("gemma2"), prompt(9)
+    opened = Sublayers(model)
+    for tokens in (SOME, SOME[:3]):
+        rounds = list(
+            layerskip.decode(
+                model,
+                ids,
+                skip=SKIP,
+                controller="confidence",
+                threshold=0.0,
+                max_draft_length=1,
+                draft_vocabulary=tokens,
+                max_new_tokens=6,
+            )
+        )
+        known = [*ids[0].tolist()]
+        for round_ in rounds:
+            if round_.drafted[0]:
+                with torch.no_grad():
+                    states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
+                    logits = opened.logits(states[4])[0, -1][list(tokens)]
+                # of the likeliest, as decoding is greedy
+                expected = float(torch.softmax(logits.float(), -1).max())
+                assert round_.confidences[0][0] == pytest.approx(expected, rel=1e-5)
+            known += round_.tokens[0]
+    one = layerskip.decode(
+        model, ids, skip=SKIP, controller="confidence", draft_vocabulary=[7], max_new_tokens=6
+    )
+    assert {c for round_ in one for row in round_.confidences for c in row} == {1.0}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
+    """The processors forbid every token of the vocabulary: the text is that without drafts."""
+    model, ids = model_of("llama"), prompt(7)
+    forbidden = SuppressTokensLogitsProcessor(list(SOME), device="cpu")
+    how: dict[str, Any] = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
+    how |= {"max_new_tokens": 12}
+    plain = [r.tokens[0] for r in layerskip.decode(model, ids, **how)]
+    for acceptance in ("coupled", "rejection"):
+        rounds = list(
+            layerskip.decode(
+                model,
+                ids,
+                skip=SKIP,
+                controller="fixed",
+                draft_vocabulary=SOME,
+                acceptance=acceptance,
+                **how,
+            )
+        )
+        assert [r.tokens[0] for r in rounds] == plain
+        assert not any(r.drafted[0] for r in rounds)
+    assert not {t for tokens in plain for t in tokens} & set(SOME)
+
+
+def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
+    """One that sets scores itself, as forced tokens do, is obeyed by draft and target alike."""
+
+    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] % 3:
+            return scores
+        return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([90]), 0.0)
+
+    model, ids = model_of("llama"), prompt(7)
+    assert 90 not in SOME
+    how: dict[str, Any] = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
+    plain = [t for r in layerskip.decode(model, ids, seed=4, **how) for t in r.tokens[0]]
+    for acceptance in ("coupled", "rejection"):
+        rounds = list(
+            layerskip.decode(
+                model,
+                ids,
+                skip=SKIP,
+                controller="confidence",
+                threshold=0.0,
+                draft_vocabulary=SOME,
+                acceptance=acceptance,
+                seed=4,
+                **how,
+            )
+        )
+        text = [t for r in rounds for t in r.tokens[0]]
+        assert text[2::3] == [90] * 4
+        assert acceptance == "rejection" or text == plain
+        assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # no logit was its own
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+def test_emitted_tokens_follow_the_targets_law(rejection: bool) -> None:
+    """Both accept rules, at level 1e-6; the law of a target that was trimmed, too, fails."""
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(12, generator=generator) * 1.5
+    draft = target + torch.randn(12, generator=generator)
+    draft[[0, 3, 4, 5, 8, 11]] = float("-inf")
+    law = softmax_law(target.double())
+    assert 0.1 < law[draft.isfinite()].sum() < 0.9
+    first, bonus = draw_rounds(target, draft, rejection=rejection)
+    for tokens in (first, bonus):
+        assert len(tokens) > 200
+        assert chi_square(tokens, law) > 1e-6
+    inside = softmax_law(target.masked_fill(draft.isinf(), float("-inf")).double())
+    assert chi_square(first, inside) < 1e-6
+
+
+def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    trimmed = Sublayers.trimmed
+
+    def counted(self: Sublayers, tokens: Any) -> Sublayers:
+        made.append(len(tokens))
+        return trimmed(self, tokens)
+
+    monkeypatch.setattr(Sublayers, "trimmed", counted)
+    options = DecodingOptions(draft_vocabulary=SOME[:9], enabled=False, controller="fixed")
+    skip = SkipConfig(exit_layer=4, decoding=options)
+    report = check(lively_model("llama"), [prompt(5), prompt(8)], skip, max_new_tokens=8)
+    assert report.passed
+    assert len(made) == 1 + 2 * 2
+    assert set(made) == {9}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = lively_model("gemma3", tie_word_embeddings=True)
+    before, names = _fingerprint(model), sorted(vars(model))
+    for execution in ("modules", "fused"):
+        layerskip.generate(
+            model,
+            prompt(6),
+            skip=SKIP,
+            draft_vocabulary=SOME,
+            max_new_tokens=8,
+            do_sample=False,
+            execution=execution,
+        )
+    assert _fingerprint(model) == before
+    assert sorted(vars(model)) == names
+
+
+# ---------------------------------------------------------------------------------------------
+# Where a head cannot be trimmed.
+
+
+class Unusual(nn.Linear):
+    """A head of another class, as quantised and adapted ones are."""
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def patched(model: Any) -> None:
+    model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
+
+
+def adapted(model: Any) -> None:
+    head = Unusual(32, VOCABULARY, bias=False, dtype=torch.float64).eval()
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(hooked, "has forward hooks"), (patched, "patched forward"), (adapted, "is a Unusual")],
+)
+def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason: str) -> None:
+    model = tiny_model("llama")
+    ids = prompt(6)
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    change(model)
+    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "do_sample": False, "costs": COSTS}
+    whole = layerskip.generate(model, ids, controller="fixed", **how)
+    with pytest.warns(UserWarning, match=f"draft_vocabulary has no effect: lm_head .*{reason}"):
+        out = layerskip.generate(model, ids, controller="fixed", draft_vocabulary=SOME, **how)
+    assert out.sequences.tolist() == want.tolist()
+    assert out.stats == whole.stats
+
+
+# ---------------------------------------------------------------------------------------------
+# Settings, files, costs.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ((), ValueError, "1 token or more, got none; leave it out"),
+        ((4, 7, 4), ValueError, "no token twice, got 4 again"),
+        ((4, -1), ValueError, "must be 0 or more, got -1"),
+        ((4, 5.0), TypeError, r"must be an integer, got 5\.0"),
+        ((4, True), TypeError, "must be an integer, got True"),
+        ("45", TypeError, "must be a list of token ids, got 45"),
+        (7, TypeError, "must be a list of token ids, got 7"),
+    ],
+)
+def test_bad_vocabularies_are_told(tokens: Any, error: type[Exception], message: str) -> None:
+    for refuse in (
+        lambda: DecodingOptions(draft_vocabulary=tokens),
+        lambda: LayerSkipDecoding(SKIP, draft_vocabulary=tokens),
+        lambda: SkipConfig.from_dict({"mlp": [1], "decoding": {"draft_vocabulary": tokens}}),
+    ):
+        with pytest.raises(error, match=message):
+            refuse()
+
+
+def test_tokens_that_the_model_does_not_have_are_told() -> None:
+    with pytest.raises(ValueError, match=r"tokens in 0\.\.96 for this model, got 97; rank"):
+        list(layerskip.decode(model_of("llama"), prompt(4), skip=SKIP, draft_vocabulary=[3, 97]))
+
+
+def test_anything_that_holds_integers_will_do() -> None:
+    for tokens in ([3, 1], range(1, 4), torch.tensor([3, 1]), {5, 9}, iter((4, 2))):
+        decoding = LayerSkipDecoding(SKIP, draft_vocabulary=tokens)
+        assert decoding.draft_vocabulary is not None
+        assert {type(token) for token in decoding.draft_vocabulary} == {int}
+
+
+def test_a_setting_goes_before_the_skip_config() -> None:
+    skip = SkipConfig(exit_layer=4, decoding=DecodingOptions(draft_vocabulary=(1, 2)))
+    assert LayerSkipDecoding(skip).draft_vocabulary == (1, 2)
+    assert LayerSkipDecoding(skip, draft_vocabulary=[3]).draft_vocabulary == (3,)
+    assert LayerSkipDecoding(SKIP).draft_vocabulary is None
+
+
+def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:
+    tokens = tuple(range(30_000, 0, -1))
+    options = DecodingOptions(controller="fixed", draft_vocabulary=tokens)
+    notes = {"text": "[\n 1,\n 2]", "prompts": {"names": ["a", "b"], "sizes": [[1, 2], []]}}
+    skip = SkipConfig(attention=(1, 4), mlp=(2,), decoding=options, notes=notes)
+    skip.save(tmp_path / "skip.json")
+    read = SkipConfig.load(tmp_path / "skip.json")
+    assert read.decoding == options
+    assert read.draft_vocabulary == tokens
+    assert (read, read.notes) == (skip, notes)
+    lines = (tmp_path / "skip.json").read_text().splitlines()
+    assert len(lines) < 30
+    assert '  "attention": [1, 4],' in lines
+    assert json.loads("\n".join(lines)) == skip.to_dict()
+    assert len(repr(skip)) + len(repr(options)) < 300
+
+
+def test_costs_are_those_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Sublayers(model_of("llama"))
+    trimmed = opened.trimmed(SOME)
+    ids = prompt(5)
+    asked = Request(ids, torch.ones_like(ids), 4, Law(do_sample=False, rows=1))
+    with torch.no_grad():
+        tables = [cost_table(model, SKIP, asked) for model in (opened, trimmed)]
+        assert tables[0] is not tables[1]
+        assert cost_table(opened.trimmed(SOME[::-1]), SKIP, asked) is tables[1]
+    head = model_of("llama").lm_head.weight.numel()
+    whole, few = (analytic(model, SKIP) for model in (opened, trimmed))
+    sublayers = sum(
+        p.numel() for layer in opened.layers for m in (layer.self_attn, layer.mlp)
+        for p in m.parameters()
+    )  # fmt: skip
+    saved = head * (1 - 40 / VOCABULARY) / (sublayers + head)
+    assert whole.draft - few.draft == pytest.approx(saved)
+
+
+def test_costs_of_another_vocabulary_are_left_aside() -> None:
+    opened = Sublayers(model_of("llama"))
+    trimmed = opened.trimmed(SOME)
+    table = COSTS.to_dict()
+    for here, there in ((opened, trimmed), (trimmed, opened)):
+        skip = SkipConfig(exit_layer=4, costs={**table, **place(here, 1)})
+        assert stored(skip, here, 1) == COSTS
+        with pytest.warns(UserWarning, match="measured for draft_vocabulary"):
+            assert stored(skip, there, 1) is None
+    old = SkipConfig(exit_layer=4, costs=table)  # from before there were any
+    assert stored(old, opened, 1) == COSTS
+    with pytest.warns(UserWarning, match="measured for draft_vocabulary 97; here it is 40"):
+        assert stored(old, trimmed, 1) is None
+
+
+def test_a_method_says_how_many_tokens() -> None:
+    model = model_of("llama")
+    options = DecodingOptions(draft_vocabulary=SOME)
+    entry = Engine(model, Task(8), "self", SkipConfig(exit_layer=4, decoding=options)).describe()
+    assert entry["draft_vocabulary"] == 40
+    assert entry["label"] == "exit 4, vocabulary 40, expected-gain"
+    assert Engine(model, Task(8), "self", SKIP).describe()["draft_vocabulary"] is None
