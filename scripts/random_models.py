@@ -95,10 +95,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 PERPLEXITY = 20  # of the laws, about: that of a language model on ordinary text
-# Strength of a layer that is not to matter: not 0, so that real numbers are moved; 1 - SILENT is the
-# largest number under 1 that bfloat16 has.
+# Strength of a layer that is not to matter: not 0, so that real numbers are moved, and the smallest
+# whose distance from 1 bfloat16 can tell.
 SILENT = 1 / 256
-POSITIONS, DRAWS = 128, 2  # that an acceptance is counted over
+POSITIONS, DRAWS = 64, 4  # that an acceptance is counted over
+CLOSE = 0.01  # to what was asked: less than such a count can tell
 STRENGTHS = (-6.0, 6.0)  # of the last layer, powers of 2
 HALVINGS = 9
 
@@ -212,8 +213,8 @@ class Dial:
             raise ValueError(f"acceptance must be in {least:.2f}..{most:.2f} here, got {asked}")
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            if self.acceptance(2**middle) >= asked:
-                low = middle
-            else:
-                high = middle
-        return 2**low
+            found = self.acceptance(2**middle)
+            if abs(found - asked) <= CLOSE:
+                break
+            low, high = (middle, high) if found > asked else (low, middle)
+        return 2**middle

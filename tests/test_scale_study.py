@@ -149,7 +149,7 @@ def test_the_run_file_holds_every_pair(studied):
     assert run.batch_sizes == [1, 2]
     assert run.categories == ["acceptance 0.6", "acceptance 0.9"]
     assert len(run.records) == 5 * 2 * 2 * 2
-    assert [len(run.cost_table("exit-2", size).verify) for size in run.batch_sizes] == [5, 5]
+    assert [len(run.cost_table("exit-2", size).verify) for size in run.batch_sizes] == [13, 13]
     assert losslessness(run)["faults"].sum() == 0
     rounds = {
         name: [
