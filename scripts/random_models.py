@@ -94,7 +94,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-PERPLEXITY = 20  # of the laws, about: that of a language model on ordinary text
+PERPLEXITY = 20  # of the laws, in the limit of many tokens; a few times that at real sizes
 # Strength of a layer that is not to matter: not 0, so that real numbers are moved, and the smallest
 # whose distance from 1 bfloat16 can tell.
 SILENT = 1 / 256
@@ -116,9 +116,9 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: in
 
     Weights are uniform, of variance 1 / inputs, so that every sublayer keeps the scale of its
     input. Embeddings are small beside what the sublayers add, or a tied head would repeat the last
-    token for ever. The final norm gives logits the deviation at which V random ones have a law of
-    perplexity about PERPLEXITY: its entropy is log V - deviation^2 / 2 (Derrida 1981, the random
-    energy model).
+    token for ever. The final norm gives logits the deviation at which V random ones have a law that
+    is neither flat nor certain: for large V its entropy is log V - deviation^2 / 2 (Derrida 1981,
+    the random energy model).
     """
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -36,6 +36,7 @@ from layerskip.records import RunWriter
 from layerskip.roofline import DecoderShape, bandwidth_limit
 from layerskip.search.cost import disturbed, measure
 from layerskip.search.exits import law_of
+from layerskip.weights import hold
 
 BUFFER = 2**30  # bytes that a bandwidth is read off, far more than any cache holds
 READS = 5
@@ -114,6 +115,7 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
     before = bandwidths(device, threads)
     note("making the model")
     model = random_model(config, getattr(torch, args.dtype), device, args.seed)
+    hold(model)  # as the commands do with a model of their own
     note("setting its acceptance")
     dial = Dial(model, min(exits), greedy=args.greedy, seed=args.seed)
     strengths = {category(asked): dial.find(asked) for asked in args.acceptance}
@@ -301,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--greedy", action="store_true", help="else sampled at temperature 1")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=2, help="at each acceptance and batch size")
-    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--cost-seconds", type=float, default=20.0, help="for c and v")
