@@ -225,6 +225,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     header = run.header
     facts = [
         *_setting(header),
+        *([("Synthetic acceptance", run.synthetic)] if run.synthetic else []),
         (
             "Prompts",
             f"{header['prompts']['count']} ({header['prompts'].get('name') or 'unnamed'}), "

@@ -82,6 +82,11 @@ class Run:
         return kinds if len(kinds) > 1 else []
 
     @property
+    def synthetic(self) -> str | None:
+        """How acceptance was set in a run of random weights; None where a model earned it."""
+        return self.header.get("synthetic")
+
+    @property
     def num_layers(self) -> int:
         return int(self.header["model"]["num_layers"])
 
@@ -274,7 +279,11 @@ def slug_of(label: str, number: int) -> str:
 
 def labels_of(headers: Sequence[dict[str, Any]], stems: Sequence[str]) -> list[str]:
     """Model and law; the machine, then the file too where those do not tell runs apart."""
-    labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]
+    labels = [
+        f"{header['model']['name']}, {law_words(header['law'])}"
+        + (", synthetic acceptance" if header.get("synthetic") else "")
+        for header in headers
+    ]
     further = [machine_words(header) for header in headers]
     for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
         times = Counter(labels)

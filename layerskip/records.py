@@ -2,7 +2,8 @@
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
-they do not know; what they need and miss is an error that names the file and the line.
+they do not know; what they need and miss is an error that names the file and the line. A header
+with "synthetic" is of random weights, and says how their acceptance was set.
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ def _header(line: Line) -> Line:
     _items(_get(line, "batch_sizes"), "batch_sizes", _count)
     _flag(_get(line, "law.do_sample"), "law.do_sample")
     _count(_get(line, "prompts.count"), "prompts.count")
+    if line.get("synthetic") is not None:
+        _text(line["synthetic"], "synthetic")
     if not isinstance(_get(line, "environment"), dict):
         raise ValueError("environment must be a JSON object")
     methods = _items(_get(line, "methods"), "methods", _method)

@@ -242,6 +242,20 @@ def test_a_faster_peer_is_named(tmp_path):
     assert "prefer generate-prompt-lookup" in text
 
 
+def test_synthetic_acceptance_is_said_first(tmp_path):
+    told = "random weights, accepted about 0.6"
+    lines = made.made_up(head=made.header(synthetic=told))
+    text = said(tmp_path, lines)
+    assert text.startswith(f"Synthetic acceptance ({told}): the times are real")
+    assert "alpha" in text
+    assert "--" not in text  # no advice
+    (run,) = load_runs([tmp_path / "run.jsonl"])
+    assert run.label == "tiny, sampled at T=0.8, synthetic acceptance"
+    earned = said(tmp_path, [made.header(), *lines[1:]])
+    assert "ynthetic" not in earned
+    assert "--trace" in earned
+
+
 def test_unfinished_runs_say_so(tmp_path):
     head = made.header()
     head["prompts"]["count"] = 24

@@ -155,6 +155,7 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"device": None}, "device must be a string, got None"),
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
+        ({"synthetic": True}, "synthetic must be a string, got True"),
         ({"environment": []}, "environment must be a JSON object"),
         ({"methods": {}}, "methods must be a list"),
         ({"methods": [3]}, "methods[0] must be a JSON object"),

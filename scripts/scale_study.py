@@ -1,0 +1,328 @@
+"""Time models of published sizes with random weights: knows shapes and clocks; no checkpoint.
+
+    python scripts/scale_study.py --shape llama-3.2-1b --output scale.jsonl
+    layerskip report scale.jsonl --output report
+
+What a pass costs depends on the shapes of the weights, not on their values, and what a draft gains
+depends on the values through its acceptance only, which is set here (`random_models.py`). The run
+file says so, and the report with it. Times, costs and speedups at a given acceptance are real;
+nothing is said about the acceptance of a trained model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_models import SHAPES, Dial, configuration, random_model
+
+from layerskip.analysis.predictions import predictions
+from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, typical
+from layerskip.analysis.tables import ALL
+from layerskip.benchmark import WARMUP_TOKENS, benchmark, device_clock
+from layerskip.config import SkipConfig
+from layerskip.controllers import CONTROLLERS
+from layerskip.generation import DEFAULT_CONTROLLER
+from layerskip.loading import DTYPES, Loaded
+from layerskip.methods import Batch, Clock, Decoded, Engine, Method, Peer, Task
+from layerskip.planning import make_header
+from layerskip.pricing import cost_table, step_seconds
+from layerskip.prompts import Prompt
+from layerskip.records import RunWriter
+from layerskip.roofline import DecoderShape, bandwidth_limit
+from layerskip.search.cost import disturbed, measure
+from layerskip.search.exits import law_of
+from layerskip.weights import hold
+
+BUFFER = 2**30  # bytes that a bandwidth is read off, far more than any cache holds
+READS = 5
+COUNTS = (1, 2, 3, 4, 5, 7, 9, 13)  # tokens of the passes timed; v in between lies on a line
+
+
+class AtAcceptance:
+    """A method, on the model as it is at the acceptance that a batch's category names."""
+
+    def __init__(self, method: Method, dial: Dial, strengths: Mapping[str, float]) -> None:
+        self.method, self.dial, self.strengths = method, dial, strengths
+        self.name, self.kind, self.one_row = method.name, method.kind, method.one_row
+
+    def describe(self) -> dict[str, Any]:
+        return self.method.describe()
+
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        assert batch.category is not None
+        self.dial.set(self.strengths[batch.category])
+        return self.method.decode(batch, repeat, clock, max_new_tokens)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a plain streaming read, the fastest of a few."""
+    buffer = torch.ones(BUFFER // 4, device=device)
+    now = device_clock(device)
+    seconds = []
+    for _ in range(READS):
+        start = now()
+        buffer.sum()
+        seconds.append(now() - start)
+    return BUFFER / min(seconds)
+
+
+def bandwidths(device: torch.device, threads: Sequence[int]) -> dict[str, float]:
+    """`read_bandwidth` by number of CPU threads; of another device "1" stands for all of it."""
+    if device.type != "cpu":
+        return {"1": read_bandwidth(device)}
+    before = torch.get_num_threads()
+    found = {}
+    for number in threads:
+        torch.set_num_threads(number)
+        found[str(number)] = read_bandwidth(device)
+    torch.set_num_threads(before)
+    return found
+
+
+def make_batches(args: argparse.Namespace, vocabulary: int, device: torch.device) -> list[Batch]:
+    """Random prompts; those of one number are the same ones at every acceptance."""
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    batches = []
+    for rows in args.batch_size:
+        for number in range(args.prompts):
+            size = (rows, args.prompt_tokens)
+            ids = torch.randint(vocabulary, size, generator=generator).to(device)  # (B, W)
+            places = tuple(range(number * rows, (number + 1) * rows))
+            for asked in args.acceptance:
+                names = tuple(f"{asked:g}-{place}" for place in places)
+                batches.append(Batch(names, places, category(asked), ids, torch.ones_like(ids)))
+    return batches
+
+
+def category(acceptance: float) -> str:
+    return f"acceptance {acceptance:g}"
+
+
+def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Make the model, measure, write the run file; returns the bandwidths before and after."""
+    device = torch.device(args.device)
+    config = configuration(args.shape)
+    exits = args.exit_layer or sorted({max(1, config.num_hidden_layers // n) for n in (8, 4, 2)})
+    threads = sorted({1, torch.get_num_threads()})
+    note("reading memory")
+    before = bandwidths(device, threads)
+    note("making the model")
+    model = random_model(config, getattr(torch, args.dtype), device, args.seed)
+    hold(model)  # as the commands do with a model of their own
+    note("setting its acceptance")
+    dial = Dial(model, min(exits), greedy=args.greedy, seed=args.seed)
+    strengths = {category(asked): dial.find(asked) for asked in args.acceptance}
+    dial.set(strengths[category(args.acceptance[0])])
+    sampling = {} if args.greedy else {"temperature": 1.0}
+    task = Task(args.new_tokens, not args.greedy, **sampling, seed=args.seed)
+    batches = make_batches(args, config.vocab_size, device)
+    engines = [
+        Engine(
+            model,
+            task,
+            f"exit-{layer}",
+            SkipConfig.early_exit(layer),
+            controller=args.controller,
+            max_draft_length=args.draft_length,
+            draft=f"exit-{layer}",
+        )
+        for layer in exits
+    ]
+    costs = []
+    for rows in args.batch_size:
+        record = measure(
+            dial.opened,
+            [batch.input_ids for batch in batches],
+            batch_size=rows,
+            contexts=[args.prompt_tokens + args.new_tokens // 2],  # half way through a text
+            counts=COUNTS,
+            law=law_of(task.law),
+            budget=args.cost_seconds,
+            progress=lambda what, share: note(f"{what}, {share:.0%}"),
+        )
+        if disturbed(record):
+            print("costs contradict each other: is there other work here?", file=sys.stderr)
+        costs.append(record)
+        for engine in engines:
+            assert engine.skip is not None
+            table = cost_table(record, engine.skip)
+            seconds = {"step_seconds": step_seconds(record)}
+            engine.prices[str(rows)] = table.to_dict() | seconds
+            engine.use(rows, table)
+    plain: list[Method] = [Engine(model, task), Peer(model, task), *engines]
+    methods = [AtAcceptance(method, dial, strengths) for method in plain]
+    chosen = [b for b in batches if b.rows == args.batch_size[0]]
+    prompts = [Prompt(id=n, text="", category=b.category) for b in chosen for n in b.names]
+    loaded = Loaded(f"{args.shape} shape", model, None, None)
+    levels = ", ".join(f"{asked:g}" for asked in args.acceptance)
+    header = {
+        **make_header(loaded, dial.opened, task, prompts, Path("random tokens")),
+        "repeats": args.repeats,
+        "warmup": 0,  # once, before all
+        "batch_sizes": args.batch_size,
+        "methods": [each.describe() for each in methods],
+        "synthetic": f"random weights, exits from layer {min(exits)} on accepted about {levels}",
+        "bandwidth": before,
+    }
+    with RunWriter(args.output, header, None) as writer:
+        for record in costs:
+            writer.write(record)
+        clock = device_clock(device)
+        for method in methods:
+            note(f"warming up: {method.name}")
+            method.decode(batches[0], 0, clock, WARMUP_TOKENS)
+        benchmark(
+            model,
+            task,
+            methods,
+            batches,
+            repeats=args.repeats,
+            warmup=0,
+            write=writer.write,
+            now=clock,
+            note=lambda what, share: note(f"{share:4.0%} {what}"),
+        )
+    note("reading memory again")
+    after = bandwidths(device, threads)
+    for name, strength in strengths.items() if args.save else ():
+        dial.set(strength)
+        model.save_pretrained(args.save / name.replace(" ", "-"))
+    return {"before": before, "after": after}
+
+
+# ---------------------------------------------------------------------------------------------
+# What came of it, in Markdown, from the run file.
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def rates(run: Run, shape: DecoderShape, width: int, context: int) -> str:
+    """Tokens per second of plain decoding and of generate(), and the share of the bandwidth."""
+    *_, bandwidth = run.header["bandwidth"].values()  # with as many threads as decoding had
+    frame = typical(run)
+    rows = []
+    for size in run.batch_sizes:
+        read = size * shape.kv_bytes(context, width) + shape.weights * width
+        limit = size * bandwidth_limit(read, bandwidth)
+        for method in ("plain", "generate"):
+            own = frame[(frame["method"] == method) & (frame["batch_size"] == size)]["decode"]
+            rate = 1 / own.median()
+            rows.append(
+                [
+                    method,
+                    str(size),
+                    f"{rate:.2f} ({1 / own.max():.2f}-{1 / own.min():.2f})",
+                    f"{read * rate / size / 1e9:.1f}",
+                    f"{rate / limit:.0%}",
+                ]
+            )
+    head = ["decoding", "batch", "tokens/s, median (range)", "GB/s", "of the read bandwidth"]
+    return table(head, rows)
+
+
+def costs_table(run: Run, shape: DecoderShape) -> str:
+    """c of every exit, what the bytes alone say, and v."""
+    rows = []
+    for method in run.drafting:
+        layer = run.methods[method]["num_kept"] // 2
+        for size in run.batch_sizes:
+            costs = run.cost_table(method, size)
+            assert costs is not None
+            verify = [f"{costs.verify_cost(n):.2f}" for n in COUNTS[1:]]
+            by_bytes = f"{shape.draft_cost(layer):.3f}"
+            rows.append([method, str(size), f"{costs.draft:.3f}", by_bytes, *verify])
+    head = ["draft", "batch", "c", "c by bytes", *(f"v({n})" for n in COUNTS[1:])]
+    return table(head, rows)
+
+
+def speedups(run: Run) -> str:
+    """Speedup against acceptance: the closed formula at its best draft length, priced, measured."""
+    found = predictions(run)
+    rows = [
+        [
+            str(row["batch_size"]),
+            row["category"],
+            row["method"],
+            f"{row['alpha']:.2f}",
+            f"{row['best_formula']:.2f} ({row['best_length']:.0f})",
+            f"{row['predicted']:.2f}",
+            f"{row['measured']:.2f} ({row['low']:.2f}-{row['high']:.2f})",
+            f"{row['efficiency']:.2f}",
+        ]
+        for _, row in found.iterrows()
+        if row["category"] != ALL or not run.categories
+    ]
+    head = ["batch", "asked", "draft", "alpha", "formula (length)", "rounds priced", "measured"]
+    return table([*head, "measured / priced"], rows)
+
+
+def summary(run: Run, reads: Mapping[str, Mapping[str, float]], context: int) -> str:
+    """All of it."""
+    header = run.header
+    config = configuration(header["model"]["name"].removesuffix(" shape"))
+    shape = DecoderShape.from_config(config)
+    width = getattr(torch, header["dtype"]).itemsize
+    rows = [
+        [threads, *(f"{found[threads] / 1e9:.1f}" for found in reads.values())]
+        for threads in header["bandwidth"]
+    ]
+    return "\n".join(
+        [
+            f"### {run.label}: {machine_words(header)}, {law_words(header['law'])}\n",
+            f"{header['model']['parameters'] / 1e6:,.1f} M parameters; a step reads "
+            f"{shape.weights * width / 1e9:.2f} GB of weights. {header['synthetic']}.\n",
+            table(["threads", *(f"read bandwidth {when}, GB/s" for when in reads)], rows),
+            rates(run, shape, width, context),
+            costs_table(run, shape),
+            speedups(run),
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.2-1b")
+    parser.add_argument("--output", type=Path, required=True, help="the run file; replaced")
+    parser.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="torch's default otherwise")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
+    parser.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
+    parser.add_argument("--controller", choices=CONTROLLERS, default=DEFAULT_CONTROLLER)
+    parser.add_argument("--draft-length", type=int, default=12, help="the most tokens of a draft")
+    parser.add_argument("--greedy", action="store_true", help="else sampled at temperature 1")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    parser.add_argument("--prompts", type=int, default=2, help="at each acceptance and batch size")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--cost-seconds", type=float, default=20.0, help="for c and v")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint at each acceptance")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    def note(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    reads = study(args, note)
+    note("")
+    (run,) = load_runs([args.output])
+    print(summary(run, reads, args.prompt_tokens + args.new_tokens // 2))
+    print(f"records: {args.output}; plots: layerskip report {args.output} --output DIR")
+
+
+if __name__ == "__main__":
+    main()
