@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from layerskip import fused
 from layerskip.cache import RowCache
 from layerskip.vocabulary import TrimmedHead, trimmed_head
-from layerskip.weights import Function, best_linear, hold, matrices, plain, release
+from layerskip.weights import Function, best_linear, matrices, plain
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused")
@@ -386,22 +385,6 @@ class Sublayers:
             # the order of operations and the dtype are the library's
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
-
-
-@contextmanager
-def joined(model: nn.Module, execution: str = "auto") -> Iterator[None]:
-    """Where the lean path serves a model, its projections lie joined for as long as this lasts.
-
-    Models are to be opened inside: which weights lie together is looked at then.
-    """
-    if Sublayers(model, execution).execution == "modules":
-        yield
-        return
-    hold(model)
-    try:
-        yield
-    finally:
-        release(model)
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def matrices(model: Any) -> list[Tensor]:
     found: list[Tensor] = []
     inside: set[int] = set()
     for group in _groups(model):
-        parts = [linear.weight for linear in group]
+        parts: list[Tensor] = [linear.weight for linear in group]
         whole = together(parts)
         if whole is not None:
             found.append(whole)
@@ -103,7 +103,7 @@ def _groups(model: Any) -> Iterator[tuple[nn.Linear, ...]]:
                 yield tuple(getattr(module, name) for name in names)
 
 
-def _tensors(group: Sequence[nn.Linear]) -> Iterator[list[nn.Parameter]]:
+def _tensors(group: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
     yield [linear.weight for linear in group]
     biases = [linear.bias for linear in group if linear.bias is not None]
     if len(biases) == len(group):

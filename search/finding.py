@@ -33,7 +33,7 @@ from layerskip.search.sampler import claim
 from layerskip.search.space import Space
 from layerskip.search.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.speculation import speedup_bound
-from layerskip.sublayers import Sublayers, fingerprint, joined
+from layerskip.sublayers import Sublayers, fingerprint
 
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
@@ -414,30 +414,29 @@ def search(
         seed=seed,
         execution=execution,
     )
-    with joined(model, task.execution):
-        going = Search(
-            model,
-            prompts,
-            held_out,
-            task=task,
-            space=where,
-            draft_length=draft_length,
-            progress=progress,
-        )
-        going.open(storage, study_name, seeds)
-        going.price(cost)
-        going.run(
-            trials,
-            timeout=timeout,
-            told=lambda at: progress(
-                f"trials, best {at.best * going.objective.step_seconds:.2f}x",
-                at.finished / at.trials,
-            ),
-        )
-        going.choose(finalists)
-        if held_out:
-            going.confirm(repeats)
-        return going.result()
+    going = Search(
+        model,
+        prompts,
+        held_out,
+        task=task,
+        space=where,
+        draft_length=draft_length,
+        progress=progress,
+    )
+    going.open(storage, study_name, seeds)
+    going.price(cost)
+    going.run(
+        trials,
+        timeout=timeout,
+        told=lambda at: progress(
+            f"trials, best {at.best * going.objective.step_seconds:.2f}x",
+            at.finished / at.trials,
+        ),
+    )
+    going.choose(finalists)
+    if held_out:
+        going.confirm(repeats)
+    return going.result()
 
 
 def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:

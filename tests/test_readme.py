@@ -1,21 +1,45 @@
 """The README's program runs as printed, and its links lead somewhere."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from layerskip import SkipConfig
+from layerskip.search import SearchResult, search
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
 def test_the_program_runs(monkeypatch, capsys):
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     monkeypatch.chdir(ROOT)
-    exec(compile(program, "README.md", "exec"), {})
+    exec(compile(PROGRAMS[0], "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed.startswith("def fib(n):")
     assert re.search(r"^0\.\d+ [1-9]\.\d+$", printed, re.MULTILINE)  # the two rates
+
+
+def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
+    """The other program, but for the minutes of the search itself."""
+    searching = search
+
+    def found(*arguments, **settings):
+        inspect.signature(searching).bind(*arguments, **settings)
+        skip = SkipConfig(num_layers=6, notes={"confirmed": {"speedup": 1.5}})
+        return SearchResult(skip, None, (), None, {})
+
+    monkeypatch.setattr("layerskip.search.finding.search", found)
+    monkeypatch.chdir(tmp_path)
+    assert len(PROGRAMS) == 2
+    given = {"model": object(), "prompts": [], "others": []}
+    exec(compile(PROGRAMS[1], "README.md", "exec"), given)
+    assert "1.5" in capsys.readouterr().out
+    assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
