@@ -103,7 +103,7 @@ def _groups(model: Any) -> Iterator[tuple[nn.Linear, ...]]:
                 yield tuple(getattr(module, name) for name in names)
 
 
-def _tensors(group: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
+def _tensors(group: Sequence[nn.Linear]) -> Iterator[Sequence[Tensor]]:
     yield [linear.weight for linear in group]
     biases = [linear.bias for linear in group if linear.bias is not None]
     if len(biases) == len(group):
