@@ -152,12 +152,12 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
         costs.append(record)
         for engine in engines:
             assert engine.skip is not None
-            table = cost_table(record, engine.skip)
+            prices = cost_table(record, engine.skip)
             seconds = {"step_seconds": step_seconds(record)}
-            engine.prices[str(rows)] = table.to_dict() | seconds
-            engine.use(rows, table)
-    plain: list[Method] = [Engine(model, task), Peer(model, task), *engines]
-    methods = [AtAcceptance(method, dial, strengths) for method in plain]
+            engine.prices[str(rows)] = prices.to_dict() | seconds
+            engine.use(rows, prices)
+    every: list[Method] = [Engine(model, task), Peer(model, task), *engines]
+    methods = [AtAcceptance(method, dial, strengths) for method in every]
     chosen = [b for b in batches if b.rows == args.batch_size[0]]
     prompts = [Prompt(id=n, text="", category=b.category) for b in chosen for n in b.names]
     loaded = Loaded(f"{args.shape} shape", model, None, None)
