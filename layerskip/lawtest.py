@@ -54,6 +54,7 @@ class Recorded:
     SKIP = SkipConfig(mlp=(0,)).resolve(1)
     num_layers, num_sublayers = 1, 2
     eager = False
+    execution = "modules"
     distinct_windows = ()
 
     def __init__(self, target: Tensor, draft: Tensor) -> None:

@@ -9,7 +9,9 @@ H width, V vocabulary, N positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +19,29 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.sublayers import Pass, Sublayers
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
 # Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
 # enough that their activations are small beside the weights.
 _CHUNK = 512
+
+
+def _lean(method: Method) -> Method:
+    """Run a pass in inference mode on the lean path, whose many small kernels it makes cheaper.
+
+    What comes out is an ordinary tensor again. The module path may call anything, so not there.
+    """
+
+    @wraps(method)
+    def run(self: Session, *args: Any) -> Any:
+        if self.model.execution == "modules":
+            return method(self, *args)
+        with torch.inference_mode():
+            out = method(self, *args)
+        return out.clone() if isinstance(out, Tensor) else out
+
+    return cast(Method, run)
 
 
 class Session:
@@ -68,6 +88,7 @@ class Session:
         self.lengths = [0] * len(prompts)
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
+    @_lean
     def prefill(self) -> Tensor:
         """Carry every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
@@ -85,6 +106,7 @@ class Session:
         self.lengths = list(self.prompt_lengths)
         return self.model.logits(last[None])[0]
 
+    @_lean
     def keep(self, rows: Sequence[int]) -> int:
         """Leave all rows but these (ascending) out of further passes; the bytes this copied."""
         places = [self.rows[row] for row in rows]
@@ -103,6 +125,7 @@ class Session:
         self._boundary.append(hidden)
         return hidden, step
 
+    @_lean
     def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
         """Feed each row's token (R,) at its length + offset to the draft; raw logits (R, V).
 
@@ -112,6 +135,7 @@ class Session:
         hidden, step = self._feed(tokens, offset)
         return self.model.draft_logits(self.model.run(hidden, step, self._draft))[:, 0]
 
+    @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         """Raw target logits (N, V) at those positions, ascending, of the tokens fed in this round.
 
