@@ -150,6 +150,7 @@ def benchmark(
 
     from layerskip.benchmark import benchmark as measure
     from layerskip.benchmark import make_batches
+    from layerskip.compiled import compile_seconds
     from layerskip.loading import encode
     from layerskip.methods import Task
     from layerskip.planning import Drafting, Plan, make_header
@@ -221,6 +222,8 @@ def benchmark(
     talk.progress("")
     summary = summarise(output)
     print(benchmark_table(summary))
+    if compile_seconds():
+        talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))

@@ -39,6 +39,7 @@ class RowCache:
         self.end = 0  # one past the last slot any row writes in this pass
         self.count = 0  # T
         self.index: Tensor | None = None  # (B, T) slots, where rows differ
+        self.settled = False  # the prompts are in: passes are short, and worth compiling
 
     def place(self, starts: Sequence[int], count: int) -> None:
         """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1."""
@@ -52,6 +53,12 @@ class RowCache:
         else:
             first = torch.tensor(starts)[:, None]  # (B, 1)
             self.index = first + torch.arange(count)  # (B, T)
+
+    def placed(self, device: Any) -> Tensor:
+        """The slots that the next pass writes, (B, T)."""
+        if self.index is not None:
+            return self.index.to(device)
+        return torch.arange(self.start, self.end, device=device).repeat(self.rows, 1)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -115,10 +122,14 @@ class RowCache:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
             queries = self.index.to(device)  # (B, T)
-        queries = queries[:, None, :, None]  # (B or 1, 1, T, 1)
-        slots = torch.arange(self.end, device=device)  # (end,)
-        hidden = slots > queries  # (B or 1, 1, T, end)
-        if window is not None:
-            hidden = hidden | (slots <= queries - window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)  # (B or 1, 1, T, end)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        return additive_mask(queries, torch.arange(self.end, device=device), window, dtype)
+
+
+def additive_mask(queries: Tensor, slots: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T, S) for queries at slots (B, T): 0 where they see each of some slots (S,)."""
+    queries = queries[:, None, :, None]  # (B, 1, T, 1)
+    hidden = slots > queries  # (B, 1, T, S)
+    if window is not None:
+        hidden = hidden | (slots <= queries - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=queries.device)  # (B, 1, T, S)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -370,11 +370,9 @@ class Decoder:
                 )
             scores = noise.add_(scores)  # (N, V)
         best, token = scores.max(-1)  # (N,), (N,)
-        # A host synchronisation: ends, limits and criteria are decided token by token.
-        return [
-            t if b > float("-inf") else None
-            for t, b in zip(token.tolist(), best.tolist(), strict=True)
-        ]
+        # The one host synchronisation: ends, limits and criteria are decided token by token.
+        drawn = torch.where(best > float("-inf"), token, -1).tolist()
+        return [None if each < 0 else each for each in drawn]
 
     def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
         """Noise-stream key and place, pads not counted, of the token drawn at each position."""

@@ -37,8 +37,11 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
 ]
 Execution = Annotated[
-    Literal["auto", "modules", "fused"],
-    typer.Option(help="How sublayers run: the library's modules, or fewer kernels."),
+    Literal["auto", "modules", "fused", "compiled"],
+    typer.Option(
+        help="How sublayers run: the library's modules, fewer kernels, or these compiled (the "
+        "first run on a machine compiles for minutes)."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors only.")]
 MAX_NEW_TOKENS = typer.Option(min=1, help="Tokens to generate at most.")

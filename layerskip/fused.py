@@ -324,14 +324,35 @@ def _projections(modules: Sequence[Any], linear: Linear) -> Function:
     return lambda x: torch.cat([project(x) for project in apart], -1)
 
 
+class Attention(NamedTuple):
+    """An attention sublayer, in two halves around the cache.
+
+    Attributes:
+        inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D).
+        outputs: hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
+        layer, kind, window: its number in the cache, rotary kind and sliding window.
+    """
+
+    inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
+    outputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    layer: int
+    kind: str
+    window: int | None
+
+    def __call__(self, hidden: Tensor, step: Any) -> Tensor:
+        q, k, v = self.inputs(hidden, step.rope[self.kind])
+        keys, values = step.cache.update(k, v, self.layer)
+        return self.outputs(hidden, q, keys, values, step.masks[self.window])
+
+
 def attention(
     layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool, linear: Linear
-) -> Block:
+) -> Attention:
     """The attention sublayer of a decoder layer, with norms and residual add."""
     module = layer.self_attn
     before = rms_norm(layer.input_layernorm)
     after = rms_norm(layer.post_attention_layernorm) if sandwich else None
-    width, scale, index = module.head_dim, module.scaling, module.layer_idx
+    width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
     names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     project = _projections([getattr(module, name) for name in names], linear)
@@ -348,18 +369,22 @@ def attention(
     else:
         attend = _sdpa
 
-    def block(hidden: Tensor, step: Step) -> Tensor:
+    def inputs(hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         rows, count, _ = hidden.shape
         heads = project(before(hidden)).view(rows, count, -1, width)  # (B, T, N + 2K, D)
         heads = heads.transpose(1, 2)  # (B, N + 2K, T, D)
-        angles, mask = step.rope[kind], step.masks[window]
         if q_norm is None or k_norm is None:
             turned = _rotate(heads[:, :turning], angles)  # (B, N + K, T, D)
             q, k = turned[:, :queries], turned[:, queries:]
         else:
             q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
             k = _rotate(k_norm(heads[:, queries:turning]), angles)  # (B, K, T, D)
-        keys, values = step.cache.update(k, heads[:, turning:], index)  # (B, K, S, D)
+        return q, k, heads[:, turning:]
+
+    def outputs(
+        hidden: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        rows, count, _ = hidden.shape
         if count == 1:  # the queries of a group are as good as tokens: no transposes
             out = attend(
                 q.reshape(rows, -1, groups, width), keys, values, mask, False, scale
@@ -369,7 +394,7 @@ def attention(
         out = output(out.reshape(rows, count, -1))
         return hidden + (out if after is None else after(out))  # (B, T, H)
 
-    return block
+    return Attention(inputs, outputs, module.layer_idx, kind, window)
 
 
 def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:

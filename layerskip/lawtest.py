@@ -53,6 +53,7 @@ class Recorded:
 
     SKIP = SkipConfig(mlp=(0,)).resolve(1)
     num_layers, num_sublayers = 1, 2
+    execution = "modules"
     eager = False
     execution = "modules"
     distinct_windows = ()

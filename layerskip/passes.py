@@ -104,6 +104,7 @@ class Session:
             here = [row for row, end in enumerate(ends) if 0 <= end < chunk.shape[1]]
             last[here] = hidden[here, [ends[row] for row in here]]
         self.lengths = list(self.prompt_lengths)
+        self.cache.settled = True
         return self.model.logits(last[None])[0]
 
     @_lean

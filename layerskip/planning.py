@@ -258,7 +258,9 @@ class Plan:
 
     @property
     def _opened(self) -> Sublayers:
-        return Sublayers(self.loaded.model, execution=self.task.execution)
+        # single sublayers can be timed, and traces replayed, on the path that is compiled only
+        execution = "fused" if self.task.execution == "compiled" else self.task.execution
+        return Sublayers(self.loaded.model, execution=execution)
 
     @property
     def _law(self) -> dict[str, Any]:

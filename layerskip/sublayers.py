@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip import fused
+from layerskip import compiled, fused
 from layerskip.cache import RowCache
 from layerskip.vocabulary import TrimmedHead, trimmed_head
-from layerskip.weights import Function, best_linear, matrices, plain
+from layerskip.weights import Function, best_linear, compilable, matrices, plain
 
 Block = Callable[[Tensor, "Pass"], Tensor]
-EXECUTIONS = ("auto", "modules", "fused")
+EXECUTIONS = ("auto", "modules", "fused", "compiled")
 
 
 class UnsupportedModelError(ValueError):
@@ -85,10 +85,19 @@ class Rotary:
 
 
 class Pass:
-    """What every sublayer of one forward pass shares: rotary angles, masks, the cache."""
+    """What every sublayer of one forward pass shares: rotary angles, masks, the cache.
+
+    Attributes:
+        compiled: the pass goes through compiled functions, as all do but those of a prefill.
+    """
 
     def __init__(self, model: Sublayers, cache: RowCache, rotary: Rotary | fused.Rotary) -> None:
         self.cache = cache
+        self.rotary = rotary
+        self.compiled = model.execution == "compiled" and cache.settled
+        if self.compiled:  # angles and masks are part of the functions
+            self.slots = cache.placed(model.device)  # (B, T)
+            return
         self.rope: Mapping[str, Any] = rotary.at(cache)
         # the eager kernel knows no causality of its own; sdpa does when it is given no mask
         always = model.eager and cache.count > 1
@@ -106,15 +115,18 @@ class Sublayers:
     Args:
         model: a `transformers` causal language model of a family in `FAMILIES`.
         execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
-            "auto" the lean path where it can serve the model as it is now.
+            "compiled" the same in compiled functions, but for the prefill (with a warning the lean
+            path where there is no compiler), "auto" the lean path where it can serve the model as
+            it is now.
 
     Attributes:
-        execution: the one taken, "modules" or "fused".
+        execution: the one taken, "modules", "fused" or "compiled".
         draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
 
     Raises:
         UnsupportedModelError: naming what is not supported and what is.
-        ValueError: "fused" was asked for and cannot serve this model; or training mode.
+        ValueError: "fused" or "compiled" was asked for and cannot serve this model; or training
+            mode.
     """
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
@@ -163,7 +175,7 @@ class Sublayers:
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
         self.execution = self._resolve(execution, kind)
-        self._linear = best_linear(matrices(model)) if self.execution == "fused" else plain
+        self._linear = best_linear(matrices(model)) if self.execution != "modules" else plain
         self.blocks: tuple[Block, ...] = tuple(
             block
             for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
@@ -171,12 +183,15 @@ class Sublayers:
         )
         self._head = (
             fused.head(model, self._linear)
-            if self.execution == "fused"
+            if self.execution != "modules"
             else lambda hidden: model.lm_head(decoder.norm(hidden))  # type: ignore[operator]
         )
-        self._norm = fused.rms_norm(decoder.norm) if self.execution == "fused" else decoder.norm
+        self._norm = fused.rms_norm(decoder.norm) if self.execution != "modules" else decoder.norm
         self._softcap: float | None = (
             config.final_logit_softcapping if self.family.softcap else None
+        )
+        self._compiled = (
+            compiled.Compiled(model, self.blocks) if self.execution == "compiled" else None
         )
 
     def _resolve(self, execution: str, kind: str) -> str:
@@ -185,23 +200,28 @@ class Sublayers:
         if execution == "modules":
             return execution
         reason = fused.refusal(self.model, self.layers, kind)
-        if execution == "fused" and reason is not None:
+        if execution != "auto" and reason is not None:
             raise ValueError(
-                f"execution 'fused' cannot serve this model: {reason}; "
+                f"execution {execution!r} cannot serve this model: {reason}; "
                 "use execution='auto' or 'modules'"
             )
+        if execution == "compiled":
+            reason = compiled.refusal(self.device.type)
+            if reason is None:
+                return execution
+            compiled.warn_refusal(reason)
+            return "fused"
         return "fused" if reason is None else "modules"
 
     def _layer_blocks(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
         if self.execution == "modules":
             return self._attention(layer, window, kind), self._mlp(layer)
         sandwich = self.family.sandwich
-        return (
-            fused.attention(
-                layer, window, kind, sandwich=sandwich, eager=self.eager, linear=self._linear
-            ),
-            fused.mlp(layer, sandwich=sandwich, linear=self._linear),
+        linear = compilable if self.execution == "compiled" else self._linear
+        attend: Any = fused.attention(
+            layer, window, kind, sandwich=sandwich, eager=self.eager, linear=linear
         )
+        return attend, fused.mlp(layer, sandwich=sandwich, linear=linear)
 
     def _check_hooks(self) -> None:
         """Refuse hooks on modules that are opened up here and never called: they would be lost."""
@@ -308,10 +328,14 @@ class Sublayers:
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
-        return RowCache(rows, slots, self.windows)
+        return RowCache(rows, self._rounded(slots), self.windows)
+
+    def _rounded(self, slots: int) -> int:
+        return slots if self._compiled is None else compiled.capacity(slots)
 
     def rotary(self, slots: int, total: int) -> Rotary | fused.Rotary:
         """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
+        slots = self._rounded(slots)
         positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         kinds = dict.fromkeys(self.layer_types)
@@ -320,7 +344,7 @@ class Sublayers:
         else:
             table = self.decoder.rotary_emb(like, positions)  # (1, S, R) each
             tables = dict.fromkeys(kinds, table)
-        if self.execution == "fused":
+        if self.execution != "modules":
             return fused.Rotary(tables, self.layers[0].self_attn.head_dim)
         return Rotary(tables)
 
@@ -330,6 +354,8 @@ class Sublayers:
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Carry hidden states (B, T, H) through the given sublayers, in order."""
+        if self._compiled is not None and step.compiled:
+            return self._compiled.run(hidden, step, sublayers)
         for index in sublayers:
             hidden = self.blocks[index](hidden, step)
         return hidden

@@ -72,7 +72,7 @@ class Search:
 
     Raises:
         ValueError: as `take_trace`, for held-out prompts, too; a space for another number of
-            layers.
+            layers; compiled execution.
     """
 
     def __init__(
@@ -86,6 +86,12 @@ class Search:
         draft_length: int = DRAFT_LENGTH,
         progress: Progress = lambda _what, _share: None,
     ) -> None:
+        if task.execution == "compiled":
+            raise ValueError(
+                "a search times sublayers one by one, which compiled passes do not have; execution "
+                "must be auto, modules or fused, got 'compiled'; search with 'fused', and decode "
+                "compiled with what it finds"
+            )
         self.model, self.task, self.space, self.progress = model, task, space, progress
         self.opened = Sublayers(model, execution=task.execution)
         if space.num_layers != self.opened.num_layers:

@@ -255,5 +255,7 @@ def test_a_hook_is_called_on_the_module_path():
 
 
 def test_unknown_execution():
-    with pytest.raises(ValueError, match="must be one of auto, modules, fused, got 'fast'"):
+    with pytest.raises(
+        ValueError, match="must be one of auto, modules, fused, compiled, got 'fast'"
+    ):
         Sublayers(tiny_model("llama"), "fast")

@@ -26,6 +26,7 @@ FLOORS = {
     "layerskip.weights": 0.5,  # below what reads them
     "layerskip.cache": 1,
     "layerskip.fused": 1,
+    "layerskip.compiled": 1.5,  # above what it compiles
     "layerskip.laws": 1,
     "layerskip.vocabulary": 1,
     "layerskip.sublayers": 2,

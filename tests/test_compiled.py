@@ -1,0 +1,201 @@
+"""Compiled passes: the same tokens, few compilations, and a machine without a compiler."""
+
+import gc
+import warnings
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from models import FAMILIES, lively_model, prompt, ragged, tiny_model
+from torch._dynamo.utils import counters
+
+from layerskip import SkipConfig, benchmark, compiled
+from layerskip.generation import generate
+from layerskip.passes import Session
+from layerskip.sublayers import Sublayers
+
+EXIT = SkipConfig.early_exit(3)
+HOLES = SkipConfig(attention=(2, 4), mlp=(3,))
+
+
+def graphs() -> int:
+    """How many graphs have been compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def decode(model: Any, ids: torch.Tensor, skip: SkipConfig | None, **settings: Any) -> Any:
+    settings = {"execution": "compiled", "max_new_tokens": 24, "controller": "fixed"} | settings
+    return generate(
+        model, ids, skip=skip, max_draft_length=3, return_dict_in_generate=True, **settings
+    )
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """`torch.compile` as on a machine without a compiler."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no C++ compiler found\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    compiled.refusal.cache_clear()
+    compiled.warn_refusal.cache_clear()
+    yield
+    compiled.refusal.cache_clear()
+    compiled.warn_refusal.cache_clear()
+
+
+def test_without_a_compiler_there_is_one_notice_and_the_lean_path(no_compiler):
+    model, ids = tiny_model("llama"), prompt(9)
+    want = decode(model, ids, EXIT, execution="fused").sequences
+    with pytest.warns(UserWarning, match="path: RuntimeError no C.. compiler found and a long"):
+        assert Sublayers(model, "compiled").execution == "fused"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(decode(model, ids, EXIT).sequences, want)
+
+
+def test_auto_never_compiles(no_compiler):
+    assert Sublayers(tiny_model("llama"), "auto").execution == "fused"
+
+
+def test_what_is_not_plain_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(ValueError, match="'compiled' cannot serve this model: layer 2 mlp has"):
+        Sublayers(model, "compiled")
+
+
+def test_rounded_slots():
+    sizes = [compiled.whole(slots) for slots in range(1, 5000)]
+    assert all(n <= size <= max(64, 1.25 * n + 64) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 30
+
+
+def test_padding_goes_where_no_token_does():
+    """Lengths that are powers of two, as on a GPU."""
+    hidden, slots = torch.ones(2, 5, 3), torch.arange(5).expand(2, -1)
+    same = compiled._padded(hidden, slots, 64, powers=False)
+    assert same[0] is hidden
+    assert same[1] is slots
+    padded, where = compiled._padded(hidden, slots, 64, powers=True)
+    assert padded.shape == (2, 8, 3)
+    assert torch.equal(padded[:, :5], hidden)
+    assert where.tolist() == 2 * [[0, 1, 2, 3, 4, 63, 63, 63]]
+
+
+def test_blocks_are_told_apart_by_all_but_their_weights():
+    def built(*arguments: Any, **changes: Any) -> Any:
+        return compiled._built(Sublayers(tiny_model(*arguments, **changes), "fused").blocks)
+
+    same = built("gemma2")
+    assert hash(same) == hash(built("gemma2", seed=1))
+    assert same == built("gemma2", seed=1)
+    for changes in (
+        {"sliding_window": 9},
+        {"attn_logit_softcapping": 3.0},
+        {"query_pre_attn_scalar": 9},
+        {"intermediate_size": 40},
+        {"dtype": torch.float32},
+    ):
+        assert built("gemma2", **changes) != same
+
+
+def small_model(**changes: Any) -> Any:
+    return lively_model("llama", num_hidden_layers=2, **changes)
+
+
+def test_no_timed_call_compiles(monkeypatch):
+    """A call of the benchmark that compiled something is timed again."""
+    spent = iter([0, 3.0, 3.0, 3.0])
+    monkeypatch.setattr(benchmark, "compile_seconds", lambda: next(spent))
+    calls = iter("ab")
+    monkeypatch.setattr(benchmark, "_once", lambda *_: next(calls))
+    assert benchmark._timed(*5 * [None]) == "b"
+
+
+@pytest.mark.slow
+def test_a_second_call_compiles_nothing():
+    """Nor do other prompts, lengths, draft lengths or places of the weights; other rows do."""
+    model, skip = small_model(), SkipConfig.early_exit(1)
+    decode(model, prompt(9), skip)
+    decode(model, prompt(9), skip, max_new_tokens=2)  # a round without a draft
+    before = graphs()
+    for length, tokens in ((9, 24), (5, 100), (70, 30), (1, 20)):
+        ids = prompt(length)
+        got = decode(model, ids, skip, max_new_tokens=tokens)
+        assert got.stats.num_accepted_tokens > 0
+        want = model.generate(ids, max_new_tokens=tokens, do_sample=False)
+        assert torch.equal(got.sequences, want)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.05)
+    want = model.generate(prompt(9), max_new_tokens=24, do_sample=False)
+    assert torch.equal(decode(model, prompt(9), skip).sequences, want)
+    assert graphs() == before
+    decode(model, prompt(9, rows=2), skip)
+    assert graphs() > before
+
+
+@pytest.mark.slow
+def test_a_model_is_let_go():
+    model = small_model()
+    decode(model, prompt(9), SkipConfig.early_exit(1))
+    gone = ref(model)
+    weight = ref(model.model.layers[0].mlp.down_proj.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert weight() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_transformers(family):
+    """Past the sliding windows and the first 64 slots, ends included."""
+    model = lively_model(family)
+    ids = prompt(13)
+    want = model.generate(ids, max_new_tokens=64, do_sample=False)
+    model.generation_config.eos_token_id = eos = int(want[0, -9])
+    want = model.generate(ids, max_new_tokens=64, do_sample=False)
+    got = decode(model, ids, HOLES, max_new_tokens=64, eos_token_id=eos)
+    assert torch.equal(got.sequences, want)
+    assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_ragged_coupled_sampling_is_that_of_plain_lean_decoding(family):
+    model = lively_model(family)
+    ids, mask = ragged((3, 17, 9))
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    want = decode(model, inputs, None, execution="fused", **settings)
+    got = decode(model, inputs, EXIT, **settings)
+    assert torch.equal(got.sequences, want.sequences)
+    assert got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_those_of_the_lean_path(dtype):
+    """Within what its own passes of other lengths differ by."""
+    model = tiny_model("llama", dtype=dtype, num_hidden_layers=2)
+    found = {}
+    with torch.no_grad():
+        for execution in ("fused", "compiled"):
+            session = Session(
+                Sublayers(model, execution),
+                SkipConfig.early_exit(1),
+                [prompt(12)[0]],
+                max_new_tokens=20,
+                max_draft_length=4,
+            )
+            session.prefill()
+            verified = [(0, offset) for offset in range(4)]
+            steps = [session.draft_step(torch.tensor([token]), token) for token in range(3)]
+            found[execution] = torch.cat([*steps, session.verify(torch.tensor([3]), verified)])
+    bound = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8}[dtype]
+    want = found["fused"]
+    assert (found["compiled"] - want).abs().max() <= bound * want.abs().max()
