@@ -55,7 +55,6 @@ class Recorded:
     num_layers, num_sublayers = 1, 2
     execution = "modules"
     eager = False
-    execution = "modules"
     distinct_windows = ()
 
     def __init__(self, target: Tensor, draft: Tensor) -> None:
