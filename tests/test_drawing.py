@@ -345,7 +345,7 @@ def test_an_exit_is_replayed_as_any_other_draft() -> None:
     chains = replay_module.all_starts(trace)
     skip = SKIPS["an exit"].resolve(6)
     with torch.no_grad():
-        long = replay_module._draft(trace, skip, chains, 6, lambda share: None)
+        long = replay_module._draft(trace, skip, chains, 6, None, lambda share: None)
     equal(short, replay_module.assembled(trace, skip, long))
     assert 0.2 < short.survival[0] < 0.9
 
