@@ -257,10 +257,19 @@ def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
 
     try:
         going.run(trials, timeout=asked.timeout, told=tell)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError, RuntimeError) as error:
+        if not _interrupted(error):
+            raise
         talk.say(f"{keep()} finished trials are kept; the same command goes on with them")
-        raise
+        raise KeyboardInterrupt from error
     keep()  # now, as what follows may be interrupted, too
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: a lock that it meets while it is released complains."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__)
+    )
 
 
 def _say_bound(talk: Talk, going: Search) -> None:

@@ -334,7 +334,8 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("execution", "chunk"), [("modules", 7), ("fused", 7), ("fused", 1), ("modules", 3 * WINDOW)]
+    ("execution", "chunk"),
+    [("modules", 7), ("fused", 1), pytest.param("fused", 7, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

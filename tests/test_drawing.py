@@ -50,8 +50,8 @@ CONTROLLERS: dict[str, Controller] = {
 # skip config, controller, tokens that end a text (where its length adds to what counts differ by)
 ROUNDS = [
     ("an exit", "fixed", frozenset[int]()),
-    ("an exit", "confidence", frozenset[int]()),
-    ("scattered", "fixed", frozenset[int]()),
+    pytest.param("an exit", "confidence", frozenset[int](), marks=pytest.mark.slow),
+    pytest.param("scattered", "fixed", frozenset[int](), marks=pytest.mark.slow),
     ("scattered", "confidence", EOS),
 ]
 

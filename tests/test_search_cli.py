@@ -416,6 +416,24 @@ def finish(output: Path, command: list[Any]) -> None:
     assert partial(output) == []
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_lock_that_complains_of_ctrl_c(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Optuna's file lock raises another error where Ctrl-C comes while it is released."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        try:
+            if interrupted:
+                raise KeyboardInterrupt
+        finally:
+            (tmp_path / "lock.rename").unlink()
+
+    monkeypatch.setattr(finding.Search, "run", broken)
+    result = run(*flags(folder, prompts, tmp_path / "out", "--no-confirm"))
+    assert result.exit_code == (130 if interrupted else 2)
+
+
 def test_sigint(begun: tuple[Path, list[Any]]) -> None:
     output, command = begun
     log = output / "study.log"
