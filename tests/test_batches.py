@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
+from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
 from test_engine import SKIPS, check_cache, decoder, play, request
 from torch import Tensor
 
@@ -337,7 +337,7 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
     ("execution", "chunk"),
     [("modules", 7), ("fused", 1), pytest.param("fused", 7, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()
 def test_prefill_in_chunks_is_the_prefill(
     family: str, execution: str, chunk: int, monkeypatch: pytest.MonkeyPatch

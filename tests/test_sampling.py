@@ -371,7 +371,13 @@ def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float
 
 
 @pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
-@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize(
+    "processors",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("temperature", "top-k") else name
+        for name in PROCESSORS
+    ],
+)
 def test_texts_follow_the_targets_law(processors: str, rejection: bool) -> None:
     counts, (drafted, accepted) = sample_texts(processors, rejection=rejection)
     law = exact_law(processors)
