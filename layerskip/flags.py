@@ -81,8 +81,7 @@ def open_model(
         chatter.disable_progress_bar()
     talk.progress(f"loading {name}")
     loaded = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    if Sublayers(loaded.model).execution == "fused":
-        hold(loaded.model)  # for good: nobody else has this model
+    Sublayers(loaded.model, join=hold)  # for good: nobody else has this model
     talk.say(loaded.describe())
     return loaded
 

@@ -339,7 +339,7 @@ class Attention(NamedTuple):
     kind: str
     window: int | None
 
-    def __call__(self, hidden: Tensor, step: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         q, k, v = self.inputs(hidden, step.rope[self.kind])
         keys, values = step.cache.update(k, v, self.layer)
         return self.outputs(hidden, q, keys, values, step.masks[self.window])

@@ -254,7 +254,7 @@ class LayerSkipDecoding:
 
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
-        opened = self._open(model)
+        opened = Sublayers(model, self.execution, join=self._hold if self.join else None)
         sampling = request.law.do_sample
         if not self.enabled or self.skip is None:
             plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
@@ -277,14 +277,12 @@ class LayerSkipDecoding:
         longest = self.max_draft_length or LONGEST_DRAFT
         return Decoder(opened, skip, controller, request, max_draft_length=longest), costs
 
-    def _open(self, model: Any) -> Sublayers:
-        opened = Sublayers(model, execution=self.execution)
+    def _hold(self, model: Any) -> None:
+        """Join a model's weights, once for this object."""
         with self._lock:
-            if not self.join or opened.execution == "modules" or model in self._joined:
-                return opened
-            hold(model)
-            self._joined.add(model)
-        return Sublayers(model, execution=self.execution)  # as its weights lie now
+            if model not in self._joined:
+                hold(model)
+                self._joined.add(model)
 
     def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
         if self.costs is not None:

@@ -118,6 +118,8 @@ class Sublayers:
             "compiled" the same in compiled functions, but for the prefill (with a warning the lean
             path where there is no compiler), "auto" the lean path where it can serve the model as
             it is now.
+        join: called with a model that does not keep the module path, before its weights are looked
+            at: `weights.hold`, say.
 
     Attributes:
         execution: the one taken, "modules", "fused" or "compiled".
@@ -129,7 +131,13 @@ class Sublayers:
             mode.
     """
 
-    def __init__(self, model: nn.Module, execution: str = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        execution: str = "auto",
+        *,
+        join: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         config: Any = getattr(model, "config", None)
         kind = getattr(config, "model_type", type(model).__name__)
         if kind not in FAMILIES or not hasattr(model, "lm_head"):
@@ -175,6 +183,8 @@ class Sublayers:
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
         self.execution = self._resolve(execution, kind)
+        if join is not None and self.execution != "modules":
+            join(model)
         self._linear = best_linear(matrices(model)) if self.execution != "modules" else plain
         self.blocks: tuple[Block, ...] = tuple(
             block
