@@ -435,8 +435,7 @@ def search(
         trials,
         timeout=timeout,
         told=lambda at: progress(
-            f"trials, best {at.best * going.objective.step_seconds:.2f}x",
-            at.finished / at.trials,
+            f"trials, best {at.best * going.objective.step_seconds:.2f}x", at.finished / at.trials
         ),
     )
     going.choose(finalists)

@@ -169,7 +169,9 @@ class Objective:
             skip,
             [self.allowed(size) for size in self.sizes],
             max(limit.longest for limit in limits),
-            enough=lambda survivals: all(map(_Limit.__call__, limits, survivals)),
+            enough=lambda survivals: all(
+                limit(survival) for limit, survival in zip(limits, survivals, strict=True)
+            ),
         )
         # which size: by the best fixed length, that any controller's is near
         promises = [_promise(r.survival, table) for r, table in zip(each, tables, strict=True)]
