@@ -2,9 +2,9 @@
 
 Two things spare a small model much of its decoding time. Projections of the same input are joined:
 their rows lie in one storage, of which the modules' parameters become views, so that memory does
-not double, `state_dict()` stays and one product replaces several. And on a CPU, matrices that do
-not stay in its cache between two passes are streamed into it before BLAS reads them: its kernels
-for few rows wait for memory far longer than a plain sum over the matrix does.
+not double, `state_dict()` stays and one product replaces several. And on a CPU, where BLAS is at
+its worst with the few rows that decoding and verifying have, products are taken in the way that
+is measured to be the fastest: as they are, by oneDNN, or streaming the matrix into the cache first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,14 +24,18 @@ Function = Callable[[Tensor], Tensor]
 Linear = Callable[[Tensor, Tensor | None], Function]
 """Makes a function of inputs from a weight and a bias."""
 
-LARGEST = 2 << 20
+LARGEST_STREAMED = 2 << 20
 """Bytes of a matrix up to which it may be streamed: it has to fit a core's cache."""
 SMALLEST_MODEL = 8 << 20
 """Bytes of all matrices from which on they do not stay in cache between two passes."""
-_SWEEPS = 4
+_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; of more there is compute to do
+_SWEEPS = 3
+_SAMPLE = 32 << 20  # bytes of each shape from which on no further matrix is timed
+_LARGEST_TIMED = 128 << 20  # bytes of a matrix; of larger ones the first rows
+_MARGIN = 0.97  # of the plain product's time: what another way has to stay below
 
 _holders: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_worth: dict[tuple[Any, ...], bool] = {}
+_fastest: dict[tuple[Any, ...], tuple[Linear, ...]] = {}
 _lock = threading.Lock()
 
 
@@ -128,7 +133,7 @@ def _part(group: Sequence[nn.Linear]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Streaming.
+# Products.
 
 
 def plain(weight: Tensor, bias: Tensor | None) -> Function:
@@ -138,7 +143,12 @@ def plain(weight: Tensor, bias: Tensor | None) -> Function:
 
 
 def streamed(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear, its weight brought into the cache first."""
+    """The linear, its weight brought into the cache first; `plain` where it does not fit there.
+
+    BLAS's kernels for few rows wait for memory far longer than a plain sum over the matrix does.
+    """
+    if weight.nbytes > LARGEST_STREAMED:
+        return plain(weight, bias)
     linear, stream = F.linear, weight.detach().sum
 
     def apply(x: Tensor) -> Tensor:
@@ -146,6 +156,14 @@ def streamed(weight: Tensor, bias: Tensor | None) -> Function:
         return linear(x, weight, bias)
 
     return apply
+
+
+def onednn(weight: Tensor, bias: Tensor | None) -> Function:
+    """The linear by oneDNN, with the weight as it lies: what compiled code calls on a CPU."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    weight = weight.detach()
+    bias = None if bias is None else bias.detach()
+    return lambda x: linear(x, weight, bias, "none", [], "")
 
 
 def compilable(weight: Tensor, bias: Tensor | None) -> Function:
@@ -167,34 +185,78 @@ def compilable(weight: Tensor, bias: Tensor | None) -> Function:
 
 
 def best_linear(matrices: Sequence[Tensor]) -> Linear:
-    """`streamed` where it makes a pass over these matrices faster on this machine, else `plain`.
+    """The fastest linear for passes over these matrices, by the number of tokens in a pass.
 
-    Measured once in a process for models of the same shapes, in some tens of milliseconds.
+    Measured once in a process for models of the same shapes, in about a second; only in float32 on
+    a CPU, where there is a choice.
     """
-    sizes = [matrix.nbytes for matrix in matrices]
     if (
         any(m.device.type != "cpu" or m.dtype is not torch.float32 for m in matrices)
-        or max(sizes) > LARGEST
-        or sum(sizes) < SMALLEST_MODEL
+        or sum(matrix.nbytes for matrix in matrices) < SMALLEST_MODEL
     ):
         return plain
     key = (*(tuple(m.shape) for m in matrices), torch.get_num_threads())
     with _lock:
-        if key not in _worth:
-            _worth[key] = _faster(matrices)
-    return streamed if _worth[key] else plain
+        if key not in _fastest:
+            _fastest[key] = _measure(_pieces(matrices))
+        ways = _fastest[key]
+    return ways[0] if len(set(ways)) == 1 else partial(by_count, ways)
+
+
+def by_count(ways: Sequence[Linear], weight: Tensor, bias: Tensor | None) -> Function:
+    """A linear taken in the first way for 1 token, then for 2, 3 to 4, 5 to 8, ..., and more."""
+    functions = [way(weight, bias) for way in ways]
+    last, width = len(functions) - 1, weight.shape[1]
+
+    def apply(x: Tensor) -> Tensor:
+        count = x.numel() // width
+        return functions[min((count - 1).bit_length(), last)](x)
+
+    return apply
 
 
 @torch.no_grad()
-def _faster(matrices: Sequence[Tensor]) -> bool:
-    """Whether streaming pays: passes of both kinds in turn, the fastest of each compared."""
-    inputs = [matrix.new_ones(1, 1, matrix.shape[1]) for matrix in matrices]
-    ways = [[make(matrix, None) for matrix in matrices] for make in (plain, streamed)]
-    fastest = [float("inf"), float("inf")]
-    for _ in range(_SWEEPS):
-        for number, functions in enumerate(ways):
-            start = time.perf_counter()
-            for function, x in zip(functions, inputs, strict=True):
-                function(x)
-            fastest[number] = min(fastest[number], time.perf_counter() - start)
-    return fastest[1] < fastest[0]
+def _measure(matrices: Sequence[Tensor]) -> tuple[Linear, ...]:
+    """The fastest way for each of `_COUNTS`: passes of all kinds in turn, the best of each."""
+    ways: list[Linear] = [plain]
+    if any(matrix.nbytes <= LARGEST_STREAMED for matrix in matrices):
+        ways.append(streamed)
+    if _has_onednn():
+        ways.append(onednn)
+    made = [[way(matrix, None) for matrix in matrices] for way in ways]
+    found = []
+    for count in _COUNTS:
+        inputs = [matrix.new_ones(1, count, matrix.shape[1]) for matrix in matrices]
+        fastest = [float("inf")] * len(ways)
+        for _ in range(_SWEEPS):
+            for number, functions in enumerate(made):
+                start = time.perf_counter()
+                for function, x in zip(functions, inputs, strict=True):
+                    function(x)
+                fastest[number] = min(fastest[number], time.perf_counter() - start)
+        fastest[0] *= _MARGIN
+        found.append(ways[fastest.index(min(fastest))])
+    return tuple(found)
+
+
+def _pieces(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Some of these matrices, of every shape: what a pass reads, but sooner."""
+    taken: dict[torch.Size, int] = {}
+    found = []
+    for matrix in matrices:
+        if taken.setdefault(matrix.shape, 0) < _SAMPLE:
+            rows = max(1, _LARGEST_TIMED // (matrix.shape[1] * matrix.element_size()))
+            found.append(matrix.detach()[:rows])
+            taken[matrix.shape] += found[-1].nbytes
+    return found
+
+
+def _has_onednn() -> bool:
+    """Whether oneDNN's linear is there: an operator that torch does not promise to keep."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    try:
+        weight, x = torch.eye(3, 2), torch.ones(1, 1, 2)
+        return torch.equal(onednn(weight, None)(x), F.linear(x, weight))
+    except (AttributeError, RuntimeError):
+        return False

@@ -47,11 +47,17 @@ def decode(model: Any, decoding: Any) -> list[int]:
     return tokens[0].tolist()
 
 
+@pytest.mark.parametrize("way", [weights.streamed, weights.onednn])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_joined_and_streamed_weights_compute_the_same(family, monkeypatch):
-    model = tiny_model(family)
+def test_joined_weights_compute_the_same_in_every_way(family, way, monkeypatch):
+    dtype = torch.float64
+    if way is weights.onednn:
+        dtype = torch.float32
+        if not weights._has_onednn():
+            pytest.skip("this torch has no oneDNN")
+    model = tiny_model(family, dtype=dtype)
     modules = Sublayers(model, "modules")
-    monkeypatch.setattr("layerskip.sublayers.best_linear", lambda _: weights.streamed)
+    monkeypatch.setattr("layerskip.sublayers.best_linear", lambda _: way)
     with joined(model):
         groups = list(weights._groups(model))
         assert len(groups) == (0 if family == "phi3" else 2 * len(model.model.layers))
@@ -155,15 +161,18 @@ def test_weights_changed_while_joined_count():
         assert_agree(Sublayers(model, "modules"), Sublayers(model))
 
 
-def test_only_what_leaves_the_cache_is_streamed(monkeypatch):
+def test_products_are_chosen_once_where_there_is_a_choice(monkeypatch):
     asked = []
-    monkeypatch.setattr(weights, "_faster", lambda matrices: not asked.append(len(matrices)))
-    monkeypatch.setattr(weights, "_worth", {})
+
+    def measure(matrices: Any) -> Any:
+        asked.append(len(matrices))
+        return (weights.streamed,) * 5
+
+    monkeypatch.setattr(weights, "_measure", measure)
+    monkeypatch.setattr(weights, "_fastest", {})
     small = [torch.ones(8, 8)] * 4
     large = [torch.ones(512, 512)] * 12  # 12 MiB
-    huge = [torch.ones(1024, 1024)] * 4
     assert weights.best_linear(small) is weights.plain
-    assert weights.best_linear(huge) is weights.plain
     assert weights.best_linear([m.bfloat16() for m in large * 2]) is weights.plain
     assert asked == []
     assert weights.best_linear(large) is weights.streamed
@@ -171,23 +180,62 @@ def test_only_what_leaves_the_cache_is_streamed(monkeypatch):
     assert asked == [12]  # once for all models of these shapes
 
 
-@pytest.mark.parametrize("streamed_seconds", [1.0, 3.0])
-def test_streaming_is_judged_by_the_clock(monkeypatch, streamed_seconds):
-    """Two plain seconds a pass against one or three; now and then a pass is disturbed."""
-    times, clock = iter([(2.0, streamed_seconds), (9.0, 9.0)] * 2), 0.0
-    passes = [seconds for each in times for seconds in each]
-    readings = []
-    for seconds in passes:
-        readings += [clock, clock + seconds]
-        clock += seconds
-    monkeypatch.setattr(weights.time, "perf_counter", iter(readings).__next__)
-    assert weights._faster([torch.ones(4, 4)]) is (streamed_seconds < 2.0)
+def test_some_matrices_of_every_shape_are_timed(monkeypatch):
+    monkeypatch.setattr(weights, "_SAMPLE", 100)
+    monkeypatch.setattr(weights, "_LARGEST_TIMED", 160)
+    matrices = [torch.ones(4, 4), torch.ones(5, 4), torch.ones(30, 4)] * 4
+    sizes = [len(piece) for piece in weights._pieces(matrices)]
+    assert sizes == [4, 5, 10, 4, 5]  # of 64, 80 and (all rows) 480 bytes
+
+
+@pytest.mark.parametrize("way", ["plain", "streamed", "onednn"])
+def test_products_are_judged_by_the_clock(monkeypatch, way):
+    """One way takes 2 seconds, the others 3, but for the counts where all take the same."""
+    ways = [weights.plain, weights.streamed, weights.onednn]
+    monkeypatch.setattr(weights, "_has_onednn", lambda: True)
+    disturbed = 0
+    readings = [0.0]
+    for count in weights._COUNTS:
+        for _ in range(weights._SWEEPS):
+            for each in ways:
+                quick = each.__name__ == way and count != 4
+                disturbed += 1  # now and then a pass takes far longer
+                seconds = 50.0 if disturbed % 7 == 0 else 2.0 if quick else 3.0
+                readings += [readings[-1], readings[-1] + seconds]
+    monkeypatch.setattr(weights.time, "perf_counter", iter(readings[1:]).__next__)
+    chosen = weights._measure([torch.ones(4, 4)])
+    quick = getattr(weights, way)
+    assert chosen == (quick, quick, weights.plain, quick, quick)
 
 
 @torch.no_grad()
-def test_a_streamed_linear_is_the_linear():
-    weight, bias, x = torch.randn(5, 3), torch.randn(5), torch.randn(2, 1, 3)
-    for given in (None, bias):
-        want = nn.functional.linear(x, weight, given)
-        assert torch.equal(weights.streamed(weight, given)(x), want)
-        assert torch.equal(weights.plain(weight, given)(x), want)
+@pytest.mark.parametrize("bias", [None, torch.randn(5)])
+def test_every_way_to_take_a_product_is_the_linear(bias):
+    assert weights._has_onednn() == (
+        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+    ways = [weights.plain, weights.streamed] + [weights.onednn] * weights._has_onednn()
+    weight = torch.randn(5, 3)
+    for count in (1, 2, 3, 4, 5, 8, 9, 17, 40):
+        x = torch.randn(1, count, 3)
+        want = nn.functional.linear(x, weight, bias)
+        for way in ways:
+            torch.testing.assert_close(way(weight, bias)(x), want)
+
+
+def test_ways_go_by_the_number_of_tokens():
+    def way(name: str) -> Any:
+        return lambda *_: lambda _: name
+
+    function = weights.by_count([way(name) for name in "abcde"], torch.ones(5, 3), None)
+    found = "".join(function(torch.ones(1, count, 3)) for count in (*range(1, 18), 512))
+    assert found == "abccdddd" + "e" * 10
+    assert function(torch.ones(4, 2, 3)) == "d"  # rows count like tokens
+
+
+def test_a_torch_without_onednn_is_no_error(monkeypatch):
+    monkeypatch.setattr(weights, "onednn", lambda *_: torch.ops.mkldnn.no_such_linear)
+    assert weights._has_onednn() is False
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert weights._has_onednn() is False
