@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 
+def on_device(values: Sequence[Any], device: Any) -> Tensor:
+    """Integers as a tensor on a device, for whose pending work the host does not wait."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 class RowCache:
     """Keys and values of a batch whose rows advance at different rates.
 
@@ -38,7 +43,8 @@ class RowCache:
         self.start = 0  # first slot of the pass, where all rows share it
         self.end = 0  # one past the last slot any row writes in this pass
         self.count = 0  # T
-        self.index: Tensor | None = None  # (B, T) slots, where rows differ
+        self.in_step = True  # all rows write the same slots
+        self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
         self.settled = False  # the prompts are in: passes are short, and worth compiling
 
     def place(self, starts: Sequence[int], count: int) -> None:
@@ -48,17 +54,19 @@ class RowCache:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
         self.count = count
         self.start = starts[0]
-        if all(start == self.start for start in starts):
-            self.index = None
-        else:
+        self._index.clear()
+        self.in_step = all(start == self.start for start in starts)
+        if not self.in_step:
             first = torch.tensor(starts)[:, None]  # (B, 1)
-            self.index = first + torch.arange(count)  # (B, T)
+            self._index["cpu"] = first + torch.arange(count)  # (B, T)
 
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
-        if self.index is not None:
-            return self.index.to(device)
-        return torch.arange(self.start, self.end, device=device).repeat(self.rows, 1)
+        if self.in_step:
+            return torch.arange(self.start, self.end, device=device).repeat(self.rows, 1)
+        if device not in self._index:
+            self._index[device] = self._index["cpu"].to(device, non_blocking=True)
+        return self._index[device]
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -71,7 +79,7 @@ class RowCache:
             self.values[layer_idx] = values.new_zeros(*shape, values.shape[3])  # (B, H, S, D)
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
         first = 0
-        if self.index is None:
+        if self.in_step:
             all_keys.narrow(2, self.start, self.count).copy_(keys)
             all_values.narrow(2, self.start, self.count).copy_(values)
             window = self.windows[layer_idx]
@@ -79,7 +87,7 @@ class RowCache:
                 first = max(0, self.end - window)  # `needs_mask` counts on this slice
         else:
             rows = torch.arange(self.rows, device=keys.device)[:, None]  # (B, 1)
-            index = self.index.to(keys.device)
+            index = self.placed(keys.device)
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
         seen = self.end - first
@@ -110,7 +118,7 @@ class RowCache:
         A single token of rows in step sees exactly what `update` returns, and a pass that starts
         at slot 0 is plainly causal, unless a window is shorter than the pass.
         """
-        if self.index is not None:
+        if not self.in_step:
             return True
         if self.count == 1:
             return False
@@ -118,10 +126,10 @@ class RowCache:
 
     def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
         """Additive attention mask, (B or 1, 1, T, end): 0 where a query sees a slot."""
-        if self.index is None:
+        if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
-            queries = self.index.to(device)  # (B, T)
+            queries = self.placed(device)  # (B, T)
         return additive_mask(queries, torch.arange(self.end, device=device), window, dtype)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from layerskip.benchmark import Judge, device_clock, interleaved
 from layerskip.checking import Comparison, Difference
 from layerskip.config import SkipConfig
-from layerskip.engine import DecodingStats, Round
 from layerskip.methods import Batch, Engine, Method, Peer, Task
+from layerskip.rounds import DecodingStats, Round
 from layerskip.speculation import CostTable
 
 TEMPERATURE = 0.8

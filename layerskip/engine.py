@@ -7,12 +7,14 @@ Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the pad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.cache import on_device
 from layerskip.config import SkipConfig
 from layerskip.controllers import Controller, drafts_on
 from layerskip.laws import (
@@ -28,6 +30,7 @@ from layerskip.laws import (
     stream_key,
 )
 from layerskip.passes import Position, Session
+from layerskip.rounds import DecodingStats, Round
 from layerskip.speculation import draft_limit, round_sublayer_tokens
 from layerskip.sublayers import Sublayers
 
@@ -66,99 +69,32 @@ class Request:
     clock: Callable[[], float] | None = None
 
 
-@dataclass(frozen=True)
-class Round:
-    """What one round did, row by row; round 0 is the prefill and its first token.
-
-    Attributes:
-        index: 0 for the prefill, then 1, 2, ...
-        tokens: emitted tokens per row, in order; empty for rows that had finished.
-        drafted: tokens drafted per row.
-        accepted: drafted tokens that were emitted, per row.
-        confidences: per row, the draft's own probability (softmax of its raw logits at
-            temperature 1) of each drafted token; empty where the controller needs none.
-        finished: whether each row is finished after this round.
-        scores, logits: per row, (emitted, V) float32, where the request asked for them.
-        times: what the request's clock said when the round began, when its drafts were there, when
-            the target's logits were, and when its tokens were out.
-    """
-
-    index: int
-    tokens: tuple[tuple[int, ...], ...]
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    confidences: tuple[tuple[float, ...], ...]
-    finished: tuple[bool, ...]
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
-    times: tuple[float, ...] | None = None
-
-
 @dataclass
-class DecodingStats:
-    """Counts of a decoding, over all rows; rates are derived from them.
+class _Drafts:
+    """What a round has drafted.
 
     Attributes:
-        num_rounds: rounds (verify passes) rows took part in, prefill not counted.
-        num_drafts: those of them that drafted at least one token.
-        num_draft_tokens: tokens drafted.
-        num_accepted_tokens: drafted tokens that were emitted.
-        accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
-        num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
-        num_sequences: rows, each of which got one token from the prefill.
-        sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
-        num_compactions: times finished rows were left behind, and the cache's other rows moved up.
-        compacted_bytes: keys and values that this copied; nothing else ever copies them.
-        seeds: the seed of each row's noise; empty for greedy decoding.
+        tokens: drafted tokens per row; empty where they are still to be read from the device.
+        confidences: those of the tokens per row, where the controller needs them.
+        lengths: per row, how many tokens the target is asked about.
+        last: each row's last token, drafted or emitted, in the session's order of rows, (R,).
+        steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,).
+        laws: for the rejection rule, of every draft step the draft's law, (N, V).
+        unread: whether no token has been read from the device yet.
     """
 
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    num_new_tokens: int = 0
-    num_sequences: int = 0
-    sublayer_tokens: int = 0
-    num_compactions: int = 0
-    compacted_bytes: int = 0
-    seeds: tuple[int, ...] = ()
+    tokens: list[list[int]]
+    confidences: list[list[float]]
+    lengths: list[int]
+    last: Tensor
+    steps: list[tuple[list[Position], Tensor]]
+    laws: list[Tensor]
+    unread: bool
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens (r); 0 where nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: tokens per verify that followed a draft, the bonus included."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Emitted tokens per target pass over all rounds, also those that did not draft."""
-        emitted = self.num_new_tokens - self.num_sequences
-        return emitted / self.num_rounds if self.num_rounds else 0.0
-
-    def add(self, round_: Round, cost: Callable[[int], int]) -> None:
-        """Count a round; `cost` gives the sublayer-tokens of a row's round by drafted tokens."""
-        self.num_new_tokens += sum(map(len, round_.tokens))
-        if round_.index == 0:
-            self.num_sequences += len(round_.tokens)
-            return
-        for tokens, drafted, accepted in zip(
-            round_.tokens, round_.drafted, round_.accepted, strict=True
-        ):
-            if not tokens:
-                continue
-            self.num_rounds += 1
-            self.num_drafts += drafted > 0
-            self.num_draft_tokens += drafted
-            self.num_accepted_tokens += accepted
-            self.sublayer_tokens += cost(drafted)
-            self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
-            for position in range(accepted):
-                self.accepted_per_position[position] += 1
+    def at(self, positions: Sequence[Position]) -> Tensor:
+        """Where each position lies among those of all steps, -1 for none, (len(positions),)."""
+        places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
+        return on_device([places.get(position, -1) for position in positions], self.last.device)
 
 
 class Decoder:
@@ -229,29 +165,28 @@ class Decoder:
         self._mark()
         positions = [(row, 0) for row in self.rows]
         scores = self._scores(raw, positions)  # (B, V)
-        first = self._draw(scores, positions, TARGET)
-        nothing: list[list[int]] = [[] for _ in self.rows]
+        (first,) = self._read(self._draw(scores, positions, TARGET))
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
+        nothing: list[list[int]] = [[] for _ in self.rows]
         return self._close(0, tokens, nothing, [[] for _ in self.rows], positions, scores, raw)
 
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
         self._compact()
-        drafts, confidences, laws = self._draft()
+        drafts = self._draft()
         self._mark()
         positions = [
             (row, offset)
             for row in self.rows
             if not self.finished[row]
-            for offset in range(len(drafts[row]) + 1)
+            for offset in range(drafts.lengths[row] + 1)
         ]
-        last = [(drafts[row] or self.emitted[row])[-1] for row in self.session.rows]
-        raw = self.session.verify(self._tensor(last), positions)  # (N, V)
+        raw = self.session.verify(drafts.last, positions)  # (N, V)
         self._mark()
         scores = self._scores(raw, positions)  # (N, V)
-        accept = self._reject if self.rejection else self._match
-        tokens = accept(drafts, positions, scores, laws)
-        return self._close(index, tokens, drafts, confidences, positions, scores, raw)
+        judge = self._reject if self.rejection else self._match
+        tokens = self._judged(drafts, positions, *judge(drafts, positions, scores))
+        return self._close(index, tokens, drafts.tokens, drafts.confidences, positions, scores, raw)
 
     def _compact(self) -> None:
         """Leave finished rows behind where the others fit into half of the rows, or fewer.
@@ -276,52 +211,69 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _draft(self) -> tuple[list[list[int]], list[list[float]], dict[Position, Tensor]]:
+    def _draft(self) -> _Drafts:
         """Draft in lockstep, each row for as long as its controller says.
 
-        Returns:
-            Drafted tokens per row; their confidences per row, where the controller needs them;
-            for the rejection rule the draft law (V,) at every drafted position.
+        Where nobody asks for the tokens before the target has seen them, they are not read: the
+        host does not wait for the device. A draft then goes on behind an end, for nothing.
         """
-        drafts: list[list[int]] = [[] for _ in self.rows]
-        confidences: list[list[float]] = [[] for _ in self.rows]
-        laws: dict[Position, Tensor] = {}
+        law, controller = self.request.law, self.controller
+        unread = not controller.needs_confidence and not law.reads_history
+        places = self.session.rows
+        drafts = _Drafts(
+            tokens=[[] for _ in self.rows],
+            confidences=[[] for _ in self.rows],
+            lengths=[0 for _ in self.rows],
+            last=on_device([self.emitted[row][-1] for row in places], self.device),
+            steps=[],
+            laws=[],
+            unread=unread,
+        )
         limits = [0 if self.finished[row] else self._limit(row) for row in self.rows]
         drafting = [row for row in self.rows if limits[row] > 0]
-        places = self.session.rows
-        tokens = [self.emitted[row][-1] for row in places]
         for step in range(max(limits)):
-            if not drafts_on(self.controller, drafting):
+            if not drafts_on(controller, drafting):
                 break
-            raw = self.session.draft_step(self._tensor(tokens), step)  # (R, V)
+            raw = self.session.draft_step(drafts.last, step)  # (R, V)
+            last = drafts.last
+            here = None
             if len(drafting) < len(places):
                 # the others have no history of this length, which processors would stumble over
-                raw = raw[[places[row] for row in drafting]]  # (N, V)
+                here = on_device([places[row] for row in drafting], self.device)  # (N,)
+                raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
             scores = self._scores(raw, positions)  # (N, V)
-            drawn = self._draw(scores, positions, DRAFT if self.rejection else TARGET)
+            drawn = self._draw(scores, positions, DRAFT if self.rejection else TARGET)  # (N,)
+            drafts.steps.append((positions, drawn))
             if self.rejection:
-                laws.update(zip(positions, softmax_law(scores), strict=True))
-            sure = [1.0] * len(drawn)
-            if self.controller.needs_confidence:
-                sure = self._confidence(raw, drawn)
+                drafts.laws.append(softmax_law(scores))
+            # the processors may forbid every token, and half precision may overflow
+            fed = torch.where(drawn < 0, last, drawn)  # (N,)
+            drafts.last = fed if here is None else drafts.last.index_copy(0, here, fed)
+            tokens: Sequence[float | None] = [None] * len(drafting)
+            sure = [1.0] * len(drafting)
+            if controller.needs_confidence:
+                tokens, sure = self._read(drawn, _confidence(raw, fed))
+            elif not unread:
+                (tokens,) = self._read(drawn)
             going_on = []
-            for row, token, confidence in zip(drafting, drawn, sure, strict=True):
-                if token is None:  # nothing to draw: the processors forbid all, or it overflowed
-                    continue
-                self._remember(row, len(drafts[row]), token)
-                drafts[row].append(token)
-                tokens[places[row]] = token
-                if self.controller.needs_confidence:
-                    confidences[row].append(confidence)
+            for row, token, confidence in zip(drafting, tokens, sure, strict=True):
+                if token is not None:
+                    if token < 0:
+                        continue
+                    self._remember(row, step, int(token))
+                    drafts.tokens[row].append(int(token))
+                    if controller.needs_confidence:
+                        drafts.confidences[row].append(confidence)
+                drafts.lengths[row] += 1
                 if (
                     token not in self.request.eos
-                    and len(drafts[row]) < limits[row]
-                    and self.controller.keep_drafting(row, confidence)
+                    and drafts.lengths[row] < limits[row]
+                    and controller.keep_drafting(row, confidence)
                 ):
                     going_on.append(row)
             drafting = going_on
-        return drafts, confidences, laws
+        return drafts
 
     def _limit(self, row: int) -> int:
         """How many tokens the row drafts at most in its next round."""
@@ -330,14 +282,17 @@ class Decoder:
         allowed = draft_limit(self.max_draft_length, left, free)
         return min(self.controller.limit(row, allowed), allowed)
 
-    def _confidence(self, raw: Tensor, drawn: list[int | None]) -> list[float]:
-        """Probability of each drawn token under the softmax of the raw logits (N, V)."""
-        law = torch.softmax(raw.float(), dim=-1)  # (N, V); logsumexp is several times slower
-        places = list(range(len(drawn)))
-        return law[places, [token or 0 for token in drawn]].tolist()
+    @staticmethod
+    def _read(*values: Tensor) -> list[list[float]]:
+        """Numbers (n,) each on the host: the one place where it waits for the device.
 
-    def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, device=self.device)  # (len(tokens),)
+        They travel together, as float32, which holds every token id below 2^24.
+        """
+        if len(values) == 1:
+            return [values[0].tolist()]
+        sizes = [len(each) for each in values]
+        numbers = iter(torch.cat([each.float() for each in values]).tolist())
+        return [list(islice(numbers, size)) for size in sizes]
 
     def _remember(self, row: int, offset: int, token: int) -> None:
         """Write a token `offset` places behind the row's emitted ones into its history."""
@@ -350,10 +305,8 @@ class Decoder:
         lengths = [self.width + len(self.emitted[row]) + offset for row, offset in positions]
         return self.request.law.scores(raw, self.history, rows, lengths)
 
-    def _draw(
-        self, scores: Tensor, positions: Sequence[Position], purpose: int
-    ) -> list[int | None]:
-        """Draw a token at each position; None where no token has a score above -inf, or NaN."""
+    def _draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
+        """Draw a token at each position, (N,); -1 where none has a score above -inf, or NaN."""
         if not self.greedy:
             keys, places = self._stream(positions)
             if purpose == TARGET:
@@ -370,9 +323,7 @@ class Decoder:
                 )
             scores = noise.add_(scores)  # (N, V)
         best, token = scores.max(-1)  # (N,), (N,)
-        # The one host synchronisation: ends, limits and criteria are decided token by token.
-        drawn = torch.where(best > float("-inf"), token, -1).tolist()
-        return [None if each < 0 else each for each in drawn]
+        return torch.where(best > float("-inf"), token, -1)
 
     def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
         """Noise-stream key and place, pads not counted, of the token drawn at each position."""
@@ -382,60 +333,79 @@ class Decoder:
         return keys, places
 
     def _match(
-        self,
-        drafts: list[list[int]],
-        positions: Sequence[Position],
-        scores: Tensor,
-        _: dict[Position, Tensor],
-    ) -> list[list[int]]:
-        """The target's own draws, up to and with the first that differs from the draft."""
-        drawn = dict(zip(positions, self._draw(scores, positions, TARGET), strict=True))
-        tokens: list[list[int]] = [[] for _ in self.rows]
-        for (row, offset), token in drawn.items():
-            if tokens[row] == drafts[row][:offset]:
-                tokens[row].append(self._checked(token, row))
-        return tokens
+        self, _: _Drafts, positions: Sequence[Position], scores: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """The target's own draws (N,), with which a draft has to agree."""
+        return None, self._draw(scores, positions, TARGET)
 
     def _reject(
-        self,
-        drafts: list[list[int]],
-        positions: Sequence[Position],
-        scores: Tensor,
-        laws: dict[Position, Tensor],
-    ) -> list[list[int]]:
-        """The rejection rule (Leviathan et al. 2023, Algorithm 1)."""
+        self, drafts: _Drafts, positions: Sequence[Position], scores: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """The rejection rule (Leviathan et al. 2023, Algorithm 1).
+
+        Returns:
+            Of every position whether the token drafted there is accepted (N,), and what is emitted
+            if it is not, or if there is none: a correction or the bonus (N,).
+        """
         p = softmax_law(scores)  # (N, V)
+        if not drafts.steps:
+            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions, TARGET)
+        index = drafts.at(positions)  # (N,)
+        token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
+        drafted = (index >= 0) & (token >= 0)  # (N,)
+        q = torch.cat(drafts.laws)[index]  # (N, V)
+        here = token.clamp_min(0)[:, None]  # (N, 1)
+        chance = acceptance_probability(p.gather(1, here), q.gather(1, here))[:, 0]  # (N,)
         keys, places = self._stream(positions)
-        uniform = accept_uniform(keys, places, self.device).tolist()  # N
+        accepted = drafted & (accept_uniform(keys, places, self.device) < chance)  # (N,)
+        final = torch.where(drafted[:, None], residual(p, q), p)  # (N, V)
+        return accepted, self._draw(final.log(), positions, TARGET)
+
+    def _judged(
+        self,
+        drafts: _Drafts,
+        positions: Sequence[Position],
+        accepted: Tensor | None,
+        drawn: Tensor,
+    ) -> list[list[int]]:
+        """Tokens of each row: drafted ones up to the first that falls, then the target's own.
+
+        Args:
+            accepted: of each position whether its drafted token stays (N,); None: if it is `drawn`.
+            drawn: what the target has to say there, -1 for nothing (N,).
+        """
+        flags = [] if accepted is None else [accepted]
+        steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
+        target, *others = self._read(drawn, *flags, *steps)
+        stays = others.pop(0) if flags else []
+        for (at, _), step in zip(drafts.steps, others, strict=False):
+            for (row, offset), token in zip(at, step, strict=True):
+                draft = drafts.tokens[row]
+                ended = draft and draft[-1] in self.request.eos
+                if token >= 0 and offset == len(draft) and not ended:
+                    draft.append(int(token))
         tokens: list[list[int]] = [[] for _ in self.rows]
-        ends: list[Position] = []
-        final: list[Tensor] = []
+        fallen: set[int] = set()
         for i, (row, offset) in enumerate(positions):
-            if offset != len(tokens[row]):
-                continue  # behind a rejection
-            if offset == len(drafts[row]):
-                ends.append((row, offset))
-                final.append(p[i])  # (V,) the bonus
+            if row in fallen:
                 continue
-            token, q = drafts[row][offset], laws[row, offset]  # (V,)
-            if uniform[i] < acceptance_probability(p[i], q)[token]:
+            draft = drafts.tokens[row]
+            token = draft[offset] if offset < len(draft) else -1
+            if token >= 0 and (stays[i] if flags else target[i] == token):
                 tokens[row].append(token)
             else:
-                ends.append((row, offset))
-                final.append(residual(p[i], q))  # (V,) the correction
-        drawn = self._draw(torch.stack(final).log(), ends, TARGET)
-        for (row, _), last in zip(ends, drawn, strict=True):
-            tokens[row].append(self._checked(last, row))
+                tokens[row].append(self._checked(target[i], row))
+                fallen.add(row)
         return tokens
 
-    def _checked(self, token: int | None, row: int) -> int:
-        if token is None:
+    def _checked(self, token: float, row: int) -> int:
+        if token < 0:
             raise ValueError(
                 f"row {row} has no token to draw after {len(self.emitted[row])} new tokens: its "
                 "scores are NaN or all -inf; check the checkpoint and dtype for NaN logits, or "
                 "the logits processors for forbidding every token"
             )
-        return token
+        return int(token)
 
     def _close(
         self,
@@ -499,6 +469,12 @@ class Decoder:
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
+
+
+def _confidence(raw: Tensor, tokens: Tensor) -> Tensor:
+    """Probability of each token (N,) under the softmax of its raw logits (N, V), (N,)."""
+    law = torch.softmax(raw.float(), dim=-1)  # (N, V); logsumexp is several times slower
+    return law.gather(1, tokens[:, None])[:, 0]
 
 
 def _by_row(

@@ -55,7 +55,9 @@ class Cache(Protocol):
     start: int
     end: int
     count: int
-    index: Tensor | None
+    in_step: bool
+
+    def placed(self, device: Any) -> Tensor: ...
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
 
@@ -245,8 +247,8 @@ class Rotary:
 
     def at(self, cache: Cache) -> dict[str, Angles]:
         """The angles at the positions of the pass the cache is placed for."""
-        if cache.index is not None:
-            index = cache.index.to(next(iter(self.tables.values()))[0].device)
+        if not cache.in_step:
+            index = cache.placed(next(iter(self.tables.values()))[0].device)
             return {
                 kind: Angles(cos[0, 0, index][:, None], sin[0, 0, index][:, None])
                 for kind, (cos, sin) in self.tables.items()

@@ -31,8 +31,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import Controller, make_controller
 from layerskip.costs import analytic, cost_table, stored
-from layerskip.engine import Decoder, DecodingStats, Request, Round
+from layerskip.engine import Decoder, Request
 from layerskip.laws import Law, stream_key
+from layerskip.rounds import DecodingStats, Round
 from layerskip.speculation import CostTable
 from layerskip.sublayers import Sublayers, fingerprint
 from layerskip.weights import hold, release

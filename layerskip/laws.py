@@ -191,7 +191,7 @@ def _uniform(
         _signed(_mix(key ^ _mix(position * 4 + purpose)))
         for key, position in zip(keys, positions, strict=True)
     ]
-    x = torch.tensor(bases, dtype=torch.int64, device=device)[:, None]  # (N, 1)
+    x = torch.tensor(bases, dtype=torch.int64).to(device, non_blocking=True)[:, None]  # (N, 1)
     x = x + _steps(size, torch.device(device))  # (N, size)
     # splitmix64 in wrapping int64; the masks turn the arithmetic shift into a logical one
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.engine import Round
 from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, end_tokens, generate
+from layerskip.rounds import Round
 from layerskip.speculation import CostTable
 
 Clock = Callable[[], float]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from layerskip.cache import on_device
 from layerskip.config import SkipConfig
 from layerskip.sublayers import Pass, Sublayers
 
@@ -156,7 +157,7 @@ class Session:
         hidden = self.model.run(hidden, step, self._rest).flatten(0, 1)  # (R * (D + 1), H)
         if len(positions) < len(hidden):  # the head is large: only where somebody reads it
             wanted = [self.rows[row] * (drafted + 1) + offset for row, offset in positions]
-            hidden = hidden[wanted]  # (N, H)
+            hidden = hidden[on_device(wanted, hidden.device)]  # (N, H)
         return self.model.logits(hidden[None])[0]
 
     def commit(self, row: int, emitted: int) -> None:

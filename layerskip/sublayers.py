@@ -75,11 +75,11 @@ class Rotary:
 
     def at(self, cache: RowCache) -> dict[str, tuple[Tensor, Tensor]]:
         """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
-        if cache.index is None:
+        if cache.in_step:
             window = slice(cache.start, cache.end)
             return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
         return {
-            k: (cos[0][cache.index.to(cos.device)], sin[0][cache.index.to(sin.device)])
+            k: (cos[0][cache.placed(cos.device)], sin[0][cache.placed(sin.device)])
             for k, (cos, sin) in self.tables.items()
         }
 

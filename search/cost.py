@@ -20,8 +20,9 @@ from torch import Tensor
 from layerskip import fused
 from layerskip.config import SkipConfig
 from layerskip.costs import Stopwatch
-from layerskip.engine import Decoder, Request, Round
+from layerskip.engine import Decoder, Request
 from layerskip.laws import Law, stream_key
+from layerskip.rounds import Round
 from layerskip.sublayers import Block, Pass, Sublayers
 from layerskip.vocabulary import TrimmedHead
 from layerskip.weights import Function

@@ -110,12 +110,12 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
     """Coupled text must not depend on what is drafted; greedy text cannot show it."""
     model = tiny_model("llama")
 
-    def wrong(self, drafts, positions, scores, laws):
+    def wrong(self, drafts, positions, scores):
         keys, places = self._stream(positions)
-        extra = [place + 1000 * max(map(len, drafts)) for place in places]
+        extra = [place + 1000 * max(drafts.lengths) for place in places]
         noise = gumbel_noise(keys, extra, scores.shape[-1], purpose=TARGET)
         other = (scores + noise - gumbel_noise(keys, places, scores.shape[-1])).nan_to_num()
-        return right(self, drafts, positions, other, laws)
+        return right(self, drafts, positions, other)
 
     right = engine.Decoder._match
     monkeypatch.setattr(engine.Decoder, "_match", wrong)

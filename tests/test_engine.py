@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
 from layerskip.controllers import Fixed
-from layerskip.engine import Decoder, Request, Round
+from layerskip.engine import Decoder, Request
 from layerskip.laws import Law, stream_key
 from layerskip.passes import Session
+from layerskip.rounds import Round
 from layerskip.speculation import draft_limit, round_sublayer_tokens
 from layerskip.sublayers import Sublayers
 
@@ -337,6 +340,73 @@ def test_controller_is_told_every_round_of_every_row(llama: Any) -> None:
     rounds = play(run)
     took_part = [(row, r.drafted[row]) for r in rounds[1:] for row in range(3) if r.tokens[row]]
     assert [(row, drafted) for row, drafted, _ in controller.updates] == took_part
+
+
+# ---------------------------------------------------------------------------------------------
+# When the host waits for the device.
+
+
+class Watched(Fixed):
+    """Drafts as `Fixed` does, but has every token read as soon as it is drawn."""
+
+    needs_confidence = True
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("sample", [False, True])
+def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
+    llama: Any, sample: bool, rejection: bool
+) -> None:
+    ended = 0
+    for end in range(0, VOCABULARY, 5):
+        asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
+        late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
+        for got, want in zip(play(late), play(once), strict=True):
+            assert replace(got, confidences=()) == replace(want, confidences=())
+            ended += any(want.finished) and max(want.drafted) > 0
+        assert late.stats == once.stats
+        assert late.emitted == once.emitted
+    assert ended > 3
+
+
+@pytest.mark.parametrize("rejection", [False, True])
+def test_the_host_waits_once_a_round(
+    llama: Any, rejection: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading single numbers is not seen here, but on a GPU (the next test)."""
+    reads = []
+    read = Decoder._read
+    monkeypatch.setattr(
+        Decoder, "_read", staticmethod(lambda *values: reads.append(len(values)) or read(*values))
+    )
+    asked = request(sample=True, rejection=rejection)
+    for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
+        reads.clear()
+        rounds = play(decoder(llama, asked, controller=controller, longest=5))
+        steps = sum(max(each.drafted) for each in rounds)
+        assert steps > 10
+        assert len(reads) == len(rounds) + per_step * steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("execution", ["fused", "compiled"])
+def test_the_host_waits_for_a_gpu_once_a_round(execution: str, rejection: bool) -> None:
+    model = lively_model("llama").cuda()
+    asked = request(sample=True, rejection=rejection)
+    run = decoder(model, asked, controller=Fixed(4), execution=execution)
+    rounds = 0
+    with torch.no_grad(), warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        for each in run.rounds():
+            rounds += 1
+            if rounds == 4:  # captured and compiled by now
+                waits.clear()
+                torch.cuda.set_sync_debug_mode("warn")
+            if each.finished[0]:
+                break
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) <= rounds - 4
 
 
 # ---------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ FLOORS = {
     "layerskip.passes": 3,
     "layerskip.training": 3,
     "layerskip.engine": 4,
+    "layerskip.rounds": 3,
     "layerskip.benchmark": 5,
     "layerskip.checking": 5,
     "layerskip.costs": 5,

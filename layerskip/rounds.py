@@ -1,0 +1,106 @@
+"""What a round of decoding did, and the counts of many; knows nothing of how.
+
+Letters: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did, row by row; round 0 is the prefill and its first token.
+
+    Attributes:
+        index: 0 for the prefill, then 1, 2, ...
+        tokens: emitted tokens per row, in order; empty for rows that had finished.
+        drafted: tokens drafted per row.
+        accepted: drafted tokens that were emitted, per row.
+        confidences: per row, the draft's own probability (softmax of its raw logits at
+            temperature 1) of each drafted token; empty where the controller needs none.
+        finished: whether each row is finished after this round.
+        scores, logits: per row, (emitted, V) float32, where the request asked for them.
+        times: what the request's clock said when the round began, when its drafts were there, when
+            the target's logits were, and when its tokens were out.
+    """
+
+    index: int
+    tokens: tuple[tuple[int, ...], ...]
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    confidences: tuple[tuple[float, ...], ...]
+    finished: tuple[bool, ...]
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    times: tuple[float, ...] | None = None
+
+
+@dataclass
+class DecodingStats:
+    """Counts of a decoding, over all rows; rates are derived from them.
+
+    Attributes:
+        num_rounds: rounds (verify passes) rows took part in, prefill not counted.
+        num_drafts: those of them that drafted at least one token.
+        num_draft_tokens: tokens drafted.
+        num_accepted_tokens: drafted tokens that were emitted.
+        accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
+        num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
+        num_sequences: rows, each of which got one token from the prefill.
+        sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
+        num_compactions: times finished rows were left behind, and the cache's other rows moved up.
+        compacted_bytes: keys and values that this copied; nothing else ever copies them.
+        seeds: the seed of each row's noise; empty for greedy decoding.
+    """
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    num_new_tokens: int = 0
+    num_sequences: int = 0
+    sublayer_tokens: int = 0
+    num_compactions: int = 0
+    compacted_bytes: int = 0
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens (r); 0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: tokens per verify that followed a draft, the bonus included."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens per target pass over all rounds, also those that did not draft."""
+        emitted = self.num_new_tokens - self.num_sequences
+        return emitted / self.num_rounds if self.num_rounds else 0.0
+
+    def add(self, round_: Round, cost: Callable[[int], int]) -> None:
+        """Count a round; `cost` gives the sublayer-tokens of a row's round by drafted tokens."""
+        self.num_new_tokens += sum(map(len, round_.tokens))
+        if round_.index == 0:
+            self.num_sequences += len(round_.tokens)
+            return
+        for tokens, drafted, accepted in zip(
+            round_.tokens, round_.drafted, round_.accepted, strict=True
+        ):
+            if not tokens:
+                continue
+            self.num_rounds += 1
+            self.num_drafts += drafted > 0
+            self.num_draft_tokens += drafted
+            self.num_accepted_tokens += accepted
+            self.sublayer_tokens += cost(drafted)
+            self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
+            for position in range(accepted):
+                self.accepted_per_position[position] += 1
