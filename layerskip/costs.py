@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from layerskip.sublayers import Sublayers
 
 _LENGTHS = (0, 1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
 _TYPICAL_LENGTH = 4  # of the drafts that c is read off
-_SWEEPS = 9  # the first one warms up
+_SWEEPS = 17  # the first one warms up; half as many leave twice the spread
 _CONTEXT = 32  # tokens of the prompt that are used, at most
 _BUDGET = 2.0  # seconds after which no further sweep starts
 
@@ -144,15 +145,27 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
     what was measured. Between measured lengths v is a straight line.
     """
     step = totals[0]
-    verifies = {length: total - length * draft for length, total in totals.items()}
+    lengths = sorted(totals)
+    # a longer pass is never cheaper; where it looks so, that was noise
+    verifies = _rising([totals[length] - length * draft for length in lengths])
     verify = [1.0]
-    for (low, low_seconds), (high, high_seconds) in pairwise(sorted(verifies.items())):
+    for (low, low_seconds), (high, high_seconds) in pairwise(zip(lengths, verifies, strict=True)):
         for length in range(low + 1, high + 1):
             part = (length - low) / (high - low)
             seconds = low_seconds + part * (high_seconds - low_seconds)
-            # a longer pass is never cheaper; where it looks so, that was noise
-            verify.append(max(verify[-1], seconds / step))
+            verify.append(max(1.0, seconds / step))
     return CostTable(draft / step, tuple(verify), "measured")
+
+
+def _rising(values: list[float]) -> list[float]:
+    """The nearest values that never fall (isotonic regression, pooling adjacent violators)."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [fmean(pool) for pool in pools for _ in pool]
 
 
 def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:

@@ -98,7 +98,27 @@ def test_the_budget_ends_the_sweeps(
 def test_a_longer_pass_is_never_cheaper() -> None:
     table = costs._table(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0})
     assert table.draft == pytest.approx(0.3)
-    assert table.verify == pytest.approx((1.0, 1.0, 1.2, 1.2, 1.2))
+    assert table.verify == pytest.approx((1.0, 1.0, 1.15, 1.15, 1.15))  # of 1, .9, 1.2, 1.1
+
+
+def test_one_disturbed_length_does_not_raise_the_longer_ones() -> None:
+    table = costs._table(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0})
+    assert table.verify == pytest.approx(
+        (1.0, 43 / 30, 43 / 30, 43 / 30, 43 / 30, *[1.5] * 4), abs=0.07
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ([1.0, 5.0, 3.0, 4.0, 9.0], [1.0, 4.0, 4.0, 4.0, 9.0]),
+        ([1.0, 4.0, 4.0, 1.0, 3.0], [1.0, 3.0, 3.0, 3.0, 3.0]),
+    ],
+)
+def test_the_nearest_rising_values(values: list[float], want: list[float]) -> None:
+    assert costs._rising(values) == pytest.approx(want)
 
 
 @torch.no_grad()
