@@ -33,13 +33,18 @@ class ChainCache(RowCache):
         self.known = int(starts.max())  # S
         super().__init__(rows, self.known + steps * self.group, known.windows)
         self.count = self.group
-        self.index = starts
+        self.in_step = False
+        self.places = starts
 
     def advance(self, step: int) -> None:
         """Say that the next pass feeds token `step` of every chain."""
         self.start = self.known + step * self.group
         self.end = self.start + self.group
-        self.index = self.starts + step  # (B, G) places, for the rotary angles
+        self.places = self.starts + step
+
+    def placed(self, device: Any) -> Tensor:
+        """The places of the tokens fed next, for the rotary angles, (B, G)."""
+        return self.places.to(device)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
