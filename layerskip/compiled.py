@@ -1,10 +1,10 @@
 """Passes over sublayers as compiled functions; knows the lean blocks, no rounds, laws or policies.
 
-A function is compiled for a list of sublayers and a number of rows, once for one token per row and
-once for several: how many tokens, how many slots are in use and how large the buffers are may
-change from call to call. It is handed the weights at every call and keeps none. It is called
-without the guards of `torch.compile`, which would cost a small model all there is to gain: what
-they look at is in the key that a function is found by.
+A function is compiled for a list of blocks (sublayers, and perhaps a head behind them) and a number
+of rows, once for one token per row and once for several: how many tokens, how many slots are in use
+and how large the buffers are may change from call to call. It is handed the weights at every call
+and keeps none. It is called without the guards of `torch.compile`, which would cost a small model
+all there is to gain: what they look at is in the key that a function is found by.
 Not used: `torch.compiler.nested_compile_region`, which would compile equal layers once, but gave
 wrong numbers in torch 2.13 (NaN from two layers on).
 On a GPU functions are captured as CUDA graphs (not measured: no machine to try it on).
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -31,8 +31,8 @@ from layerskip.fused import Angles, Attention, Block
 
 Function = Callable[..., Tensor]
 
-# model -> how its blocks are built -> what a function is for -> the function
-_functions: WeakKeyDictionary[nn.Module, dict[Any, dict[Any, Function]]] = WeakKeyDictionary()
+# model -> how the blocks are built, and what else a function is for -> the function
+_functions: WeakKeyDictionary[nn.Module, dict[Any, Function]] = WeakKeyDictionary()
 _seconds = 0.0  # spent on compiling, by this process
 
 
@@ -80,28 +80,31 @@ def warn_refusal(reason: str) -> None:
 
 
 class Compiled:
-    """The sublayers of an opened model, in compiled passes.
+    """The blocks of an opened model, in compiled passes.
 
     Args:
         model: for as long as it lives its compiled functions are remembered.
-        blocks: the lean path's, made with linears that can be compiled.
+        blocks: by name, the lean path's, made with linears that can be compiled; a block that is
+            no attention takes hidden states and nothing.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        self.blocks = tuple(blocks)
-        built = _built(self.blocks)
-        self._functions = _functions.setdefault(model, {}).setdefault(built, {})
+    def __init__(self, model: nn.Module, blocks: Mapping[Hashable, Block]) -> None:
+        self.model, self.blocks = model, dict(blocks)
+        self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
 
-    def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
-        """Carry hidden states (B, T, H) through the given sublayers, in order.
+    def replaced(self, name: Hashable, block: Block) -> Compiled:
+        """The same with another block of that name."""
+        return Compiled(self.model, {**self.blocks, name: block})
+
+    def run(self, hidden: Tensor, step: Any, names: Sequence[Hashable]) -> Tensor:
+        """Carry hidden states (B, T, H) through the blocks of these names, in order.
 
         Args:
             step: a pass with its `slots` (B, T) and `rotary` tables, whose cache has buffers.
         """
-        sublayers = tuple(sublayers)
-        if not sublayers:
+        if not names:
             return hidden
-        blocks = [self.blocks[index] for index in sublayers]
+        blocks = [self.blocks[name] for name in names]
         cache: RowCache = step.cache
         layers = [block.layer for block in blocks if isinstance(block, Attention)]
         rows, count, _ = hidden.shape
@@ -116,17 +119,25 @@ class Compiled:
             [cache.values[layer] for layer in layers],
             step.rotary.tables,
         )
-        key = (
-            *(sublayers, rows, count == 1, torch.get_num_threads()),
+        situation = (
+            *(rows, count == 1, torch.get_num_threads()),
             *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         )
-        function = self._functions.get(key)
+        function = self._known.get((names, situation))
         if function is None:
-            function = self._functions[key] = _first(arguments)
+            function = self._function((_built(blocks), situation), arguments)
+            self._known[names, situation] = function
         if captured:
             torch.compiler.cudagraph_mark_step_begin()
             return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
         return function(*arguments)[:, :count]
+
+    def _function(self, key: Any, arguments: tuple[Any, ...]) -> Function:
+        """The function of blocks that are built like these, compiled if there is none yet."""
+        functions = _functions.setdefault(self.model, {})
+        if key not in functions:
+            functions[key] = _first(arguments)
+        return functions[key]
 
 
 def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ class Session:
         round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
-        return self.model.draft_logits(self.model.run(hidden, step, self._draft))[:, 0]
+        return self.model.finish(hidden, step, self._draft, draft=True)[:, 0]
 
     @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
@@ -154,11 +154,12 @@ class Session:
             hidden = torch.cat(self._boundary, dim=1)  # (R, D + 1, H)
             step = self._place(0, drafted + 1)
         self._boundary.clear()
+        if len(positions) == len(self.rows) * (drafted + 1):
+            return self.model.finish(hidden, step, self._rest).flatten(0, 1)
+        # the head is large: only where somebody reads it
+        wanted = [self.rows[row] * (drafted + 1) + offset for row, offset in positions]
         hidden = self.model.run(hidden, step, self._rest).flatten(0, 1)  # (R * (D + 1), H)
-        if len(positions) < len(hidden):  # the head is large: only where somebody reads it
-            wanted = [self.rows[row] * (drafted + 1) + offset for row, offset in positions]
-            hidden = hidden[on_device(wanted, hidden.device)]  # (N, H)
-        return self.model.logits(hidden[None])[0]
+        return self.model.logits(hidden[None, on_device(wanted, hidden.device)])[0]
 
     def commit(self, row: int, emitted: int) -> None:
         """Keep the round's first `emitted` fed tokens of a row; the rest is forgotten."""

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 from layerskip import compiled, fused
 from layerskip.cache import RowCache
-from layerskip.vocabulary import TrimmedHead, trimmed_head
+from layerskip.vocabulary import TrimmedHead, spread, trimmed_head
 from layerskip.weights import Function, best_linear, compilable, matrices, plain
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused", "compiled")
+_HEAD, _DRAFT_HEAD = "head", "draft head"
 
 
 class UnsupportedModelError(ValueError):
@@ -197,12 +199,12 @@ class Sublayers:
             else lambda hidden: model.lm_head(decoder.norm(hidden))  # type: ignore[operator]
         )
         self._norm = fused.rms_norm(decoder.norm) if self.execution != "modules" else decoder.norm
-        self._softcap: float | None = (
-            config.final_logit_softcapping if self.family.softcap else None
-        )
-        self._compiled = (
-            compiled.Compiled(model, self.blocks) if self.execution == "compiled" else None
-        )
+        self._capped = _softcap(config.final_logit_softcapping if self.family.softcap else None)
+        self._compiled: compiled.Compiled | None = None
+        if self.execution == "compiled":
+            whole = _in_turn(fused.head(model, compilable), self._capped)
+            blocks = {**dict(enumerate(self.blocks)), _HEAD: whole, _DRAFT_HEAD: whole}
+            self._compiled = compiled.Compiled(model, blocks)
 
     def _resolve(self, execution: str, kind: str) -> str:
         if execution not in EXECUTIONS:
@@ -365,10 +367,19 @@ class Sublayers:
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Carry hidden states (B, T, H) through the given sublayers, in order."""
         if self._compiled is not None and step.compiled:
-            return self._compiled.run(hidden, step, sublayers)
+            return self._compiled.run(hidden, step, tuple(sublayers))
         for index in sublayers:
             hidden = self.blocks[index](hidden, step)
         return hidden
+
+    def finish(
+        self, hidden: Tensor, step: Pass, sublayers: Iterable[int], *, draft: bool = False
+    ) -> Tensor:
+        """`run`, and `logits` of what comes out, or `draft_logits`: (B, T, H) to (B, T, V)."""
+        if self._compiled is not None and step.compiled:
+            return self._compiled.run(hidden, step, (*sublayers, _DRAFT_HEAD if draft else _HEAD))
+        hidden = self.run(hidden, step, sublayers)
+        return self.draft_logits(hidden) if draft else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
@@ -403,8 +414,14 @@ class Sublayers:
             )
             return self
         opened = copy(self)
-        opened._draft_head = self.head_of(trimmed_head(head, tuple(tokens)))
+        rows = trimmed_head(head, tuple(tokens))
+        opened._draft_head = self.head_of(rows)
         opened.draft_vocabulary = len(tokens)
+        if self._compiled is not None:
+            project = compilable(rows.weight, rows.bias)
+            whole = partial(spread, tokens=rows.tokens, vocabulary=self.vocabulary)
+            few = _in_turn(self._norm, project, self._capped, whole)
+            opened._compiled = self._compiled.replaced(_DRAFT_HEAD, few)
         return opened
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
@@ -413,14 +430,27 @@ class Sublayers:
 
     def head_of(self, rows: TrimmedHead) -> Function:
         """`logits` of some rows of the head, -inf elsewhere: (B, T, H) to (B, T, V)."""
-        norm, project = self._norm, self._linear(rows.weight, rows.bias)
-        return lambda hidden: rows.spread(self._capped(project(norm(hidden))))
+        norm, capped, project = self._norm, self._capped, self._linear(rows.weight, rows.bias)
+        return lambda hidden: rows.spread(capped(project(norm(hidden))))
 
-    def _capped(self, logits: Tensor) -> Tensor:
-        if self._softcap is not None:
-            # the order of operations and the dtype are the library's
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+
+def _softcap(cap: float | None) -> Function:
+    """The function between an unembedding and the logits."""
+    if cap is None:
+        return lambda logits: logits
+    # the order of operations and the dtype are the library's
+    return lambda logits: torch.tanh(logits / cap) * cap
+
+
+def _in_turn(*functions: Function) -> Block:
+    """A block of functions of hidden states, one after the other."""
+
+    def block(hidden: Tensor, _: Pass) -> Tensor:
+        for function in functions:
+            hidden = function(hidden)
+        return hidden
+
+    return block
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:

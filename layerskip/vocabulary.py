@@ -71,8 +71,13 @@ class TrimmedHead:
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits of the rows (B, T, n) over the vocabulary, (B, T, V): -inf elsewhere."""
-        whole = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
-        return whole.index_copy_(-1, self.tokens, logits)
+        return spread(logits, self.tokens, self.vocabulary)
+
+
+def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Logits of some tokens (B, T, n) over all of a vocabulary, (B, T, V): -inf elsewhere."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    return whole.index_copy_(-1, tokens, logits)
 
 
 # Copies, by head and tokens, oldest first; they live as long as the head does.
