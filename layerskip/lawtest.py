@@ -79,7 +79,10 @@ class Recorded:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden]  # (B, T, V)
 
-    draft_logits = logits
+    def finish(
+        self, hidden: Tensor, step: Any, sublayers: Sequence[int], *, draft: bool = False
+    ) -> Tensor:
+        return self.logits(self.run(hidden, step, sublayers))
 
 
 def draw_rounds(

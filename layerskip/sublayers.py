@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -203,8 +203,8 @@ class Sublayers:
         self._compiled: compiled.Compiled | None = None
         if self.execution == "compiled":
             whole = _in_turn(fused.head(model, compilable), self._capped)
-            blocks = {**dict(enumerate(self.blocks)), _HEAD: whole, _DRAFT_HEAD: whole}
-            self._compiled = compiled.Compiled(model, blocks)
+            blocks: dict[Hashable, Any] = dict(enumerate(self.blocks))
+            self._compiled = compiled.Compiled(model, blocks | {_HEAD: whole, _DRAFT_HEAD: whole})
 
     def _resolve(self, execution: str, kind: str) -> str:
         if execution not in EXECUTIONS:
