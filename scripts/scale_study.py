@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from layerskip.analysis.predictions import predictions
 from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, typical
 from layerskip.analysis.tables import ALL
 from layerskip.benchmark import WARMUP_TOKENS, benchmark, device_clock
-from layerskip.config import SkipConfig
+from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.controllers import CONTROLLERS
 from layerskip.generation import DEFAULT_CONTROLLER
 from layerskip.loading import DTYPES, Loaded
@@ -114,7 +115,8 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
     note("reading memory")
     before = bandwidths(device, threads)
     note("making the model")
-    model = random_model(config, getattr(torch, args.dtype), device, args.seed)
+    few = args.draft_vocabulary
+    model = random_model(config, getattr(torch, args.dtype), device, args.seed, likely=few)
     hold(model)  # as the commands do with a model of their own
     note("setting its acceptance")
     dial = Dial(model, min(exits), greedy=args.greedy, seed=args.seed)
@@ -123,12 +125,15 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
     sampling = {} if args.greedy else {"temperature": 1.0}
     task = Task(args.new_tokens, not args.greedy, **sampling, seed=args.seed)
     batches = make_batches(args, config.vocab_size, device)
+    tokens = None if few is None else tuple(range(few))
     engines = [
         Engine(
             model,
             task,
             f"exit-{layer}",
-            SkipConfig.early_exit(layer),
+            replace(
+                SkipConfig.early_exit(layer), decoding=DecodingOptions(draft_vocabulary=tokens)
+            ),
             controller=args.controller,
             max_draft_length=args.draft_length,
             draft=f"exit-{layer}",
@@ -152,7 +157,7 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
         costs.append(record)
         for engine in engines:
             assert engine.skip is not None
-            prices = cost_table(record, engine.skip)
+            prices = cost_table(record, engine.skip, draft_vocabulary=few)
             seconds = {"step_seconds": step_seconds(record)}
             engine.prices[str(rows)] = prices.to_dict() | seconds
             engine.use(rows, prices)
@@ -168,7 +173,8 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
         "warmup": 0,  # once, before all
         "batch_sizes": args.batch_size,
         "methods": [each.describe() for each in methods],
-        "synthetic": f"random weights, exits from layer {min(exits)} on accepted about {levels}",
+        "synthetic": f"random weights, exits from layer {min(exits)} on accepted about {levels}"
+        + (f", {few} of {config.vocab_size} tokens likely, all that drafts draw" if few else ""),
         "bandwidth": before,
     }
     with RunWriter(args.output, header, None) as writer:
@@ -239,7 +245,9 @@ def costs_table(run: Run, shape: DecoderShape) -> str:
             costs = run.cost_table(method, size)
             assert costs is not None
             verify = [f"{costs.verify_cost(n):.2f}" for n in COUNTS[1:]]
-            by_bytes = f"{shape.draft_cost(layer):.3f}"
+            few = run.methods[method]["draft_vocabulary"] or shape.vocab_size
+            part = few / shape.vocab_size
+            by_bytes = f"{shape.draft_cost(layer, head_fraction=part):.3f}"
             rows.append([method, str(size), f"{costs.draft:.3f}", by_bytes, *verify])
     head = ["draft", "batch", "c", "c by bytes", *(f"v({n})" for n in COUNTS[1:])]
     return table(head, rows)
@@ -298,6 +306,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="torch's default otherwise")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
     parser.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="make the first N tokens the likely ones, and drafts draw no others",
+    )
     parser.add_argument("--controller", choices=CONTROLLERS, default=DEFAULT_CONTROLLER)
     parser.add_argument("--draft-length", type=int, default=12, help="the most tokens of a draft")
     parser.add_argument("--greedy", action="store_true", help="else sampled at temperature 1")

@@ -79,6 +79,20 @@ def test_laws_are_like_those_of_a_language_model(model):
     assert repeated < 0.1  # 0.02 would be the share of a token drawn from a law like these
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_laws_can_be_held_to_a_few_tokens(config):
+    some = random_model(config, torch.float32, CPU, 0, likely=200)
+    ids = prompt(256)
+    with torch.no_grad():
+        law = some(ids).logits[0].softmax(-1)  # (T, V)
+    share = law[:, :200].sum(-1).mean()
+    assert law.shape[-1] == 512
+    assert share > 0.75
+    with torch.no_grad():
+        whole = random_model(config, torch.float32, CPU, 0)(ids).logits[0].softmax(-1)
+    assert whole[:, :200].sum(-1).mean() < 0.5
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_dial_sets_acceptance_monotonically(model, greedy):
     dial = Dial(model, 1, greedy=greedy, seed=0)
@@ -196,3 +210,19 @@ def test_saved_checkpoints_have_the_acceptance_of_their_name(studied):
     strengths = [m.model.layers[-1].input_layernorm.weight[0] for m in (low, high)]
     assert strengths[0] > strengths[1]
     assert read_run(studied / "run.jsonl").header["model"]["name"] == "tiny shape"
+
+
+def test_drafts_of_a_study_can_have_few_tokens(tmp_path, capsys):
+    words = "--shape tiny --dtype float32 --acceptance 0.9 --prompts 1 --new-tokens 12"
+    words += " --prompt-tokens 6 --draft-length 4 --cost-seconds 0.1 --exit-layer 2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale_study, "BUFFER", 2**20)
+        argv = [*words.split(), "--output", str(tmp_path / "run.jsonl")]
+        scale_study.main([*argv, "--draft-vocabulary", "200"])
+    (run,) = load_runs([tmp_path / "run.jsonl"])
+    assert run.methods["exit-2"]["draft_vocabulary"] == 200
+    assert "200 of 512 tokens likely" in run.header["synthetic"]
+    assert losslessness(run)["faults"].sum() == 0
+    shape = DecoderShape.from_config(configuration("tiny"))
+    by_bytes = shape.draft_cost(2, head_fraction=200 / shape.vocab_size)
+    assert f"| {by_bytes:.3f} |" in capsys.readouterr().out
