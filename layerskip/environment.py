@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from functools import cache
 from importlib import metadata
@@ -20,8 +21,10 @@ def environment() -> dict[str, Any]:
     """Everything that a record or a bug report should say about this machine, as JSON values.
 
     Keys: `layerskip`, `python` and `packages` (versions; None where not installed), `platform`,
-    `cpu` (`model`, usable `cores`, torch `threads`), `devices` (`type`, `name`, `memory` in bytes
-    or None), `git` (`revision` and `dirty` of the checkout that this runs from, else None).
+    `cpu` (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses),
+    `compiler` (the C++ compiler that compiled execution would call; None if there is none),
+    `devices` (`type`, `name`, `memory` in bytes or None), `git` (`revision` and `dirty` of the
+    checkout that this runs from, else None).
     """
     import torch  # here, so that importing this module costs nothing
 
@@ -36,7 +39,13 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": _cores(), "threads": torch.get_num_threads()},
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": _cores(),
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "compiler": _compiler(),
         "devices": devices,
         "git": git_revision(Path(__file__).parents[1]),
     }
@@ -55,7 +64,9 @@ def render(found: dict[str, Any]) -> str:
     rows += [(name, version or "not installed") for name, version in found["packages"].items()]
     rows.append(("platform", found["platform"]))
     cpu = found["cpu"]
-    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} torch threads"))
+    threads = f"{cpu['threads']} torch thread{'s' if cpu['threads'] > 1 else ''}"
+    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {threads}, {cpu['instructions']}"))
+    rows.append(("compiler", found["compiler"] or "none found"))
     for device in found["devices"]:
         memory = "" if device["memory"] is None else f", {device['memory'] / 2**30:.1f} GiB"
         rows.append(("device", f"{device['type']}: {device['name']}{memory}"))
@@ -87,6 +98,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _compiler() -> str | None:
+    """The path of the C++ compiler, found as `torch.compile` finds it."""
+    usual = "clang++" if platform.system() == "Darwin" else "g++"
+    return shutil.which(os.environ.get("CXX", usual))
 
 
 def _cores() -> int:

@@ -22,7 +22,17 @@ def test_environment_is_json_and_true():
     assert found["packages"]["transformers"] == metadata.version("transformers")
     assert found["cpu"]["threads"] == torch.get_num_threads()
     assert found["cpu"]["cores"] >= 1
+    assert found["cpu"]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert len([d for d in found["devices"] if d["type"] == "cuda"]) == torch.cuda.device_count()
+
+
+def test_the_compiler_is_the_one_that_would_be_called(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["compiler"] is None
+    mine = tmp_path / "my-c++"
+    mine.touch(mode=0o755)
+    monkeypatch.setenv("CXX", "my-c++")
+    assert environment()["compiler"] == str(mine)
 
 
 def test_render_says_every_version_and_device():
@@ -31,7 +41,8 @@ def test_render_says_every_version_and_device():
         "python": "3.11.7",
         "packages": {"torch": "2.13.0", "optuna": None},
         "platform": "Linux",
-        "cpu": {"model": "Some CPU", "cores": 2, "threads": 1},
+        "cpu": {"model": "Some CPU", "cores": 2, "threads": 1, "instructions": "AVX2"},
+        "compiler": None,
         "devices": [
             {"type": "cuda", "name": "Some GPU", "memory": 80 * 2**30},
             {"type": "mps", "name": "arm64", "memory": None},
@@ -44,7 +55,8 @@ def test_render_says_every_version_and_device():
         "torch      2.13.0",
         "optuna     not installed",
         "platform   Linux",
-        "cpu        Some CPU, 2 cores, 1 torch threads",
+        "cpu        Some CPU, 2 cores, 1 torch thread, AVX2",
+        "compiler   none found",
         "device     cuda: Some GPU, 80.0 GiB",
         "device     mps: arm64",
         "git        0123abcd with changes",
