@@ -1,7 +1,7 @@
 """Knows how all pictures look: colours, sizes, legends; knows no run and no table.
 
-Colours are Okabe and Ito's, safe for colour-blind readers; markers and hatches say the same without
-colour.
+Colours are Okabe and Ito's and a grey, safe for colour-blind readers; markers and hatches say the
+same without colour.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ STYLE: Any = {
 }
 WIDTH = 6.2  # inches; a phone shows two thirds of it, with the letters still readable
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     "#0072b2",
     "#e69f00",
     "#009e73",
     "#cc79a7",
     "#56b4e9",
     "#d55e00",
+    "#7f7f7f",
 )
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY)
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
 BLACK, WHITE = "#000001", "#fffffe"  # on filled cells, whatever the page's colours
 
