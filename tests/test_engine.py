@@ -28,6 +28,7 @@ SKIPS = {
     "nothing": SkipConfig(),
 }
 LENGTHS = (WINDOW + 5, 3, 6)
+EXECUTIONS = ["modules", "fused", pytest.param("compiled", marks=pytest.mark.slow)]
 
 
 def request(
@@ -130,6 +131,13 @@ def test_cache_after_every_round_equals_a_fresh_prefill(
         assert max(run.session.lengths) > WINDOW
     assert rejected == (skip != "nothing")
     assert ended_early
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", ["early exit", "scattered"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_cache_after_every_compiled_round_equals_a_fresh_prefill(family: str, skip: str) -> None:
+    test_cache_after_every_round_equals_a_fresh_prefill(family, skip, "compiled")
 
 
 def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
@@ -472,7 +480,7 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     model = lively_model(family)
@@ -482,7 +490,7 @@ def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     check_untouched(model, before)
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_model_is_left_as_it_was_found_after_an_exception(llama: Any, execution: str) -> None:
     def fail(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] > max(LENGTHS) + 3:
@@ -495,7 +503,7 @@ def test_the_model_is_left_as_it_was_found_after_an_exception(llama: Any, execut
     check_untouched(llama, before)
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_two_decoders_interleaved_give_the_same_as_alone(llama: Any, execution: str) -> None:
     def runs() -> list[Decoder]:
         return [
@@ -517,7 +525,7 @@ def test_two_decoders_interleaved_give_the_same_as_alone(llama: Any, execution: 
     assert [run.stats for run in together] == [run.stats for run in alone]
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
     opened = Sublayers(llama, execution=execution)
 

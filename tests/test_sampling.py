@@ -325,7 +325,7 @@ def exact_law(processors: str) -> dict[tuple[int, ...], float]:
 
 @functools.cache
 def sample_texts(
-    processors: str, *, rejection: bool
+    processors: str, *, rejection: bool, execution: str = "auto"
 ) -> tuple[dict[tuple[int, ...], int], tuple[int, int]]:
     """Counts of texts over seeds 0, 1, ..., in batches; drafted and accepted tokens."""
     counts: dict[tuple[int, ...], int] = {}
@@ -333,7 +333,7 @@ def sample_texts(
     drafted = accepted = 0
     for first in range(0, TEXTS, rows):
         run = Decoder(
-            Sublayers(small_model()),
+            Sublayers(small_model(), execution),
             SKIP.resolve(6),
             Fixed(2),
             Request(
@@ -385,6 +385,15 @@ def test_texts_follow_the_targets_law(processors: str, rejection: bool) -> None:
     assert sum(counts.values()) == TEXTS
     assert 0.1 * drafted < accepted < 0.9 * drafted
     assert p_value(counts, law) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("execution", ["modules", "compiled"])
+def test_texts_of_other_executions_follow_it_too(execution: str, rejection: bool) -> None:
+    counts, (drafted, accepted) = sample_texts("none", rejection=rejection, execution=execution)
+    assert 0.1 * drafted < accepted < 0.9 * drafted
+    assert p_value(counts, exact_law("none")) > LEVEL
 
 
 @pytest.mark.parametrize(
