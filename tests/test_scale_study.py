@@ -90,7 +90,7 @@ def test_laws_can_be_held_to_a_few_tokens(config):
     assert share > 0.75
     with torch.no_grad():
         whole = random_model(config, torch.float32, CPU, 0)(ids).logits[0].softmax(-1)
-    assert whole[:, :200].sum(-1).mean() < 0.5
+    assert whole[:, :200].sum(-1).mean() < 0.6
 
 
 @pytest.mark.parametrize("greedy", [False, True])
