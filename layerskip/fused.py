@@ -72,6 +72,10 @@ class Step(Protocol):
 
 Block = Callable[[Tensor, Any], Tensor]
 
+# Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
+# times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
+WIDE, FEW = 64, 16
+
 
 # ---------------------------------------------------------------------------------------------
 # The guard.
@@ -363,6 +367,7 @@ def attention(
     turning = queries + queries // groups  # N + K
     q_norm = rms_norm(module.q_norm) if hasattr(module, "q_norm") else None
     k_norm = rms_norm(module.k_norm) if hasattr(module, "k_norm") else None
+    grouped = not eager and groups > 1 and width >= WIDE
     if eager:
         # Gemma 3 has the attribute too, and never passes it on
         capped = type(module).__name__ == "Gemma2Attention"
@@ -391,6 +396,11 @@ def attention(
             out = attend(
                 q.reshape(rows, -1, groups, width), keys, values, mask, False, scale
             )  # (B, K, G, D)
+        elif grouped and mask is not None and count <= FEW:
+            side_by_side = q.reshape(rows, -1, groups * count, width)  # (B, K, G T, D)
+            mask = mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G T, S)
+            out = attend(side_by_side, keys, values, mask, False, scale)
+            out = out.view(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
         else:
             out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
         out = output(out.reshape(rows, count, -1))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import FAMILIES, WINDOW, prompt, tiny_model
 from torch import Tensor, nn
 
+from layerskip import fused
 from layerskip.sublayers import Pass, Sublayers
 
 # Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
@@ -74,6 +75,23 @@ def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     assert_agree(modules, lean)
     assert_agree(modules, lean, rows=3)
     assert_agree(modules, lean, rows=3, ragged=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_side_by_side_agree_with_the_module_path(family, monkeypatch):
+    model = tiny_model(family)
+    apart = Sublayers(model)
+    monkeypatch.setattr(fused, "WIDE", 8)
+    asked = []
+    attend = fused._sdpa
+    monkeypatch.setattr(fused, "_sdpa", lambda q, *rest: asked.append(q.shape) or attend(q, *rest))
+    modules, lean = Sublayers(model, "modules"), Sublayers(model)
+    for rows, ragged in ((1, False), (3, False), (3, True)):
+        assert_agree(modules, lean, rows=rows, ragged=ragged)
+        assert_agree(apart, lean, rows=rows, ragged=ragged)
+    # 2 key-value heads, for each of which 2 queries of several tokens
+    grouped = [shape for shape in asked if shape[1] == 2 and shape[2] > 2]
+    assert bool(grouped) == (family != "gemma2")
 
 
 @pytest.mark.parametrize("rope", ["llama3", "yarn"])
