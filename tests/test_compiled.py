@@ -204,14 +204,13 @@ def test_logits_are_those_of_the_lean_path(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_trimmed_head_costs_a_function_of_its_own_and_no_more(family):
-    model = lively_model(family, num_hidden_layers=2)
-    skip = SkipConfig.early_exit(1)
-    want = decode(model, prompt(9), skip).sequences
-    decode(model, prompt(9), skip, max_new_tokens=2)  # a round without a draft
+    model = lively_model(family)
+    want = decode(model, prompt(9), EXIT).sequences
+    decode(model, prompt(9), EXIT, max_new_tokens=2)  # a round without a draft
     before = graphs()
-    got = decode(model, prompt(9), skip, draft_vocabulary=list(range(5, 60)))
+    got = decode(model, prompt(9), EXIT, draft_vocabulary=list(range(5, 60)))
     assert torch.equal(got.sequences, want)
     assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
     assert graphs() == before + 1
-    decode(model, prompt(9), skip, draft_vocabulary=list(range(5, 60)))
+    decode(model, prompt(9), EXIT, draft_vocabulary=list(range(5, 60)))
     assert graphs() == before + 1
