@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from layerskip.config import SkipConfig
 from layerskip.engine import Decoder, Request
 from layerskip.environment import hardware
 from layerskip.laws import Law
-from layerskip.speculation import CostTable
+from layerskip.speculation import CostTable, rising
 from layerskip.sublayers import Sublayers
 
 _LENGTHS = (0, 1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
@@ -147,7 +146,7 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
     step = totals[0]
     lengths = sorted(totals)
     # a longer pass is never cheaper; where it looks so, that was noise
-    verifies = _rising([totals[length] - length * draft for length in lengths])
+    verifies = rising([totals[length] - length * draft for length in lengths])
     verify = [1.0]
     for (low, low_seconds), (high, high_seconds) in pairwise(zip(lengths, verifies, strict=True)):
         for length in range(low + 1, high + 1):
@@ -155,17 +154,6 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
             seconds = low_seconds + part * (high_seconds - low_seconds)
             verify.append(max(1.0, seconds / step))
     return CostTable(draft / step, tuple(verify), "measured")
-
-
-def _rising(values: list[float]) -> list[float]:
-    """The nearest values that never fall (isotonic regression, pooling adjacent violators)."""
-    pools: list[list[float]] = []
-    for value in values:
-        pools.append([value])
-        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    return [fmean(pool) for pool in pools for _ in pool]
 
 
 def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:

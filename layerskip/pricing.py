@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerskip.config import SkipConfig
-from layerskip.speculation import CostTable
+from layerskip.speculation import CostTable, rising
 
 
 def step_seconds(record: Mapping[str, Any], context: int | None = None) -> float:
@@ -80,11 +80,10 @@ def cost_table(
         shared + sum(parts[prefix:]) + norm_and_head + around
         for parts, norm_and_head, around in zip(sublayers, head, rest, strict=True)
     ]
-    verify = [1.0]
-    for count in range(2, counts[-1] + 1):
-        # a longer pass is never cheaper; where it looks so, that was noise
-        verify.append(max(verify[-1], _on_line(counts, verifies, count) / step))
-    return CostTable(draft / step, tuple(verify), "measured")
+    verifies = rising(verifies)  # a longer pass is never cheaper; where it looks so, that was noise
+    counted = range(2, counts[-1] + 1)
+    verify = [max(1.0, _on_line(counts, verifies, count) / step) for count in counted]
+    return CostTable(draft / step, (1.0, *verify), "measured")
 
 
 def _at(record: Mapping[str, Any], name: str, context: int | None) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 SOURCES = ("measured", "analytic", "given")
@@ -139,6 +140,17 @@ def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
     writes d + 1 positions into the cache, which has `free_slots`.
     """
     return max(0, min(asked, tokens_left - 1, free_slots - 1))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest values that never fall (isotonic regression, pooling adjacent violators)."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [fmean(pool) for pool in pools for _ in pool]
 
 
 @dataclass(frozen=True, slots=True)

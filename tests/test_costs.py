@@ -109,19 +109,6 @@ def test_one_disturbed_length_does_not_raise_the_longer_ones() -> None:
     assert table.verify == pytest.approx((1.0, level, level, level, level, *rest))
 
 
-@pytest.mark.parametrize(
-    ("values", "want"),
-    [
-        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
-        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
-        ([1.0, 5.0, 3.0, 4.0, 9.0], [1.0, 4.0, 4.0, 4.0, 9.0]),
-        ([1.0, 4.0, 4.0, 1.0, 3.0], [1.0, 3.0, 3.0, 3.0, 3.0]),
-    ],
-)
-def test_the_nearest_rising_values(values: list[float], want: list[float]) -> None:
-    assert costs._rising(values) == pytest.approx(want)
-
-
 @torch.no_grad()
 def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Sublayers) -> None:
     def own(ids: Tensor, scores: Tensor) -> Tensor:

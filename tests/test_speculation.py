@@ -14,6 +14,7 @@ from layerskip.speculation import (
     expected_tokens,
     operations_factor,
     optimal_draft_length,
+    rising,
     round_sublayer_tokens,
     speedup,
     speedup_bound,
@@ -255,3 +256,16 @@ def test_analytic_costs_are_shares_of_the_weights() -> None:
     assert speedup_bound(scattered.draft) == pytest.approx(1.48, abs=0.01)
     with pytest.raises(ValueError, match=r"0\.\.31, got"):
         CostTable.analytic([32], sublayers, head)
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ([1.0, 5.0, 3.0, 4.0, 9.0], [1.0, 4.0, 4.0, 4.0, 9.0]),
+        ([1.0, 4.0, 4.0, 1.0, 3.0], [1.0, 3.0, 3.0, 3.0, 3.0]),
+    ],
+)
+def test_the_nearest_rising_values(values: list[float], want: list[float]) -> None:
+    assert rising(values) == pytest.approx(want)
