@@ -177,6 +177,7 @@ _EVIDENCE_LIMIT = 6.0
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
+_LEAST_HOPE = 1.1  # of plain decoding's speed, were every token accepted
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
@@ -281,6 +282,7 @@ class ExpectedGain:
     Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
     gains of its rows together exceed the price, which all of them pay.
 
+    Where drafts would gain less than a tenth even if every token were accepted, it never drafts.
     Where no draft is expected to gain, it decodes plainly and probes with a draft now and then:
     again at once after a probe that paid, half as often after one that did not. The first round is
     such a probe. The same holds, whatever is expected, while a row is behind plain decoding by more
@@ -299,6 +301,8 @@ class ExpectedGain:
             for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
         ]
         self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
+        rates = [(drafted + 1) / cost for drafted, cost in enumerate(self._round_costs)]
+        self._longest = max_draft_length if max(rates) >= _LEAST_HOPE else 0
         self.reset(1)
 
     def reset(self, rows: int) -> None:
@@ -318,7 +322,7 @@ class ExpectedGain:
             self._end_round()
         self._round.rows.append(row)
         state = self._rows[row]
-        state.limit = min(allowed, self.max_draft_length)
+        state.limit = min(allowed, self._longest)
         state.survival = 1.0
         state.bins.clear()
         return state.limit

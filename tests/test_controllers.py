@@ -346,6 +346,27 @@ def test_expected_gain_looks_past_a_jump_of_the_verify_cost() -> None:
     assert controller.limit(0, 1) == 0
 
 
+@pytest.mark.parametrize(
+    ("costs", "drafts"),
+    [
+        (CostTable(0.95, (1.0, 1.03, 1.1)), False),  # 2 tokens for 1.98 steps, 3 for 3.0
+        (CostTable(0.85, (1.0, 1.0)), True),  # 13 tokens for 11.2 steps
+        (CostTable(0.2, (1.0, 2.0, 3.0)), False),  # d + 1 tokens for 1.2 d + 1 steps
+        (CostTable(0.2, (1.0, 1.7, 1.7)), True),
+    ],
+)
+def test_expected_gain_does_not_even_probe_what_cannot_gain_a_tenth(
+    costs: CostTable, drafts: bool
+) -> None:
+    controller = Alone(costs)
+    most = 0
+    for _ in range(50):
+        limit = controller.limit(0, 20)
+        most = max(most, limit)
+        controller.update(0, min(limit, 1), min(limit, 1))
+    assert (most > 0) == drafts
+
+
 def test_expected_gain_turns_off_and_probes_ever_more_rarely() -> None:
     controller = Alone(CostTable(0.6, (1.0,)))
     controller.reset(1)
