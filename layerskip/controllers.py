@@ -177,7 +177,7 @@ _EVIDENCE_LIMIT = 6.0
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
-_LEAST_HOPE = 1.1  # of plain decoding's speed, were every token accepted
+_HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
@@ -282,7 +282,8 @@ class ExpectedGain:
     Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
     gains of its rows together exceed the price, which all of them pay.
 
-    Where drafts would gain less than a tenth even if every token were accepted, it never drafts.
+    Where drafts would gain less than a twentieth if nine tokens of ten were accepted, it never
+    drafts.
     Where no draft is expected to gain, it decodes plainly and probes with a draft now and then:
     again at once after a probe that paid, half as often after one that did not. The first round is
     such a probe. The same holds, whatever is expected, while a row is behind plain decoding by more
@@ -301,8 +302,9 @@ class ExpectedGain:
             for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
         ]
         self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
-        rates = [(drafted + 1) / cost for drafted, cost in enumerate(self._round_costs)]
-        self._longest = max_draft_length if max(rates) >= _LEAST_HOPE else 0
+        length = optimal_draft_length(_HOPE, costs, max_draft_length)
+        hope = expected_tokens(_HOPE, length) / self._round_costs[length]
+        self._longest = max_draft_length if hope >= _LEAST_GAIN else 0
         self.reset(1)
 
     def reset(self, rows: int) -> None:

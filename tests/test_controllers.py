@@ -349,13 +349,13 @@ def test_expected_gain_looks_past_a_jump_of_the_verify_cost() -> None:
 @pytest.mark.parametrize(
     ("costs", "drafts"),
     [
-        (CostTable(0.95, (1.0, 1.03, 1.1)), False),  # 2 tokens for 1.98 steps, 3 for 3.0
-        (CostTable(0.85, (1.0, 1.0)), True),  # 13 tokens for 11.2 steps
-        (CostTable(0.2, (1.0, 2.0, 3.0)), False),  # d + 1 tokens for 1.2 d + 1 steps
-        (CostTable(0.2, (1.0, 1.7, 1.7)), True),
+        (CostTable(0.85, (1.0, 1.0)), False),  # 1.9 tokens for 1.85 steps, 2.71 for 2.7
+        (CostTable(0.75, (1.0, 1.0)), True),  # 1.9 for 1.75
+        (CostTable(0.2, (1.0, 2.0, 3.0)), False),  # 1.9 for 2.2
+        (CostTable(0.2, (1.0, 1.7, 1.7)), True),  # 2.71 for 2.1
     ],
 )
-def test_expected_gain_does_not_even_probe_what_cannot_gain_a_tenth(
+def test_expected_gain_does_not_even_probe_what_can_hardly_gain(
     costs: CostTable, drafts: bool
 ) -> None:
     controller = Alone(costs)
