@@ -270,8 +270,11 @@ def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
     assert json.loads(result.stdout.splitlines()[-1])["passed"] is False
 
 
-def test_demo_shows_the_same_text_and_why(folder):
-    flags = ("--exit-layer", 3, "--max-new-tokens", 8)
+@pytest.mark.parametrize("draft_cost", [0.2, 0.9])
+def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
+    costs = {"draft": draft_cost, "verify": [1.0, 1.1, 1.2]}
+    replace(SkipConfig.early_exit(3), costs=costs).save(tmp_path / "skip.json")
+    flags = ("--skip", tmp_path / "skip.json", "--max-new-tokens", 8)
     result = run("demo", folder, *flags, "--json", columns=60)
     found = document(result)
     assert found["passed"] is found["identical"] is True
@@ -279,10 +282,12 @@ def test_demo_shows_the_same_text_and_why(folder):
     assert found["tokens_per_second"].keys() == {"transformers", "plain", "self"}
     assert found["threads"] == 1
     assert "best of 3 on 1 CPU thread\n" in result.stdout
-    assert found["bound"] == pytest.approx(1 / found["draft_cost"])
+    assert found["draft_cost"] == draft_cost
+    assert found["bound"] == pytest.approx(1 / draft_cost)
     assert found["predicted_speedup"] > 0
     same = "3 prompts gives the same 24 tokens: yes"
-    for words in (same, "acceptance rate", "no draft beats 1/c"):
+    drafting = "acceptance rate" if draft_cost < 0.5 else "turned itself off"
+    for words in (same, drafting, "no draft beats 1/c"):
         assert words in result.stdout
     shown = result.stdout.rpartition("The same text?")[2].splitlines()[:-1]
     assert max(map(len, shown)) <= 60
