@@ -28,7 +28,7 @@ LARGEST_STREAMED = 2 << 20
 """Bytes of a matrix up to which it may be streamed: it has to fit a core's cache."""
 SMALLEST_MODEL = 8 << 20
 """Bytes of all matrices from which on they do not stay in cache between two passes."""
-_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; of more there is compute to do
+_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last stands for all larger
 _SWEEPS = 3
 _SAMPLE = 32 << 20  # bytes of each shape from which on no further matrix is timed
 _LARGEST_TIMED = 128 << 20  # bytes of a matrix; of larger ones the first rows
