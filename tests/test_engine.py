@@ -116,8 +116,9 @@ def test_cache_after_every_round_equals_a_fresh_prefill(
 ) -> None:
     model = lively_model(family)
     text = greedy_text(model, LENGTHS, 5)
-    # the library's eager attention has a float32 softmax, whatever the dtype of the model
-    tolerance = 1e-5 if family == "gemma2" else 1e-9
+    # the library's eager attention has a float32 softmax, whatever the dtype of the model, and its
+    # norms are float32, in which compiled code may round otherwise than the prefill did
+    tolerance = 1e-5 if family == "gemma2" or execution == "compiled" else 1e-9
     rejected = ended_early = False
     for asked, controller in (
         (request(new_tokens=14, eos=frozenset({text[1][4]})), Erratic()),
