@@ -18,7 +18,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/pytest
 
-# Measures anew, about eleven minutes on a quiet core; a target alone goes on where it stopped:
+# Measures anew, about twelve minutes on a quiet core; a target alone goes on where it stopped:
 # `make runs/benchmark/demo-llama-greedy.jsonl`.
 benchmark: .venv/installed
 	rm -f $(SAMPLED) $(GREEDY)
