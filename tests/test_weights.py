@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cost_records import cost_record
-from models import FAMILIES, prompt, tiny_model
+from models import FEW_FAMILIES, prompt, tiny_model
 from test_fused import assert_agree
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -48,7 +48,7 @@ def decode(model: Any, decoding: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("way", [weights.streamed, weights.onednn])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_joined_weights_compute_the_same_in_every_way(family, way, monkeypatch):
     dtype = torch.float64
     if way is weights.onednn:
