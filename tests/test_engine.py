@@ -367,7 +367,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
     llama: Any, sample: bool, rejection: bool
 ) -> None:
     ended = 0
-    for end in range(0, VOCABULARY, 5):
+    for end in range(0, VOCABULARY, 9):
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
