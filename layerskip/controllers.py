@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from layerskip.speculation import CostTable, expected_tokens, optimal_draft_length
+from layerskip.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
 
 
 class Controller(Protocol):
@@ -303,7 +303,7 @@ class ExpectedGain:
         ]
         self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
         length = optimal_draft_length(_HOPE, costs, max_draft_length)
-        hope = expected_tokens(_HOPE, length) / self._round_costs[length]
+        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self._longest = max_draft_length if hope >= _LEAST_GAIN else 0
         self.reset(1)
 
