@@ -34,17 +34,19 @@ class ChainCache(RowCache):
         super().__init__(rows, self.known + steps * self.group, known.windows)
         self.count = self.group
         self.in_step = False
-        self.places = starts
 
     def advance(self, step: int) -> None:
         """Say that the next pass feeds token `step` of every chain."""
         self.start = self.known + step * self.group
         self.end = self.start + self.group
-        self.places = self.starts + step
 
     def placed(self, device: Any) -> Tensor:
         """The places of the tokens fed next, for the rotary angles, (B, G)."""
-        return self.places.to(device)
+        return (self.starts + self._fed() - 1).to(device)
+
+    def _fed(self) -> int:
+        """Tokens of each chain so far, the one fed next included."""
+        return (self.end - self.known) // self.group
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -96,14 +98,14 @@ class ChainCache(RowCache):
 
     def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
         """Additive attention mask, (B, 1, G, end): 0 where a chain sees a slot."""
-        steps = (self.end - self.known) // self.group
+        steps = self._fed()
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
         slots = torch.arange(self.known, device=device)  # (S,)
         text = slots < starts  # (B, G, S)
         alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
         own = alone.repeat(1, steps)  # (G, steps G)
         if window is not None:
-            place = starts + steps - 1  # (B, G, 1) of the token fed now
+            place = self.placed(device)[:, :, None]  # (B, G, 1)
             text = text & (slots > place - window)
             ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
             own = own & (ages < window)
