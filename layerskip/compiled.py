@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.cache import RowCache, additive_mask
-from layerskip.fused import Angles, Attention, Block
+from layerskip.fused import Attention, Block, gathered
 
 Function = Callable[..., Tensor]
 
@@ -218,10 +218,7 @@ def _pass(
     tables: dict[str, tuple[Tensor, Tensor]],  # (1, 1, S, R) each
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
-    rope = {
-        kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])  # (B, 1, T, R)
-        for kind, (cos, sin) in tables.items()
-    }
+    rope = gathered(tables, slots)
     masks: dict[int | None, Tensor] = {}
     buffers = iter(zip(keys, values, strict=True))
     for block in blocks:

@@ -252,11 +252,7 @@ class Rotary:
     def at(self, cache: Cache) -> dict[str, Angles]:
         """The angles at the positions of the pass the cache is placed for."""
         if not cache.in_step:
-            index = cache.placed(next(iter(self.tables.values()))[0].device)
-            return {
-                kind: Angles(cos[0, 0, index][:, None], sin[0, 0, index][:, None])
-                for kind, (cos, sin) in self.tables.items()
-            }
+            return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
         if self._as_matrix and cache.count == 1:
             return {
                 kind: Angles(
@@ -269,6 +265,14 @@ class Rotary:
             kind: Angles(cos[:, :, window], sin[:, :, window])
             for kind, (cos, sin) in self.tables.items()
         }
+
+
+def gathered(tables: Mapping[str, tuple[Tensor, Tensor]], slots: Tensor) -> dict[str, Angles]:
+    """Of (cos, sin) of all positions, each (1, 1, S, R), those at slots (B, T), (B, 1, T, R)."""
+    return {
+        kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
+        for kind, (cos, sin) in tables.items()
+    }
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
