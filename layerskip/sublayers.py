@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from layerskip import compiled, fused
 from layerskip.cache import RowCache
 from layerskip.vocabulary import TrimmedHead, spread, trimmed_head
-from layerskip.weights import Function, best_linear, compilable, matrices, plain
+from layerskip.weights import Function, Linear, best_linear, compilable, matrices, plain
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused", "compiled")
@@ -187,7 +187,11 @@ class Sublayers:
         self.execution = self._resolve(execution, kind)
         if join is not None and self.execution != "modules":
             join(model)
-        self._linear = best_linear(matrices(model)) if self.execution != "modules" else plain
+        self._linear: Linear = plain
+        if self.execution == "compiled":
+            self._linear = compilable
+        elif self.execution == "fused":
+            self._linear = best_linear(matrices(model))
         self.blocks: tuple[Block, ...] = tuple(
             block
             for layer, window, kind in zip(self.layers, self.windows, self.layer_types, strict=True)
@@ -202,7 +206,7 @@ class Sublayers:
         self._capped = _softcap(config.final_logit_softcapping if self.family.softcap else None)
         self._compiled: compiled.Compiled | None = None
         if self.execution == "compiled":
-            whole = _in_turn(fused.head(model, compilable), self._capped)
+            whole = _in_turn(self._head, self._capped)
             blocks: dict[Hashable, Any] = dict(enumerate(self.blocks))
             self._compiled = compiled.Compiled(model, blocks | {_HEAD: whole, _DRAFT_HEAD: whole})
 
@@ -229,11 +233,10 @@ class Sublayers:
         if self.execution == "modules":
             return self._attention(layer, window, kind), self._mlp(layer)
         sandwich = self.family.sandwich
-        linear = compilable if self.execution == "compiled" else self._linear
         attend: Any = fused.attention(
-            layer, window, kind, sandwich=sandwich, eager=self.eager, linear=linear
+            layer, window, kind, sandwich=sandwich, eager=self.eager, linear=self._linear
         )
-        return attend, fused.mlp(layer, sandwich=sandwich, linear=linear)
+        return attend, fused.mlp(layer, sandwich=sandwich, linear=self._linear)
 
     def _check_hooks(self) -> None:
         """Refuse hooks on modules that are opened up here and never called: they would be lost."""
@@ -418,7 +421,7 @@ class Sublayers:
         opened._draft_head = self.head_of(rows)
         opened.draft_vocabulary = len(tokens)
         if self._compiled is not None:
-            project = compilable(rows.weight, rows.bias)
+            project = self._linear(rows.weight, rows.bias)
             whole = partial(spread, tokens=rows.tokens, vocabulary=self.vocabulary)
             few = _in_turn(self._norm, project, self._capped, whole)
             opened._compiled = self._compiled.replaced(_DRAFT_HEAD, few)
