@@ -32,7 +32,7 @@ from layerskip.analysis.canvas import (
     new_figure,
 )
 from layerskip.analysis.runs import Run, ranges
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
 
 FEW_TOKENS = 10  # in a bin of confidences, below which its share is left out as noise
 

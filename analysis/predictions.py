@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 
 from layerskip.analysis.runs import Round, Run, rounds_of, typical
-from layerskip.analysis.tables import ALL, acceptance_of, ratio_of_totals
+from layerskip.analysis.tables import ALL, acceptance_of
 from layerskip.config import SkipConfig
-from layerskip.pricing import cost_table
-from layerskip.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
+from layerskip.costs.pricing import cost_table
+from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
 
 LONGEST = 16  # of the fixed draft lengths that the closed formula is asked about
 

@@ -33,8 +33,8 @@ from layerskip.analysis.runs import (
 )
 from layerskip.analysis.search_plots import search_plots
 from layerskip.analysis.search_tables import Search, load_searches
-from layerskip.records import redacted
-from layerskip.searches import holds_search
+from layerskip.files.records import redacted
+from layerskip.files.searches import holds_search
 
 MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""

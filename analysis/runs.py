@@ -15,8 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.records import read_run
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
+from layerskip.files.records import read_run
 
 PHASES = ("draft", "verify", "other")
 

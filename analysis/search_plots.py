@@ -38,7 +38,7 @@ from layerskip.analysis.canvas import (
 )
 from layerskip.analysis.model_plots import best_speedups
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
 
 OTHERS = 15  # trials on the skip map beside the finalists
 MANY = 200  # trials from which on points are small

@@ -17,7 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from layerskip.analysis.runs import labels_of, printable, ranges, slug_of
-from layerskip.searches import read_search
+from layerskip.files.searches import read_search
 
 PAYS = 1.005
 """Priced speedup up to which a trial counts as one whose draft was turned off."""

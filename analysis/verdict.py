@@ -14,6 +14,7 @@ import pandas as pd
 
 from layerskip.analysis import predictions, tables
 from layerskip.analysis.runs import Run, law_words, machine_words, typical
+from layerskip.costs.ratios import ratio_of_totals
 
 MUCH_REPEATED = 0.3  # share of repeated 4-grams above which drafts have it easy
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is flattered
@@ -149,9 +150,7 @@ def _faster_peers(run: Run, method: str, verdict: Verdict) -> list[str]:
             continue
         theirs = frame[frame["method"] == peer].set_index("unit")["total"]
         units = [unit for unit in ours.index if unit in theirs.index]
-        ratio, low, high = tables.ratio_of_totals(
-            ours.loc[units].to_numpy(), theirs.loc[units].to_numpy()
-        )
+        ratio, low, high = ratio_of_totals(ours.loc[units].to_numpy(), theirs.loc[units].to_numpy())
         if low > 1 or (math.isnan(low) and ratio > 1):
             faster.append(peer)
             interval = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         decode,
         generate,
     )
-    from layerskip.sublayers import UnsupportedModelError, fingerprint
+    from layerskip.model.sublayers import UnsupportedModelError, fingerprint
 
 __version__ = "0.1.0"
 
@@ -26,9 +26,9 @@ _HOME = {
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
     "SkipConfig": "layerskip.config",
-    "UnsupportedModelError": "layerskip.sublayers",
+    "UnsupportedModelError": "layerskip.model.sublayers",
     "decode": "layerskip.generation",
-    "fingerprint": "layerskip.sublayers",
+    "fingerprint": "layerskip.model.sublayers",
     "generate": "layerskip.generation",
 }
 

@@ -29,14 +29,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.controllers import Controller, make_controller
-from layerskip.costs import analytic, cost_table, stored
-from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, stream_key
-from layerskip.rounds import DecodingStats, Round
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers, fingerprint
-from layerskip.weights import hold, release
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import Controller, make_controller
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.model.weights import hold, release
+from layerskip.timing.tables import analytic, cost_table, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less

@@ -1,21 +1,15 @@
-"""A head of few rows: which tokens a draft should be able to draw, and their logits; no model.
+"""Which tokens a draft should be able to draw: the frequent ones; knows no model and no head.
 
-The head is the largest part of a short draft's cost, and few tokens make up most of any text: a
-draft that reads only the frequent tokens' rows costs less and proposes nearly the same (FR-Spec,
-arXiv 2502.14856). Nothing else changes: the other tokens' logits are -inf before the draft's law,
-the target has all of them, and accept rules do not ask where a draft comes from.
-Letters: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
+Few tokens make up most of any text: a draft that reads only the frequent tokens' rows of the head
+costs less and proposes nearly the same (FR-Spec, arXiv 2502.14856).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def ranked(
@@ -49,65 +43,3 @@ def ranked(
         raise ValueError(f"ends must be tokens in 0..{vocabulary - 1}, got {sorted(first)}")
     counts[first] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)
-
-
-class TrimmedHead:
-    """Some rows of an unembedding: their weight (n, H), bias (n,) or None, and tokens (n,).
-
-    Args:
-        head: the whole of it.
-        rows: which tokens: ids, whose rows are copied, or a slice, whose rows are only looked at.
-    """
-
-    def __init__(self, head: nn.Linear, rows: Sequence[int] | slice) -> None:
-        weight, bias = head.weight.detach(), head.bias
-        self.vocabulary = len(weight)
-        which: Any = rows
-        if not isinstance(rows, slice):
-            which = torch.tensor(sorted(rows), device=weight.device)
-        self.tokens = torch.arange(self.vocabulary, device=weight.device)[which]  # (n,)
-        self.weight = weight[which]  # (n, H)
-        self.bias = None if bias is None else bias.detach()[which]  # (n,)
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Logits of the rows (B, T, n) over the vocabulary, (B, T, V): -inf elsewhere."""
-        return spread(logits, self.tokens, self.vocabulary)
-
-
-def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Logits of some tokens (B, T, n) over all of a vocabulary, (B, T, V): -inf elsewhere."""
-    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
-    return whole.index_copy_(-1, tokens, logits)
-
-
-# Copies, by head and tokens, oldest first; they live as long as the head does.
-_Copies = dict[tuple[int, ...], tuple[Any, TrimmedHead]]
-_copies: weakref.WeakKeyDictionary[nn.Linear, _Copies] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
-    """Rows of a head, copied once and made anew when its weight has changed.
-
-    The copies of one head hold no more rows than it has itself; the oldest go first. A weight
-    that was changed unnoticed (through `.data`) makes for poor drafts until then, never for another
-    text.
-    """
-    with _lock:
-        kept = _copies.setdefault(head, {})
-        state = _state(head)
-        for known in [known for known, (made_of, _) in kept.items() if made_of != state]:
-            del kept[known]
-        if tokens not in kept:
-            while kept and sum(map(len, kept)) + len(tokens) > len(head.weight):
-                del kept[next(iter(kept))]
-            kept[tokens] = state, TrimmedHead(head, tokens)
-        return kept[tokens][1]
-
-
-def _state(head: nn.Linear) -> tuple[Any, ...]:
-    """What differs when a head's numbers are others, as far as can be told for nothing."""
-    return tuple(
-        (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype, part.device)
-        for part in head.parameters(recurse=False)
-    )

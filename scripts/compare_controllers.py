@@ -2,7 +2,7 @@
 
     python scripts/compare_controllers.py --split held-out
 
-Every prompt is decoded once and its drafts replayed from every place (`layerskip.search.replay`);
+Every prompt is decoded once and its drafts replayed from every place (`layerskip.replay.drafts`);
 the rounds of any controller, and of every fixed draft length, follow from that exactly. One given
 cost table prices them all, so that no clock's noise is in the comparison. The held-out prompts are
 the first 8 of each kind, those of the README's table; the others of the shipped file are for
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 import layerskip
+from layerskip.checkpoints import SHIPPED_PROMPTS, Loaded, encode, load
 from layerskip.config import SkipConfig
-from layerskip.controllers import CONTROLLERS, Controller, make_controller
-from layerskip.loading import SHIPPED_PROMPTS, Loaded, encode, load
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS, Controller, make_controller
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.search.exits import law_of
-from layerskip.search.replay import Replay, replay
-from layerskip.search.simulation import count_rounds, simulate
-from layerskip.search.trace import take_trace
-from layerskip.speculation import CostTable
+from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.exits import law_of
+from layerskip.replay.simulation import count_rounds, simulate
+from layerskip.replay.trace import take_trace
 
 EXITS = {"demo-llama": 3, "demo-gemma2": 12}
 HELD_OUT = 8  # prompts of each kind

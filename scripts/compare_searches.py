@@ -2,8 +2,8 @@
 
     python scripts/compare_searches.py demo-llama --temperature 0.8 --cost cost.json --cache known
 
-The cost record (of `layerskip.search.cost.measure`, say) is given, so that what a set is worth is a
-function of the set, whatever else the machine does. Sets are worth the same to all methods: the
+The cost record (of `layerskip.timing.sublayers.measure`, say) is given, so that what a set is
+worth is a function of the set, whatever else the machine does. Sets are worth the same to all methods: the
 expected speedup, or, where drafting would turn itself off, what the set is worth if it must draft.
 Every value goes to the cache at once: methods share it, and a run that was stopped goes on.
 """
@@ -25,16 +25,16 @@ import optuna
 import torch
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
+from layerskip.checkpoints import SHIPPED, SHIPPED_PROMPTS, Loaded, encode, load
 from layerskip.config import SkipConfig
 from layerskip.generation import end_tokens
-from layerskip.loading import SHIPPED, SHIPPED_PROMPTS, Loaded, encode, load
 from layerskip.prompts import Prompt, read_prompts
+from layerskip.replay.exits import law_of
+from layerskip.replay.trace import Trace, take_trace
 from layerskip.search import moves, seeds, study
-from layerskip.search.exits import law_of
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation
-from layerskip.search.trace import Trace, take_trace
 
 HELD_OUT = 4  # prompts of each kind that are left alone
 NEW_TOKENS = 64

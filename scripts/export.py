@@ -19,7 +19,7 @@ import torch
 from train import STEPS, build_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from layerskip import training
+from layerskip.training import recipes as training
 
 
 def load_run(folder: Path, name: str) -> tuple[PreTrainedModel, int]:

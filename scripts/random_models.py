@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from layerskip.laws import gumbel_noise, stream_key
-from layerskip.sublayers import Pass, Sublayers
+from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.model.sublayers import Pass, Sublayers
 
 _LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256,

@@ -24,20 +24,20 @@ from random_models import SHAPES, Dial, configuration, random_model
 from layerskip.analysis.predictions import predictions
 from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, typical
 from layerskip.analysis.tables import ALL
-from layerskip.benchmark import WARMUP_TOKENS, benchmark, device_clock
+from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Peer, Task
+from layerskip.bench.plans import make_header
+from layerskip.bench.runner import WARMUP_TOKENS, benchmark, device_clock
+from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.controllers import CONTROLLERS
+from layerskip.costs.pricing import cost_table, step_seconds
+from layerskip.costs.roofline import DecoderShape, bandwidth_limit
+from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.files.records import RunWriter
 from layerskip.generation import DEFAULT_CONTROLLER
-from layerskip.loading import DTYPES, Loaded
-from layerskip.methods import Batch, Clock, Decoded, Engine, Method, Peer, Task
-from layerskip.planning import make_header
-from layerskip.pricing import cost_table, step_seconds
+from layerskip.model.weights import hold
 from layerskip.prompts import Prompt
-from layerskip.records import RunWriter
-from layerskip.roofline import DecoderShape, bandwidth_limit
-from layerskip.search.cost import disturbed, measure
-from layerskip.search.exits import law_of
-from layerskip.weights import hold
+from layerskip.replay.exits import law_of
+from layerskip.timing.sublayers import disturbed, measure
 
 BUFFER = 2**30  # bytes that a bandwidth is read off, far more than any cache holds
 READS = 5

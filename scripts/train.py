@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from layerskip import training
+from layerskip.training import recipes as training
 
 STEPS = {"demo-llama": 1520, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}

@@ -16,18 +16,18 @@ import torch
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.analysis.tables import ratio_of_totals
-from layerskip.benchmark import Judge, device_clock, interleaved
+from layerskip.bench.methods import Batch, Engine, Task
+from layerskip.bench.runner import Judge, device_clock, interleaved
 from layerskip.config import SkipConfig
-from layerskip.costs import place
-from layerskip.methods import Batch, Engine, Task
+from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.speculation import CostTable
+from layerskip.replay.drafts import replay
+from layerskip.replay.simulation import count_rounds
+from layerskip.replay.trace import Trace
 from layerskip.search.objective import Choice, Objective, best_choice, choices, gain
-from layerskip.search.replay import replay
 from layerskip.search.sampler import claim
-from layerskip.search.simulation import count_rounds
 from layerskip.search.space import Space
-from layerskip.search.trace import Trace
-from layerskip.speculation import CostTable
+from layerskip.timing.tables import place
 
 CANDIDATES = 2
 """So many configs are replayed whole for each finalist wanted."""

@@ -20,20 +20,20 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from layerskip.benchmark import make_batches
+from layerskip.bench.methods import Task
+from layerskip.bench.runner import make_batches
 from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.speculation import speedup_bound
 from layerskip.generation import end_tokens
-from layerskip.methods import Task
-from layerskip.search import cost as costs
+from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.replay.exits import law_of
+from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.search import seeds, study
-from layerskip.search.exits import law_of
 from layerskip.search.finalists import Finalist, choose, confirm, predict, winner
 from layerskip.search.objective import Objective
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
-from layerskip.search.trace import DRAFT_LENGTH, Trace, take_trace
-from layerskip.speculation import speedup_bound
-from layerskip.sublayers import Sublayers, fingerprint
+from layerskip.timing import sublayers as costs
 
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
@@ -388,7 +388,7 @@ def search(
         max_new_tokens: of each text, at most.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
         seeds: configs of your own to try first, by name.
-        cost: what `layerskip.search.cost.measure` returned; measured by default.
+        cost: what `layerskip.timing.sublayers.measure` returned; measured by default.
         storage, study_name: where the trials are kept, and taken up again: a database URL, a
             journal file's path, or None for memory.
         finalists: how many drafts are replayed whole, and timed.

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.controllers import ExpectedGain
-from layerskip.pricing import cost_table, step_seconds
-from layerskip.search.following import Survival, follow_each
-from layerskip.search.replay import Replay
-from layerskip.search.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.costs.pricing import cost_table, step_seconds
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import ExpectedGain
+from layerskip.replay.drafts import Replay
+from layerskip.replay.following import Survival, follow_each
+from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.replay.trace import Trace
 from layerskip.search.study import Evaluation
-from layerskip.search.trace import Trace
-from layerskip.speculation import CostTable
 from layerskip.vocabulary import ranked
 
 THRESHOLDS = (0.4, 0.6, 0.8)
@@ -105,8 +105,8 @@ class Objective:
 
     Args:
         trace: of the target on calibration prompts.
-        cost: what `layerskip.search.cost.measure` returned. Its sizes of a trimmed head are those
-            of the draft vocabularies that are looked at, beside the whole one.
+        cost: what `layerskip.timing.sublayers.measure` returned. Its sizes of a trimmed head
+            are those of the draft vocabularies that are looked at, beside the whole one.
 
     Attributes:
         sizes: of draft vocabularies; None is the whole one.

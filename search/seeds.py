@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerskip.config import SkipConfig
-from layerskip.search.trace import Trace
-from layerskip.sublayers import Pass
+from layerskip.model.sublayers import Pass
+from layerskip.replay.trace import Trace
 
 from .space import Space
 

@@ -33,7 +33,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import SkipConfig
-from layerskip.records import redacted
+from layerskip.files.records import redacted
 
 from .sampler import SublayerSampler, claim, read_history
 from .space import Space

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from layerskip.speculation import CostTable, speedup
+from layerskip.costs.speculation import CostTable, speedup
 
 LENGTHS = range(1, 9)
 

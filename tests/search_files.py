@@ -8,7 +8,7 @@ from typing import Any
 import run_files
 from landscapes import LENGTHS, Landscape
 
-from layerskip.speculation import CostTable, speedup
+from layerskip.costs.speculation import CostTable, speedup
 
 STEP = 0.007  # seconds of one plain step
 

@@ -20,7 +20,6 @@ from matplotlib.text import Text
 from test_analysis_report import NASTY, Page
 from typer.testing import CliRunner
 
-from layerskip import cli
 from layerskip.analysis import (
     report,
     search_plots,
@@ -29,8 +28,9 @@ from layerskip.analysis import (
     write_report,
 )
 from layerskip.analysis.canvas import STYLE, new_figure
-from layerskip.searches import holds_search, read_search
-from layerskip.speculation import CostTable, speedup
+from layerskip.cli.main import main as cli
+from layerskip.costs.speculation import CostTable, speedup
+from layerskip.files.searches import holds_search, read_search
 
 
 def loaded(tmp_path, document):

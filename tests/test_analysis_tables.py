@@ -8,7 +8,8 @@ import run_files as made
 
 from layerskip.analysis import model_plots, predictions, tables
 from layerskip.analysis.runs import load_runs
-from layerskip.speculation import CostTable, optimal_draft_length, speedup
+from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup
 
 
 def run_of(tmp_path, lines, head=None):
@@ -89,16 +90,16 @@ def test_texts_of_one_token_have_no_decoding(tmp_path):
 
 def test_bootstrap_is_paired_and_seeded():
     slow, fast = np.array([1.0, 5.0, 9.0]), np.array([0.5, 2.5, 4.5])
-    assert tables.ratio_of_totals(slow, fast) == pytest.approx((2, 2, 2))  # paired: no spread
+    assert ratio_of_totals(slow, fast) == pytest.approx((2, 2, 2))  # paired: no spread
     draws = np.random.default_rng(1).uniform(1, 2, (2, 40))
-    ratio, low, high = tables.ratio_of_totals(*draws)
+    ratio, low, high = ratio_of_totals(*draws)
     assert low < ratio < high
-    assert tables.ratio_of_totals(*draws) == (ratio, low, high)
+    assert ratio_of_totals(*draws) == (ratio, low, high)
     # the normal interval of a ratio of means is close to the bootstrap's
     a, b = draws
     sd = np.std(a / b.mean() - ratio * b / b.mean()) / np.sqrt(40)
     assert (low, high) == pytest.approx((ratio - 1.96 * sd, ratio + 1.96 * sd), abs=0.3 * sd)
-    assert all(map(math.isnan, tables.ratio_of_totals(np.array([]), np.array([]))))
+    assert all(map(math.isnan, ratio_of_totals(np.array([]), np.array([]))))
 
 
 ROUNDS = made.rounds((2, 2, 3), (3, 1, 2), (0, 0, 1), (2, 0, 1), (2, 1, 1))

@@ -11,10 +11,10 @@ from test_engine import SKIPS, check_cache, decoder, play, request
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding
-from layerskip.cache import RowCache
-from layerskip.controllers import CONTROLLERS, Fixed
-from layerskip.engine import Decoder
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS, Fixed
+from layerskip.decoding.engine import Decoder
+from layerskip.model.cache import RowCache
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 SIZES = [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 5, 8))]
@@ -347,7 +347,7 @@ def test_prefill_in_chunks_is_the_prefill(
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.session.prefill()  # (B, V)
-    monkeypatch.setattr("layerskip.passes._CHUNK", chunk * 4)
+    monkeypatch.setattr("layerskip.decoding.passes._CHUNK", chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9

@@ -8,7 +8,16 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
-from layerskip.benchmark import (
+from layerskip.bench.methods import (
+    Batch,
+    Decoded,
+    Engine,
+    Peer,
+    Task,
+    early_exit_peer,
+    prompt_lookup_peer,
+)
+from layerskip.bench.runner import (
     Judge,
     benchmark,
     interleaved,
@@ -19,17 +28,8 @@ from layerskip.benchmark import (
     repeated_share,
 )
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.methods import (
-    Batch,
-    Decoded,
-    Engine,
-    Peer,
-    Task,
-    early_exit_peer,
-    prompt_lookup_peer,
-)
-from layerskip.records import RunWriter, key_of, read_run, read_unfinished
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
+from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished
 
 SKIP = SkipConfig.early_exit(3)
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from models import prompt, tiny_model
 
-from layerskip import engine
-from layerskip.checking import (
+from layerskip.bench.checks import (
     LEVEL,
     Comparison,
     Difference,
@@ -16,10 +15,11 @@ from layerskip.checking import (
     compare_coupled,
     compare_greedy,
 )
+from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.config import SkipConfig
-from layerskip.laws import TARGET, gumbel_noise
-from layerskip.lawtest import chi_square, draw_rounds
-from layerskip.passes import Session
+from layerskip.decoding import engine
+from layerskip.decoding.laws import TARGET, gumbel_noise
+from layerskip.decoding.passes import Session
 
 SKIP = SkipConfig.early_exit(3)
 PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]

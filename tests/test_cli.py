@@ -17,16 +17,19 @@ from checkpoints import save_checkpoint, tiny_tokenizer
 from models import tiny_model
 from typer.testing import CliRunner
 
-from layerskip import __version__, cli, demo, planning
+from layerskip import __version__
+from layerskip.bench import demo
+from layerskip.bench import plans as planning
+from layerskip.checkpoints import DTYPES
+from layerskip.cli.main import main as cli
+from layerskip.cli.terminal import Talk, TextStream
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.controllers import CONTROLLERS
-from layerskip.laws import stream_key
-from layerskip.loading import DTYPES
-from layerskip.passes import Session
-from layerskip.records import read_run, read_unfinished
-from layerskip.speculation import CostTable
-from layerskip.sublayers import EXECUTIONS
-from layerskip.terminal import Talk, TextStream
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.decoding.laws import stream_key
+from layerskip.decoding.passes import Session
+from layerskip.files.records import read_run, read_unfinished
+from layerskip.model.sublayers import EXECUTIONS
 
 PROMPT = "w5 w7 w96 w20"
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")

@@ -10,10 +10,12 @@ import torch
 from models import FAMILIES, lively_model, prompt, ragged, tiny_model
 from torch._dynamo.utils import counters
 
-from layerskip import SkipConfig, benchmark, compiled
+from layerskip import SkipConfig
+from layerskip.bench import runner as benchmark
+from layerskip.decoding.passes import Session
 from layerskip.generation import generate
-from layerskip.passes import Session
-from layerskip.sublayers import Sublayers
+from layerskip.model import compiled
+from layerskip.model.sublayers import Sublayers
 
 EXIT = SkipConfig.early_exit(3)
 HOLES = SkipConfig(attention=(2, 4), mlp=(3,))

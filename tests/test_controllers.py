@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from layerskip.controllers import (
+from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
+from layerskip.decoding.controllers import (
     CONTROLLERS,
     AdaptiveThreshold,
     Confidence,
@@ -21,7 +22,6 @@ from layerskip.controllers import (
     drafts_on,
     make_controller,
 )
-from layerskip.speculation import CostTable, draft_limit, optimal_draft_length, speedup
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 

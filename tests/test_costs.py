@@ -11,14 +11,14 @@ from models import lively_model, prompt, ragged
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
-from layerskip import costs
 from layerskip.config import SkipConfig
-from layerskip.costs import analytic, cost_table, measure
-from layerskip.engine import Request
-from layerskip.laws import Law, stream_key
-from layerskip.passes import Position, Session
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.engine import Request
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.passes import Position, Session
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing import tables as costs
+from layerskip.timing.tables import analytic, cost_table, measure
 
 SKIP = SkipConfig.early_exit(2).resolve(6)
 DRAFT, VERIFY = 3.0, {1: 10.0, 2: 12.0, 3: 14.0, 5: 15.0, 9: 19.0}

@@ -20,20 +20,20 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
-from layerskip.controllers import Confidence, Controller, Fixed
-from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, gumbel_noise, residual, stream_key
-from layerskip.search import drawing
-from layerskip.search import following as following_module
-from layerskip.search import replay as replay_module
-from layerskip.search import trace as trace_module
-from layerskip.search.drawing import NOTHING, Beside, Drawn, propose
-from layerskip.search.exits import agreement, exit_trace
-from layerskip.search.following import follow
-from layerskip.search.replay import Replay, astray, replay
-from layerskip.search.simulation import SimulatedRound, count_rounds, simulate
-from layerskip.search.trace import Trace, take_trace
-from layerskip.sublayers import Sublayers
+from layerskip.decoding.controllers import Confidence, Controller, Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, gumbel_noise, residual, stream_key
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay import drafts as replay_module
+from layerskip.replay import drawing
+from layerskip.replay import following as following_module
+from layerskip.replay import trace as trace_module
+from layerskip.replay.drafts import Replay, astray, replay
+from layerskip.replay.drawing import NOTHING, Beside, Drawn, propose
+from layerskip.replay.exits import agreement, exit_trace
+from layerskip.replay.following import follow
+from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
+from layerskip.replay.trace import Trace, take_trace
 
 LEVEL = 1e-6  # of every statistical test here
 LENGTH, NEW, TEXTS = 3, 16, 600

@@ -13,13 +13,13 @@ from models import FAMILIES, VOCABULARY, WINDOW, Erratic, lively_model, prompt, 
 from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
-from layerskip.controllers import Fixed
-from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, stream_key
-from layerskip.passes import Session
-from layerskip.rounds import Round
-from layerskip.speculation import draft_limit, round_sublayer_tokens
-from layerskip.sublayers import Sublayers
+from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.passes import Session
+from layerskip.decoding.rounds import Round
+from layerskip.model.sublayers import Sublayers
 
 SKIPS = {
     "early exit": SkipConfig.early_exit(4),

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
-from layerskip.laws import Law
-from layerskip.search import following as following_module
-from layerskip.search import replay as replay_module
-from layerskip.search.chains import ChainCache
-from layerskip.search.following import follow, follow_each
-from layerskip.search.replay import Replay, astray, replay
-from layerskip.search.simulation import count_rounds
-from layerskip.search.trace import Trace, take_trace
+from layerskip.decoding.laws import Law
+from layerskip.replay import drafts as replay_module
+from layerskip.replay import following as following_module
+from layerskip.replay.chains import ChainCache
+from layerskip.replay.drafts import Replay, astray, replay
+from layerskip.replay.following import follow, follow_each
+from layerskip.replay.simulation import count_rounds
+from layerskip.replay.trace import Trace, take_trace
 
 LENGTH = 6
 EOS = frozenset(range(5, 9))

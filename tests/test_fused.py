@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from models import FAMILIES, FEW_FAMILIES, WINDOW, prompt, tiny_model
 from torch import Tensor, nn
 
-from layerskip import fused
-from layerskip.sublayers import Pass, Sublayers
+from layerskip.model import lean as fused
+from layerskip.model.sublayers import Pass, Sublayers
 
 # Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
 # dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.

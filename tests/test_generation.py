@@ -33,10 +33,10 @@ from transformers import (
 import layerskip
 from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
 from layerskip.config import DecodingOptions
-from layerskip.controllers import Fixed
-from layerskip.costs import place as where
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import Fixed
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing.tables import place as where
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 SKIP = SkipConfig.early_exit(4)

@@ -13,80 +13,26 @@ import layerskip
 
 ROOT = Path(__file__).parents[1]
 
-# A file imports only from floors below its own; the words (0), and from the doors (5) upwards, also
-# from their own floor.
-# Every file has a line here. A name taken from `layerskip` itself counts as its home module.
-FLOORS = {
-    "layerskip.config": 0,
-    "layerskip.pricing": 0,
-    "layerskip.records": 0,
-    "layerskip.roofline": 0,
-    "layerskip.searches": 0,
-    "layerskip.speculation": 0,
-    "layerskip.weights": 0.5,  # below what reads them
-    "layerskip.cache": 1,
-    "layerskip.fused": 1,
-    "layerskip.compiled": 1.5,  # above what it compiles
-    "layerskip.laws": 1,
-    "layerskip.vocabulary": 1,
-    "layerskip.sublayers": 2,
-    "layerskip.controllers": 3,
-    "layerskip.passes": 3,
-    "layerskip.training": 3,
-    "layerskip.engine": 4,
-    "layerskip.rounds": 3,
-    "layerskip.benchmark": 5,
-    "layerskip.checking": 5,
-    "layerskip.costs": 5,
-    "layerskip.demo": 5,
-    "layerskip.environment": 5,
-    "layerskip.generation": 5,
-    "layerskip.lawtest": 5,
-    "layerskip.loading": 5,
-    "layerskip.methods": 5,
-    "layerskip.prompts": 5,
-    "layerskip.analysis": 6,  # and nothing but floor 0
-    "layerskip.analysis.canvas": 6,
-    "layerskip.analysis.columns": 6,
-    "layerskip.analysis.model_plots": 6,
-    "layerskip.analysis.page": 6,
-    "layerskip.analysis.plots": 6,
-    "layerskip.analysis.predictions": 6,
-    "layerskip.analysis.report": 6,
-    "layerskip.analysis.runs": 6,
-    "layerskip.analysis.search_plots": 6,
-    "layerskip.analysis.search_tables": 6,
-    "layerskip.analysis.search_verdict": 6,
-    "layerskip.analysis.tables": 6,
-    "layerskip.analysis.verdict": 6,
-    "layerskip.search": 6,
-    "layerskip.search.moves": 6,
-    "layerskip.search.sampler": 6,
-    "layerskip.search.seeds": 6,
-    "layerskip.search.space": 6,
-    "layerskip.search.study": 6,
-    "layerskip.search.cost": 6,
-    "layerskip.search.exits": 6,
-    "layerskip.search.replay": 6,
-    "layerskip.search.simulation": 6,
-    "layerskip.search.trace": 6,
-    "layerskip.search.chains": 6,
-    "layerskip.search.drawing": 6,
-    "layerskip.search.following": 6,
-    "layerskip.search.finalists": 6,
-    "layerskip.search.finding": 6,
-    "layerskip.search.objective": 6,
-    "layerskip.planning": 6,
-    "layerskip.terminal": 6,
-    "layerskip.flags": 6,
-    "layerskip.__main__": 7,
-    "layerskip.cli": 7,
-    "layerskip.benchmarking": 7,
-    "layerskip.searching": 7,
-    "layerskip.workers": 6,
-    "layerskip.measuring": 7,
-    "layerskip": 8,  # lazily
+# From the bottom: the packages (and single files) of every floor. A file imports from its own
+# package and from floors below; packages of one floor do not see each other.
+FLOORS: list[set[str]] = [
+    {"config", "prompts", "environment", "costs", "files"},  # words
+    {"model", "vocabulary"},
+    {"decoding", "training"},
+    {"timing"},
+    {"generation", "checkpoints"},  # doors
+    {"replay"},
+    {"bench"},
+    {"search"},
+    {"cli"},
+    {"__main__"},
+]
+# Within the words: what else there is of them that a room may use.
+WORDS = {
+    "config": {"files"},
+    "costs": {"config"},
 }
+ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
@@ -120,48 +66,89 @@ def _home(origin: str, name: str) -> str:
         return layerskip._HOME[name]
     if origin == "layerskip" and name == "__version__":
         return "layerskip.__version__"  # a constant, on no floor
-    return f"{origin}.{name}" if f"{origin}.{name}" in FLOORS else origin
+    return f"{origin}.{name}"
+
+
+def room(module: str) -> str:
+    """The package or single file that a module's full name lies in: what floors are made of."""
+    return module.removeprefix("layerskip").removeprefix(".").partition(".")[0]
+
+
+def allowed(module: str) -> set[str]:
+    """The rooms that a module may import from."""
+    own = room(module)
+    if own == "analysis":
+        return ANALYSIS
+    floor = next(index for index, rooms in enumerate(FLOORS) if own in rooms)
+    if floor == 0:
+        return {own} | WORDS.get(own, set())
+    doors = FLOORS[floor] if own in ("generation", "checkpoints") else {own}
+    below = set().union(*FLOORS[:floor])
+    return below | doors | ({"analysis"} if own == "cli" else set())
 
 
 def upward(source: str, module: str, *, is_package: bool = False) -> set[str]:
     """The imports that `module` may not make."""
-    ours = imported(source, module, is_package=is_package) & FLOORS.keys()
-    floor = FLOORS[module]
-    if module.startswith("layerskip.analysis"):
-        return {n for n in ours if FLOORS[n] > 0 and not n.startswith("layerskip.analysis")}
-    return {n for n in ours if FLOORS[n] > floor or (FLOORS[n] == floor and 0 < floor < 5)}
+    names = imported(source, module, is_package=is_package)
+    ours = {name for name in names if name.partition(".")[0] == "layerskip"}
+    ours.discard("layerskip.__version__")
+    return {name for name in ours if room(name) not in allowed(module)}
 
 
-def test_every_file_has_a_floor():
-    assert modules().keys() <= FLOORS.keys()
-    assert {"layerskip", "layerskip.config", "layerskip.search"} <= modules().keys()
+def test_every_room_has_a_floor():
+    rooms = {room(module) for module in modules()} - {"", "analysis"}
+    assert rooms == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(rooms)  # on one floor each
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
+@pytest.mark.parametrize("module", sorted(modules().keys() - {"layerskip"}))
 def test_no_upward_imports(module):
     path = modules()[module]
     is_package = path.name == "__init__.py"
     assert upward(path.read_text(encoding="utf-8"), module, is_package=is_package) == set()
 
 
+def test_no_two_packages_import_each_other():
+    edges = set()
+    for module, path in modules().items():
+        is_package = path.name == "__init__.py"
+        names = imported(path.read_text(encoding="utf-8"), module, is_package=is_package)
+        ours = {room(name) for name in names if name.startswith("layerskip.")}
+        edges |= {(room(module), other) for other in ours if other != room(module)}
+    rooms = {room for floor in FLOORS for room in floor} | {"analysis"}
+    both = {pair for pair in edges if pair[::-1] in edges and set(pair) <= rooms}
+    assert both == set()
+
+
+LAWS = "layerskip.decoding.laws"
+
+
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("layerskip.laws", "from layerskip.engine import Engine", {"layerskip.engine"}),
-        ("layerskip.laws", "import layerskip.engine as e", {"layerskip.engine"}),
-        ("layerskip.laws", "from . import engine", {"layerskip.engine"}),
-        ("layerskip.laws", "from .engine import Engine", {"layerskip.engine"}),
-        ("layerskip.laws", "from layerskip import generate", {"layerskip.generation"}),
-        ("layerskip.laws", "import layerskip", {"layerskip"}),
-        ("layerskip.laws", "def f():\n    import layerskip.cache", {"layerskip.cache"}),
-        ("layerskip.laws", "from layerskip.config import SkipConfig\nimport torch", set()),
-        ("layerskip.laws", "from layerskip import SkipConfig, __version__", set()),
-        ("layerskip.generation", "from layerskip.costs import measure", set()),
+        (LAWS, "from layerskip.timing.tables import place", {"layerskip.timing.tables.place"}),
+        (LAWS, "import layerskip.timing.tables as e", {"layerskip.timing.tables"}),
+        (LAWS, "from .. import generation", {"layerskip.generation"}),
+        (LAWS, "from ..generation import decode", {"layerskip.generation.decode"}),
+        (LAWS, "from layerskip import generate", {"layerskip.generation"}),
+        (LAWS, "from layerskip import bench", {"layerskip.bench"}),
+        (LAWS, "import layerskip", {"layerskip"}),
+        (LAWS, "def f():\n    import layerskip.search", {"layerskip.search"}),
+        (LAWS, "from layerskip.config import SkipConfig\nimport torch", set()),
+        (LAWS, "from layerskip import SkipConfig, __version__", set()),
+        (LAWS, "from .engine import Decoder", set()),
+        ("layerskip.model.lean", "from ..decoding import laws", {"layerskip.decoding.laws"}),
+        ("layerskip.generation", "from layerskip.timing.tables import measure", set()),
         ("layerskip.generation", "import layerskip.search", {"layerskip.search"}),
-        ("layerskip.search", "from ..cli import main", {"layerskip.cli"}),
-        ("layerskip.search", "from ..engine import Engine", set()),
-        ("layerskip.analysis", "from ..prompts import Prompt", {"layerskip.prompts"}),
+        ("layerskip.training.recipes", "from ..decoding import laws", {"layerskip.decoding.laws"}),
+        ("layerskip.bench.plans", "from ..search import space", {"layerskip.search.space"}),
+        ("layerskip.search", "from ..cli import main", {"layerskip.cli.main"}),
+        ("layerskip.search", "from .. import analysis", {"layerskip.analysis"}),
+        ("layerskip.search", "from ..bench import runner", set()),
+        ("layerskip.files.records", "from .. import config", {"layerskip.config"}),
+        ("layerskip.analysis", "from ..prompts import Prompt", {"layerskip.prompts.Prompt"}),
         ("layerskip.analysis", "from ..config import SkipConfig", set()),
+        ("layerskip.cli.report", "from layerskip.analysis import write_report", set()),
     ],
 )
 def test_the_check_catches_upward_imports(module, source, expected):
@@ -175,9 +162,11 @@ def third_party(module: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"layerskip"}
 
 
-def test_the_lowest_floor_needs_only_the_standard_library():
-    assert {m: third_party(m) for m in modules() if FLOORS.get(m) == 0 and third_party(m)} == {}
-    assert "torch" in third_party("layerskip.laws")
+def test_the_words_need_no_torch():
+    words = {m: third_party(m) for m in modules() if room(m) in FLOORS[0]}
+    assert words.pop("layerskip.environment") == {"torch"}  # asked when it is called
+    assert {module: names for module, names in words.items() if names - {"numpy"}} == {}
+    assert "torch" in third_party(LAWS)
 
 
 def test_every_third_party_import_is_a_declared_dependency():
@@ -217,7 +206,7 @@ def test_help_is_light():
 
 
 def test_the_check_catches_torch():
-    assert "torch" in loaded_by("-c", "import layerskip.laws")
+    assert "torch" in loaded_by("-c", f"import {LAWS}")
 
 
 def test_exports_come_from_their_homes():

@@ -8,10 +8,10 @@ from checkpoints import save_checkpoint, tiny_tokenizer
 from models import prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
+from layerskip.checkpoints import DTYPES, SHIPPED_PROMPTS, encode, load
 from layerskip.config import SkipConfig
-from layerskip.loading import DTYPES, SHIPPED_PROMPTS, encode, load
+from layerskip.model.sublayers import UnsupportedModelError
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.sublayers import UnsupportedModelError
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
 
 # Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
 # cache, activations and logits all are a 64th of what they are there
@@ -76,8 +76,8 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def _to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.passes._CHUNK", 512 // 8)
-    monkeypatch.setattr("layerskip.laws._BLOCK", 2**18 // 64)
+    monkeypatch.setattr("layerskip.decoding.passes._CHUNK", 512 // 8)
+    monkeypatch.setattr("layerskip.decoding.laws._BLOCK", 2**18 // 64)
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
@@ -121,7 +121,7 @@ def test_less_than_3_percent_beside_model_and_cache(model: Any, execution: str, 
 
 
 def test_a_prompt_in_one_piece_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.passes._CHUNK", 8 * PROMPT)
+    monkeypatch.setattr("layerskip.decoding.passes._CHUNK", 8 * PROMPT)
     assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
 
 

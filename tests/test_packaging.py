@@ -72,4 +72,4 @@ def test_wheel_holds_exactly_the_packages_and_the_models(tmp_path):
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
         entry_points = archive.read(f"{wheel.name.split('-py3')[0]}.dist-info/entry_points.txt")
     assert files == expected_files()
-    assert b"layerskip = layerskip.cli:main" in entry_points
+    assert b"layerskip = layerskip.cli.main:main" in entry_points

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.controllers import CONTROLLERS
-from layerskip.laws import gumbel_noise, stream_key
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.decoding.laws import gumbel_noise, stream_key
 from layerskip.prompts import read_prompts
-from layerskip.speculation import CostTable
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 NEW_TOKENS = 20

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCABULARY, Erratic, lively_model, ragged
 
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.controllers import CONTROLLERS
-from layerskip.speculation import CostTable
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 seen: Counter[str] = Counter()

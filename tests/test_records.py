@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from layerskip.records import RunWriter, key_of, read_run, read_unfinished, redacted
+from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished, redacted
 
 HEADER = {
     "kind": "header",
@@ -350,7 +350,7 @@ def test_a_killed_process_keeps_what_it_wrote(tmp_path):
     path = tmp_path / "new" / "run.jsonl"
     code = f"""
 import itertools, json, sys
-from layerskip.records import RunWriter
+from layerskip.files.records import RunWriter
 header, record = json.loads({json.dumps(json.dumps(HEADER))}), json.loads({
         json.dumps(json.dumps(RECORD))
     })

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from layerskip.roofline import DecoderShape, bandwidth_limit, ridge, verify_costs
-from layerskip.speculation import CostTable, optimal_draft_length, speedup
+from layerskip.costs.roofline import DecoderShape, bandwidth_limit, ridge, verify_costs
+from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup
 
 
 def shape(

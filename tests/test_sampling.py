@@ -27,11 +27,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip import engine
 from layerskip.config import SkipConfig
-from layerskip.controllers import Fixed
-from layerskip.engine import Decoder, Request
-from layerskip.laws import (
+from layerskip.costs.speculation import coupled_acceptance_bound
+from layerskip.decoding import engine
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import (
     ACCEPT,
     DRAFT,
     TARGET,
@@ -44,8 +45,7 @@ from layerskip.laws import (
     softmax_law,
     stream_key,
 )
-from layerskip.speculation import coupled_acceptance_bound
-from layerskip.sublayers import Sublayers
+from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6  # of every statistical test here
 

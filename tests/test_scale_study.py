@@ -15,8 +15,8 @@ from layerskip import SkipConfig
 from layerskip.analysis import report
 from layerskip.analysis.runs import Round, load_runs
 from layerskip.analysis.tables import acceptance_of, losslessness
-from layerskip.records import read_run
-from layerskip.roofline import DecoderShape
+from layerskip.costs.roofline import DecoderShape
+from layerskip.files.records import read_run
 
 PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,

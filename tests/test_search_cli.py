@@ -23,11 +23,11 @@ from cost_records import MACHINES
 from models import lively_model
 from test_cli import document, process, refused, run, warned
 
+from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
+from layerskip.files.searches import read_search
 from layerskip.search import finding, sampler
 from layerskip.search.objective import Objective
-from layerskip.searches import read_search
-from layerskip.terminal import Talk
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
 COST = MACHINES["reads weights"]

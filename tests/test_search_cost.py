@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import SuppressTokensLogitsProcessor
 
 from layerskip.config import SkipConfig
-from layerskip.laws import Law
-from layerskip.pricing import cost_table, step_seconds
-from layerskip.search import cost
-from layerskip.search.cost import disturbed, measure
-from layerskip.sublayers import Sublayers
-from layerskip.vocabulary import TrimmedHead
+from layerskip.costs.pricing import cost_table, step_seconds
+from layerskip.decoding.laws import Law
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing import sublayers as cost
+from layerskip.timing.sublayers import disturbed, measure
 
 LAYERS = 6
 HEAD, REST = 7.0, 2.0

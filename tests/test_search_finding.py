@@ -18,18 +18,18 @@ from cost_records import MACHINES, cost_record
 from models import lively_model, prompt
 
 import layerskip
-from layerskip.checking import _fingerprint
+from layerskip.bench.checks import _fingerprint
+from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.methods import Task
-from layerskip.pricing import cost_table
+from layerskip.costs.pricing import cost_table
+from layerskip.files.searches import read_search
+from layerskip.replay.drafts import replay
+from layerskip.replay.simulation import count_rounds
 from layerskip.search import SearchResult, finding, sampler, search
 from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
 from layerskip.search.objective import Choice, Objective
-from layerskip.search.replay import replay
-from layerskip.search.simulation import count_rounds
 from layerskip.search.space import Space
-from layerskip.searches import read_search
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]

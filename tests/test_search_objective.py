@@ -15,9 +15,11 @@ from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.laws import Law
+from layerskip.decoding.laws import Law
+from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.following import follow, follow_each
+from layerskip.replay.trace import Trace, take_trace
 from layerskip.search import objective as objective_module
-from layerskip.search.following import follow, follow_each
 from layerskip.search.objective import (
     TOLERANCE,
     Choice,
@@ -26,10 +28,8 @@ from layerskip.search.objective import (
     best_choice,
     choices,
 )
-from layerskip.search.replay import Replay, replay
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation
-from layerskip.search.trace import Trace, take_trace
 from layerskip.vocabulary import ranked
 
 SPACE = Space(kind="sublayer", num_layers=6, allow_ends=True)

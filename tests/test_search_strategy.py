@@ -18,7 +18,7 @@ import pytest
 from landscapes import Landscape, best_by_long_search
 from optuna.trial import TrialState
 
-from layerskip.records import redacted
+from layerskip.files.records import redacted
 from layerskip.search import moves, sampler, seeds, study
 from layerskip.search.moves import History
 from layerskip.search.space import Space

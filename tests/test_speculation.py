@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from layerskip.speculation import (
+from layerskip.costs.speculation import (
     CostTable,
     acceptance_rate,
     alpha_from_acceptance_rate,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.engine import Decoder, Request
-from layerskip.laws import Law, softmax_law, stream_key
-from layerskip.lawtest import Recorded, chi_square
+from layerskip.bench.lawtest import Recorded, chi_square
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, softmax_law, stream_key
 
 LEVEL = 1e-6
 ROWS = 6000
@@ -66,5 +66,5 @@ def test_what_was_thrown_away_tells_nothing_of_what_comes():
 
 
 def test_the_spy_would_find_a_reused_stream(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("layerskip.engine.stream_key", lambda key, start: key)
+    monkeypatch.setattr("layerskip.decoding.engine.stream_key", lambda key, start: key)
     assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL

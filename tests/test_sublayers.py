@@ -9,8 +9,8 @@ import torch
 from models import prompt, tiny_model
 
 from layerskip import LayerSkipDecoding, SkipConfig, fingerprint
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers, embed
+from layerskip.costs.speculation import CostTable
+from layerskip.model.sublayers import Sublayers, embed
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 

@@ -17,17 +17,17 @@ from transformers import (
 
 import layerskip
 from layerskip.config import SkipConfig
-from layerskip.controllers import CONTROLLERS, make_controller
-from layerskip.laws import Law
-from layerskip.search import replay as replay_module
-from layerskip.search import trace as trace_module
-from layerskip.search.drawing import NOTHING
-from layerskip.search.exits import agreement, best_exit, default_exits, exit_trace, what_if
-from layerskip.search.replay import Replay, replay
-from layerskip.search.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
-from layerskip.search.trace import Trace, take_trace
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import CONTROLLERS, make_controller
+from layerskip.decoding.laws import Law
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay import drafts as replay_module
+from layerskip.replay import trace as trace_module
+from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.drawing import NOTHING
+from layerskip.replay.exits import agreement, best_exit, default_exits, exit_trace, what_if
+from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
+from layerskip.replay.trace import Trace, take_trace
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))
 NEW, LENGTH = 24, 20

@@ -11,7 +11,7 @@ import torch
 from models import prompt, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from layerskip import training
+from layerskip.training import recipes as training
 
 SHIPPED = Path(training.__file__).parent / "models"
 FAMILIES = ["llama", "gemma", "gemma2"]

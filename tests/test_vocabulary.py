@@ -25,17 +25,19 @@ from torch import Tensor, nn
 from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig, vocabulary
-from layerskip.checking import _fingerprint, check
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.bench.checks import _fingerprint, check
+from layerskip.bench.lawtest import chi_square, draw_rounds
+from layerskip.bench.methods import Engine, Task
 from layerskip.config import DecodingOptions
-from layerskip.costs import analytic, cost_table, place, stored
-from layerskip.engine import Request
-from layerskip.laws import Law, softmax_law
-from layerskip.lawtest import chi_square, draw_rounds
-from layerskip.methods import Engine, Task
-from layerskip.speculation import CostTable
-from layerskip.sublayers import Sublayers
-from layerskip.vocabulary import TrimmedHead, ranked, trimmed_head
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.engine import Request
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.model import draft_head as vocabulary
+from layerskip.model.draft_head import TrimmedHead, trimmed_head
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing.tables import analytic, cost_table, place, stored
+from layerskip.vocabulary import ranked
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 SKIP = SkipConfig.early_exit(4)

@@ -14,9 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig, weights
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.model import weights
+from layerskip.model.sublayers import Sublayers
 from layerskip.search import search
-from layerskip.sublayers import Sublayers
 
 SKIP = SkipConfig.early_exit(2)
 
@@ -57,7 +58,7 @@ def test_joined_weights_compute_the_same_in_every_way(family, way, monkeypatch):
             pytest.skip("this torch has no oneDNN")
     model = tiny_model(family, dtype=dtype)
     modules = Sublayers(model, "modules")
-    monkeypatch.setattr("layerskip.sublayers.best_linear", lambda _: way)
+    monkeypatch.setattr("layerskip.model.sublayers.best_linear", lambda _: way)
     with joined(model):
         groups = list(weights._groups(model))
         assert len(groups) == (0 if family == "phi3" else 2 * len(model.model.layers))

@@ -1,0 +1,143 @@
+"""Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
+
+Many rounds of one draft token each are drawn on a stand-in of two sublayers that replies with the
+logits of target and draft at one position; a chi-square test compares what comes out with the
+target's law. Knows nothing of where the logits come from. Letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.model.cache import RowCache
+from layerskip.model.sublayers import Rotary
+
+DRAWS = 2048  # of each position and rule
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """Chi-square tests of emitted tokens against the target's law.
+
+    Attributes:
+        draws: rounds drawn at each recorded position.
+        p_values: two for each position, of a round's first token and of its bonus token.
+    """
+
+    draws: int
+    p_values: tuple[float, ...]
+
+    def passed(self, level: float) -> bool:
+        return min(self.p_values) * len(self.p_values) >= level
+
+
+class Recorded:
+    """Stands for a model whose draft and target laws are given: one layer, two sublayers.
+
+    Its attention does nothing, and its MLP, which the draft leaves out, turns the draft's logits
+    into the target's; so the engine runs its own rounds on it.
+
+    Args:
+        target, draft: raw logits, (V,).
+    """
+
+    SKIP = SkipConfig(mlp=(0,)).resolve(1)
+    num_layers, num_sublayers = 1, 2
+    execution = "modules"
+    eager = False
+    distinct_windows = ()
+
+    def __init__(self, target: Tensor, draft: Tensor) -> None:
+        self.table = torch.stack([draft, target])  # (2, V)
+        self.device = target.device
+
+    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
+        pass
+
+    def new_cache(self, rows: int, slots: int) -> RowCache:
+        return RowCache(rows, slots, ())
+
+    def rotary(self, slots: int, total: int) -> Rotary:
+        return Rotary({})
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.zeros_like(tokens)  # (B, T): 0 where the MLP has not run, else 1
+
+    def run(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
+        return hidden + 1 if 1 in sublayers else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden]  # (B, T, V)
+
+    def finish(
+        self, hidden: Tensor, step: Any, sublayers: Sequence[int], *, draft: bool = False
+    ) -> Tensor:
+        return self.logits(self.run(hidden, step, sublayers))
+
+
+def draw_rounds(
+    target: Tensor,
+    draft: Tensor,
+    *,
+    rejection: bool,
+    temperature: float = 1.0,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> tuple[list[int], list[int]]:
+    """Rounds of one draft token each on given laws, by the engine's own loop.
+
+    Args:
+        target, draft: raw logits at one position, (V,).
+        rejection: the rejection rule instead of coupled draws.
+
+    Returns:
+        The first emitted token of every round, and the bonus tokens of those that had one: both
+        follow the target's law.
+    """
+    law = Law([TemperatureLogitsWarper(temperature)], do_sample=True, rows=draws)
+    request = Request(
+        input_ids=torch.zeros(draws, 1, dtype=torch.long),
+        attention_mask=torch.ones(draws, 1, dtype=torch.long),
+        max_new_tokens=3,  # the prefill's token, then a round of up to two
+        law=law,
+        keys=[stream_key(seed, row) for row in range(draws)],
+        rejection=rejection,
+    )
+    recorded: Any = Recorded(target, draft)
+    decoder = Decoder(recorded, Recorded.SKIP, Fixed(1), request, max_draft_length=1)
+    rounds = decoder.rounds()
+    next(rounds)
+    emitted = next(rounds).tokens
+    return [tokens[0] for tokens in emitted], [tokens[1] for tokens in emitted if len(tokens) > 1]
+
+
+def chi_square(tokens: Sequence[int], law: Tensor) -> float:
+    """p-value of tokens drawn from a law (V,); cells that expect fewer than 5 are pooled."""
+    drawn = torch.tensor(tokens, dtype=torch.long)
+    counts = torch.bincount(drawn, minlength=len(law)).double()  # (V,)
+    if bool((counts[law == 0] > 0).any()):
+        return 0.0
+    expected = law.double().cpu() * len(tokens)  # (V,)
+    order = expected.argsort()
+    pooled = int((expected[order].cumsum(0) < 5).sum()) + 1  # the smallest, until they expect 5
+    pooled = max(pooled, int((expected < 5).sum()))
+    if pooled >= len(law):
+        return 1.0  # one cell: nothing to compare
+
+    def cells(values: Tensor) -> Tensor:
+        return torch.cat([values[order[:pooled]].sum()[None], values[order[pooled:]]])
+
+    seen, wanted = cells(counts), cells(expected)
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -1,0 +1,403 @@
+"""The ways to decode that a benchmark compares: this engine's and transformers' own; no clock.
+
+Each method decodes a batch of prompts and says when, by a clock that it is handed, the first tokens
+were out. What is asked for is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.rounds import Round
+from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, end_tokens, generate
+
+Clock = Callable[[], float]
+
+PEERS = ("generate", "generate-early-exit", "generate-prompt-lookup", "generate-assistant")
+KINDS = ("plain", "self", *PEERS)
+
+PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
+_ASSISTED = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together.
+
+    Attributes:
+        names: their ids; `numbers` their places among all prompts of the run.
+        category: of all of them.
+        input_ids, attention_mask: left-padded, (B, W).
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+    category: str | None
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every method is asked for.
+
+    `temperature`, `top_p` and `top_k` are of sampling; None leaves that one off.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    acceptance: str = "coupled"
+    seed: int = 0
+    execution: str = "auto"
+
+    @property
+    def law(self) -> dict[str, Any]:
+        """The header's `law`."""
+        names = ("temperature", "top_p", "top_k", "acceptance")
+        settings = {name: getattr(self, name) if self.do_sample else None for name in names}
+        return {"do_sample": self.do_sample, **settings, "seed": self.seed}
+
+    def arguments(self) -> dict[str, Any]:
+        """For any `generate()`."""
+        shared: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.do_sample,
+        }
+        if self.do_sample:
+            shared |= {
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "top_p": 1.0 if self.top_p is None else self.top_p,
+                "top_k": self.top_k or 0,
+            }
+        return shared
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a method made of a batch.
+
+    Attributes:
+        tokens: new tokens of every row, the one that ended it included, nothing behind it.
+        first: what the clock said when the first tokens were out.
+        first_tokens: how many that were, per row.
+        rounds: of this engine; None elsewhere.
+    """
+
+    tokens: list[list[int]]
+    first: float
+    first_tokens: list[int]
+    rounds: Sequence[Round] | None = None
+
+
+class Method(Protocol):
+    """One way to decode."""
+
+    name: str
+    kind: str
+    one_row: bool
+    """Whether it serves batches of one row only."""
+
+    def describe(self) -> dict[str, Any]:
+        """The header's entry."""
+
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        """Decode the batch; the same again for the same repeat.
+
+        Args:
+            max_new_tokens: another limit than the task's, for a warm-up.
+        """
+
+
+class Engine:
+    """This engine: plain decoding, or self-speculation where there is a skip config.
+
+    Args:
+        controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
+        draft: what the skip config is called.
+
+    Attributes:
+        costs: by batch size, what the controller decides with; without an entry it is measured
+            at the first call.
+        prices: the header's `costs`: by batch size, what was measured.
+    """
+
+    one_row = False
+
+    def __init__(
+        self,
+        model: Any,
+        task: Task,
+        name: str = "plain",
+        skip: SkipConfig | None = None,
+        *,
+        controller: str | None = None,
+        max_draft_length: int | None = None,
+        threshold: float | None = None,
+        draft: str | None = None,
+    ) -> None:
+        self.model = model
+        self.task = task
+        self.name = name
+        self.kind = "plain" if skip is None else "self"
+        self.skip = skip
+        stored = (skip and skip.decoding) or DecodingOptions()
+        self.controller = controller or stored.controller or DEFAULT_CONTROLLER
+        self.max_draft_length = max_draft_length or stored.max_draft_length
+        self.threshold = stored.threshold if threshold is None else threshold
+        self.draft = draft
+        self.costs: dict[int, CostTable] = {}
+        self.prices: dict[str, dict[str, Any]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        if self.skip is None:
+            return {"name": self.name, "kind": self.kind}
+        skip = self.skip.resolve(self.model.config.num_hidden_layers)
+        vocabulary = skip.draft_vocabulary
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "label": f"{skip_label(self.skip)}, {self.controller}",
+            "draft": self.draft,
+            "skip": self.skip.to_dict(),
+            "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
+            "num_kept": len(skip.kept()),
+            "prefix": skip.shared_prefix(),
+            "controller": self.controller,
+            "max_draft_length": self.max_draft_length,
+            "threshold": self.threshold,
+            "draft_vocabulary": vocabulary and len(vocabulary),
+            "costs": self.prices,
+        }
+
+    def use(self, rows: int, costs: CostTable) -> None:
+        """Let the controller decide with these costs in batches of so many rows.
+
+        Where the skip config brings costs, or the accept rule lets no clock decide, it keeps to
+        those, and these serve predictions only.
+        """
+        rejection = self.task.do_sample and self.task.acceptance == "rejection"
+        if self.skip is not None and self.skip.costs is None and not rejection:
+            self.costs[rows] = costs
+
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        limit = max_new_tokens or self.task.max_new_tokens
+        rounds = self.generate(batch, clock, max_new_tokens=limit).rounds
+        assert rounds is not None
+        assert rounds[0].times is not None
+        tokens = [[t for r in rounds for t in r.tokens[row]] for row in range(batch.rows)]
+        return Decoded(tokens, rounds[0].times[-1], [1] * batch.rows, rounds)
+
+    def generate(
+        self, batch: Batch, clock: Clock | None = None, **settings: Any
+    ) -> GenerationOutput:
+        """As a person would call it; a prompt's text depends on its number and the seed only."""
+        task = self.task
+        seeds = [task.seed + number for number in batch.numbers]
+        return generate(
+            self.model,
+            {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
+            **{
+                "skip": self.skip,
+                "controller": self.controller,
+                "max_draft_length": self.max_draft_length,
+                "threshold": self.threshold,
+                "acceptance": task.acceptance,
+                "enabled": self.skip is not None,
+                "seeds": seeds,
+                "execution": task.execution,
+                "costs": self.costs.get(batch.rows),
+                "clock": clock,
+                **task.arguments(),
+                **settings,
+            },
+        )
+
+
+class Peer:
+    """A way to decode that comes with transformers.
+
+    Args:
+        options: further arguments of its `generate()`.
+        config: what is set in `model.generation_config` during the call, where the library's early
+            exit looks for its settings.
+        details: the rest of the header's entry.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        task: Task,
+        kind: str = "generate",
+        name: str | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.task = task
+        self.kind = kind
+        self.name = name or kind
+        self.one_row = kind != "generate"
+        self.options = dict(options or {})
+        self.config = dict(config or {})
+        self.details = dict(details or {})
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, **self.details}
+
+    def decode(
+        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        width = batch.input_ids.shape[1]
+        first = _First(clock, width)
+        watch = {"streamer": first} if batch.rows == 1 else {"stopping_criteria": [first]}
+        if self.task.do_sample:
+            draw = random.Random(f"{self.task.seed}/{batch.numbers[0]}/{repeat}")
+            torch.manual_seed(draw.getrandbits(63))
+        arguments = self.task.arguments()
+        arguments["max_new_tokens"] = max_new_tokens or self.task.max_new_tokens
+        with _as_found(self.model, self.config):
+            sequences = self.model.generate(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                **arguments,
+                **self.options,
+                **watch,
+            )
+        rows = [self._ended(row) for row in sequences[:, width:].tolist()]
+        assert first.at is not None
+        return Decoded(rows, first.at, [min(first.tokens, len(row)) for row in rows])
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the first one that ends a row; behind it there is padding."""
+        ends = end_tokens(self.model)
+        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+        return tokens[: end + 1]
+
+
+class _First:
+    """Notes when the first new tokens are out, as a streamer or as a stopping criterion."""
+
+    def __init__(self, clock: Clock, width: int) -> None:
+        self.clock = clock
+        self.width = width
+        self.at: float | None = None
+        self.tokens = 0
+        self.prompt_seen = False
+
+    def put(self, tokens: Tensor) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+        elif self.at is None:
+            self.at = self.clock()
+            self.tokens = tokens.numel()
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self.at is None:
+            self.at = self.clock()
+            self.tokens = input_ids.shape[1] - self.width
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # (B,)
+
+
+@contextmanager
+def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of the model's generation config, and leave the model as it was."""
+    config = model.generation_config
+    before = {name: getattr(config, name) for name in settings}
+    base = getattr(model, model.base_model_prefix).config
+    layers = base.num_hidden_layers  # which the library's early exit changes, and loses on errors
+    for name, value in settings.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        base.num_hidden_layers = layers
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def early_exit_peer(
+    model: Any, task: Task, exit_layer: int, draft_length: int | None = None
+) -> Peer:
+    """transformers' early exit with its own defaults, or with drafts of exactly that length."""
+    config = model.generation_config
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    found = {name: getattr(config, name, None) for name in _ASSISTED}
+    own = {n: defaults.get(n) if value is None else value for n, value in found.items()}
+    name = "generate-early-exit"
+    if draft_length is not None:
+        own = dict(zip(_ASSISTED, (draft_length, "constant", 0.0), strict=True))
+        name = f"{name}-{draft_length}"
+    return Peer(
+        model,
+        task,
+        "generate-early-exit",
+        name,
+        options={"assistant_early_exit": exit_layer},
+        config=own,
+        details={
+            "exit_layer": exit_layer,
+            "num_assistant_tokens": own["num_assistant_tokens"],
+            "schedule": own["num_assistant_tokens_schedule"],
+            "threshold": own["assistant_confidence_threshold"],
+        },
+    )
+
+
+def prompt_lookup_peer(model: Any, task: Task, num_tokens: int = PROMPT_LOOKUP_TOKENS) -> Peer:
+    """transformers' drafts that are copied from the text so far."""
+    return Peer(
+        model,
+        task,
+        "generate-prompt-lookup",
+        options={"prompt_lookup_num_tokens": num_tokens},
+        details={"num_tokens": num_tokens},
+    )
+
+
+def assistant_peer(model: Any, task: Task, assistant: Any, name: str) -> Peer:
+    """transformers' drafts by a second model."""
+    return Peer(
+        model,
+        task,
+        "generate-assistant",
+        options={"assistant_model": assistant},
+        details={"assistant": name},
+    )
+
+
+def skip_label(skip: SkipConfig) -> str:
+    """A few words for a draft."""
+    label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
+    if skip.exit_layer is not None and not skip.attention and not skip.mlp:
+        label = f"exit {skip.exit_layer}"
+    vocabulary = skip.draft_vocabulary
+    return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

@@ -1,0 +1,420 @@
+"""The measuring loop: methods side by side on the same prompts, timed, compared, as records.
+
+Knows clocks and token ids; knows no files and no terminal: records are handed to a function. All
+methods decode a batch of prompts one after another, in an order that rotates from repeat to repeat,
+so that whatever else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.bench.checks import Difference, first_difference
+from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Task
+from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.files.records import Key
+from layerskip.generation import generate
+from layerskip.model.compiled import compile_seconds
+from layerskip.model.sublayers import Sublayers
+
+CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how long drafts get
+CALIBRATION_BATCHES = 3
+
+WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
+
+LOOP_TIMES = 3
+LOOP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One call of a method; `repeat` is negative in a warm-up, which ends sooner.
+
+    Attributes:
+        order: its place among the methods of this repeat.
+        seconds: of the whole call.
+        first: of them, until the first new tokens were out.
+        peak_memory: bytes above what was held before; None where the device does not tell.
+    """
+
+    method: Method
+    batch: Batch
+    repeat: int
+    order: int
+    decoded: Decoded
+    seconds: float
+    first: float
+    peak_memory: int | None
+
+
+def device_clock(device: torch.device) -> Clock:
+    """A clock in seconds that first waits for what the device has still to do."""
+    if device.type not in ("cuda", "mps"):
+        return time.perf_counter
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.mps.synchronize
+
+    def now() -> float:
+        wait()
+        return time.perf_counter()
+
+    return now
+
+
+def interleaved(
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    *,
+    repeats: int,
+    warmup: int,
+    now: Clock,
+    done: Container[Key] = (),
+    note: Callable[[str, float], None] = lambda _what, _share: None,
+) -> Iterator[Timed]:
+    """Run every method on every batch, warm-ups first; what is `done` is left out.
+
+    The garbage collector rests during a call, and torch's random numbers are afterwards what they
+    were. Methods that serve one row are left out of larger batches.
+    """
+    gpus = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
+    with _quiet_collector(), torch.random.fork_rng(devices=gpus):
+        for number, batch in enumerate(batches):
+            served = [method for method in methods if batch.rows == 1 or not method.one_row]
+            wanted = {
+                (method.name, repeat)
+                for method in served
+                for repeat in range(repeats)
+                if (method.name, batch.names, batch.rows, repeat) not in done
+            }
+            names = {name for name, _ in wanted}
+            for repeat in range(-warmup, repeats):
+                turn = (number + repeat) % len(served) if served else 0
+                for order, method in enumerate((*served[turn:], *served[:turn])):
+                    if (method.name, repeat) in wanted or (repeat < 0 and method.name in names):
+                        what = f"{', '.join(batch.names)}: {method.name}"
+                        note(what, (number + max(0, repeat) / repeats) / len(batches))
+                        yield _timed(method, batch, repeat, order, now)
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """What is there now is not looked at by the collections between the calls."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _timed(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> Timed:
+    """A call and its times, none of which went into compiling."""
+    while True:
+        compiling = compile_seconds()
+        timed = _once(method, batch, repeat, order, now)
+        if compile_seconds() == compiling:
+            return timed
+
+
+def _once(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> Timed:
+    device = batch.input_ids.device
+    held = 0
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+        start = now()
+        decoded = method.decode(batch, repeat, now, WARMUP_TOKENS if repeat < 0 else None)
+        seconds = now() - start
+    finally:
+        if enabled:
+            gc.enable()
+    peak = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
+    return Timed(method, batch, repeat, order, decoded, seconds, decoded.first - start, peak)
+
+
+def benchmark(
+    model: Any,
+    task: Task,
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    *,
+    repeats: int,
+    warmup: int,
+    write: Callable[[dict[str, Any]], None],
+    done: Container[Key] = (),
+    text: Callable[[Sequence[int]], str] | None = None,
+    now: Clock | None = None,
+    note: Callable[[str, float], None] = lambda _what, _share: None,
+) -> None:
+    """Measure, and hand over a record of every call as soon as it is there.
+
+    Args:
+        methods: plain decoding, every speedup's baseline, must be among them.
+        done: keys of records that are there already.
+        text: decodes tokens; texts are part of the records where it is given.
+        now: the clock; the device's by default.
+        note: told what is going on, and the share of it all that is done.
+    """
+    now = now or device_clock(batches[0].input_ids.device)
+    judge = Judge(model, task, methods)
+    for timed in interleaved(
+        methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, note=note
+    ):
+        judge.prepare(timed.batch)
+        if timed.repeat >= 0:
+            write(record_of(timed, judge, text))
+
+
+class Judge:
+    """Tells whether texts are as promised: near-ties from faults.
+
+    Greedy text of every method must be that of transformers' `generate()`, or of plain decoding
+    where that is not measured; coupled samples of this engine must be those of plain decoding.
+    Samples of other kinds follow the law, which no text can show. Where top-k or top-p are about
+    to cut a token or not, a difference counts as a fault: rounding may explain it, no score shows.
+    """
+
+    def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:
+        self.model = model
+        self.task = task
+        kinds = {method.kind: method for method in reversed(methods)}
+        self.reference = kinds["plain"]
+        if not task.do_sample:
+            self.reference = kinds.get("generate", self.reference)
+        self._batch: Batch | None = None
+        self._expected: list[list[int]] = []
+
+    def promised(self, method: Method) -> bool:
+        """Whether the method's text must be the reference's."""
+        coupled = self.task.acceptance == "coupled" and method.kind in ("plain", "self")
+        return coupled or not self.task.do_sample
+
+    def prepare(self, batch: Batch) -> None:
+        """Have the reference's text of the batch at hand, before anything is timed on it."""
+        if batch is not self._batch:
+            again = self.reference.decode(batch, 0, time.perf_counter)
+            self._batch, self._expected = batch, again.tokens
+
+    def differences(self, timed: Timed) -> list[Difference] | None:
+        """First differences from the reference, of the rows that differ; None: nothing promised."""
+        if not self.promised(timed.method):
+            return None
+        batch = timed.batch
+        self.prepare(batch)
+        opened = Sublayers(self.model, execution=self.task.execution)
+        found = []
+        for row, (expected, got) in enumerate(
+            zip(self._expected, timed.decoded.tokens, strict=True)
+        ):
+            prompt = batch.input_ids[row : row + 1]  # (1, W)
+            scores = partial(self._scores, batch, row)
+            _, difference = first_difference(opened, row, prompt, expected, got, scores)
+            if difference is not None:
+                found.append(difference)
+        return found
+
+    def _scores(self, batch: Batch, row: int, ids: Tensor) -> Tensor:
+        """What the token after the ids (1, W + n) is chosen by, (V,), from a fresh pass."""
+        mask = batch.attention_mask[row : row + 1]  # (1, W)
+        new = ids.shape[1] - mask.shape[1]
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.cat([mask, mask.new_ones(1, new)], dim=1),  # (1, W + n)
+        }
+        settings = {**self.task.arguments(), "max_new_tokens": 1, "output_scores": True}
+        if not self.task.do_sample:
+            # one step of the library's own, so that its processors speak too
+            out = self.model.generate(**inputs, **settings, return_dict_in_generate=True)
+            return out.scores[0][0]  # type: ignore[no-any-return]  # (V,)
+        out = generate(self.model, inputs, seed=0, execution=self.task.execution, **settings)
+        assert out.scores is not None
+        scores = out.scores[0][0]  # (V,)
+        key = stream_key(self.task.seed + batch.numbers[row], 0)
+        place = int(mask.sum()) + new
+        return scores + gumbel_noise([key], [place], len(scores), device=scores.device)[0]
+
+
+def record_of(
+    timed: Timed, judge: Judge, text: Callable[[Sequence[int]], str] | None = None
+) -> dict[str, Any]:
+    """The record of a call."""
+    batch, decoded = timed.batch, timed.decoded
+    seconds: dict[str, float | None] = {"total": timed.seconds, "first": timed.first}
+    seconds |= dict.fromkeys(("draft", "verify", "other"))
+    rounds = None
+    if decoded.rounds is not None:
+        after = decoded.rounds[1:]
+        marks = [round_.times for round_ in after if round_.times is not None]
+        draft = sum(drafted - start for start, drafted, _, _ in marks)
+        verify = sum(verified - drafted for _, drafted, verified, _ in marks)
+        # the rest of the rounds, and what the door does behind them
+        other = max(0.0, timed.seconds - timed.first - draft - verify)
+        seconds |= {"draft": draft, "verify": verify, "other": other}
+        rounds = {
+            "drafted": [list(round_.drafted) for round_ in after],
+            "accepted": [list(round_.accepted) for round_ in after],
+            "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],
+            "confidences": [[list(row) for row in round_.confidences] for round_ in after],
+        }
+    differences = judge.differences(timed)
+    record = {
+        "kind": "record",
+        "method": timed.method.name,
+        "prompts": list(batch.names),
+        "category": batch.category,
+        "batch_size": batch.rows,
+        "repeat": timed.repeat,
+        "order": timed.order,
+        "prompt_tokens": batch.attention_mask.sum(-1).tolist(),
+        "new_tokens": [len(tokens) for tokens in decoded.tokens],
+        "seconds": seconds,
+        "first_tokens": decoded.first_tokens,
+        "rounds": rounds,
+        "peak_memory": timed.peak_memory,
+        "repeated_4grams": [repeated_share(tokens) for tokens in decoded.tokens],
+        "loops": [loops(tokens) for tokens in decoded.tokens],
+        "equal": None
+        if differences is None
+        else [all(d.prompt != row for d in differences) for row in range(batch.rows)],
+        "differences": [
+            {
+                "row": difference.prompt,
+                "position": difference.position,
+                "margin": difference.margin if difference.margin < float("inf") else None,
+                "resolution": difference.resolution,
+                "near_tie": difference.near_tie,
+            }
+            for difference in differences or ()
+        ],
+    }
+    if text is not None:
+        record["texts"] = [text(tokens) for tokens in decoded.tokens]
+        record["prompt_texts"] = [
+            text(ids[mask.bool()].tolist())
+            for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+        ]
+    return record
+
+
+def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of the text's n-grams that occurred in it before; 0 where it has none."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the text ends by saying one thing over and over.
+
+    That is, in a block of any length said at least `LOOP_TIMES` times in a row, which take up at
+    least `LOOP_TOKENS` tokens.
+    """
+    text = list(tokens)
+    for period in range(1, len(text) // LOOP_TIMES + 1):
+        span = max(LOOP_TIMES * period, LOOP_TOKENS)
+        if span <= len(text) and text[-span:-period] == text[period - span :]:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------
+# Before the first timed call.
+
+
+def make_batches(
+    prompts: Sequence[tuple[str, str | None, Tensor]], sizes: Sequence[int], pad: int
+) -> tuple[list[Batch], list[str]]:
+    """Batches of every size, of prompts of one category in their order, left-padded.
+
+    Args:
+        prompts: name, category and token ids (1, T) of each.
+        pad: the token to fill up with.
+
+    Returns:
+        The batches, and words about prompts that are left over at a size.
+    """
+    by_category: dict[str | None, list[int]] = defaultdict(list)
+    for number, (_, category, _) in enumerate(prompts):
+        by_category[category].append(number)
+    batches, words = [], []
+    for size in sizes:
+        left = 0
+        for category, numbers in by_category.items():
+            left += len(numbers) % size
+            for start in range(0, len(numbers) - size + 1, size):
+                chosen = tuple(numbers[start : start + size])
+                ids = [prompts[number][2][0] for number in chosen]
+                width = max(map(len, ids))
+                batches.append(
+                    Batch(
+                        names=tuple(prompts[number][0] for number in chosen),
+                        numbers=chosen,
+                        category=category,
+                        input_ids=torch.stack(
+                            [torch.cat([r.new_full((width - len(r),), pad), r]) for r in ids]
+                        ),  # (B, W)
+                        attention_mask=torch.stack(
+                            [(torch.arange(width) >= width - len(r)).long() for r in ids]
+                        ).to(ids[0].device),  # (B, W)
+                    )
+                )
+        if left:
+            words.append(f"{left} prompts are left out at batch size {size}: they fill no batch")
+    return batches, words
+
+
+def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """A few batches of that size, of different categories where there are any."""
+    of_size = [batch for batch in batches if batch.rows == size]
+    step = max(1, len(of_size) // CALIBRATION_BATCHES)
+    return of_size[::step][:CALIBRATION_BATCHES]
+
+
+def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
+    """Measure what drafting costs, once, and give it to the method for all its calls."""
+    assert method.skip is not None
+    task = replace(method.task, acceptance="coupled")
+    for size in sorted({batch.rows for batch in batches}):
+        few = calibration(batches, size)
+        bare = Engine(method.model, task, skip=method.skip.bare())
+        measured = bare.generate(few[0], max_new_tokens=1)
+        assert measured.costs is not None
+        steps = []
+        for batch in few:
+            rounds = plain.generate(batch, now, max_new_tokens=_shorter(task)).rounds
+            steps += [r.times[-1] - r.times[0] for r in (rounds or [])[1:] if r.times is not None]
+        method.prices[str(size)] = {
+            **measured.costs.to_dict(),
+            "step_seconds": statistics.median(steps) if steps else None,
+        }
+        method.use(size, measured.costs)
+
+
+def mean_draft_length(method: Engine, batches: Sequence[Batch]) -> int:
+    """Tokens the method drafts in a round that drafts, on a few prompts, rounded; at least 1."""
+    if method.controller == "fixed" and method.max_draft_length is not None:
+        return method.max_draft_length
+    drafts = drafted = 0
+    for batch in calibration(batches, min(batch.rows for batch in batches)):
+        stats = method.generate(batch, max_new_tokens=_shorter(method.task)).stats
+        assert stats is not None
+        drafts += stats.num_drafts
+        drafted += stats.num_draft_tokens
+    return max(1, round(drafted / drafts)) if drafts else 1
+
+
+def _shorter(task: Task) -> int:
+    return min(task.max_new_tokens, CALIBRATION_TOKENS)

@@ -1,0 +1,171 @@
+"""From the name of a model to the model, its tokenizer and token ids; knows no decoding."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from layerskip.config import SkipConfig
+from layerskip.model.sublayers import FAMILIES, UnsupportedModelError
+from layerskip.prompts import Prompt
+
+SHIPPED = ("demo-llama", "demo-gemma2")
+"""Models that come with the package."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+_SHELF = Path(__file__).parent / "models"
+SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
+"""Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to decode, and what lies beside it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    folder: Path | None
+    """Where the checkpoint lies, if it is a folder of this machine."""
+
+    def skip_config(self) -> SkipConfig | None:
+        """The `layerskip.json` beside the checkpoint, if there is one."""
+        path = None if self.folder is None else self.folder / "layerskip.json"
+        return SkipConfig.load(path) if path is not None and path.exists() else None
+
+    def describe(self) -> str:
+        """Name, size, dtype and device in a few words."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"{self.name}: {parameters / 1e6:.1f}M parameters, {dtype}, {self.model.device}"
+
+
+def load(
+    name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+) -> Loaded:
+    """Load a causal language model and its tokenizer for decoding.
+
+    Args:
+        name: one of `SHIPPED`, a local folder with a checkpoint, or a Hugging Face Hub id.
+        device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
+        dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
+            on the CPU, where it is small and narrower types only make near-ties.
+        trust_remote_code: run code that comes with the checkpoint.
+
+    Raises:
+        ValueError: nothing by that name, a folder without a whole checkpoint, an unknown dtype, or
+            a device that is not there.
+        UnsupportedModelError: the architecture is not one this library serves.
+    """
+    place = _device(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype == "auto" and place.type == "cpu" and name in SHIPPED:
+        dtype = "float32"
+    folder = _folder(name)
+    source = name if folder is None else str(folder)
+    options = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        kind = config.model_type
+        if kind not in FAMILIES and not trust_remote_code:
+            raise UnsupportedModelError(
+                f"architecture {kind!r} is not supported; supported are the causal language "
+                f"models of {', '.join(sorted(FAMILIES))}"
+            )
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model, report = loading
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever goes wrong here is about the checkpoint
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        if folder is not None:
+            raise ValueError(f"cannot load the checkpoint in {folder}: {reason}") from error
+        raise ValueError(
+            f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
+            f"folder, {' and '.join(SHIPPED)}"
+        ) from error
+    # transformers fills what a checkpoint lacks with random numbers and only logs it
+    lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+    if lacking:
+        raise ValueError(
+            f"checkpoint {name!r} is not whole: {len(lacking)} weights are missing or of another "
+            f"shape, {lacking[0]} first"
+        )
+    model = model.to(place).eval()
+    if folder is not None and name in SHIPPED:
+        model.name_or_path = name  # what its skip config calls it, wherever it is installed
+    return Loaded(name, model, tokenizer, folder)
+
+
+def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
+    """Token ids of a prompt, (1, T); chat messages go through the tokenizer's chat template.
+
+    Raises:
+        ValueError: there is no chat template, or no token.
+    """
+    if prompt.messages is not None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"prompt {prompt.id} holds chat messages, and this model's tokenizer has no chat "
+                "template; give plain text as prompt"
+            )
+        ids = tokenizer.apply_chat_template(
+            list(prompt.messages), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    else:
+        ids = tokenizer(prompt.text)["input_ids"] if prompt.text else []
+    if not ids:
+        raise ValueError(f"prompt {prompt.id} is empty; give at least one token")
+    return torch.tensor([ids])  # (1, T)
+
+
+def unpadded(ids: Tensor) -> dict[str, Tensor]:
+    """Inputs for `generate()` of prompts (B, T) without padding.
+
+    Without a mask, the library takes a pad token in the prompt for padding.
+    """
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        there += ["mps"] if torch.backends.mps.is_available() else []
+        raise ValueError(
+            f"device must be auto or one that this torch can use ({', '.join(there)}), got {name!r}"
+        ) from error
+    return device
+
+
+def _folder(name: str) -> Path | None:
+    """The folder that a name means; None where it can only be a Hub id."""
+    if not name.strip():
+        raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
+    folder = _SHELF / name if name in SHIPPED else Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
+        return folder
+    if name in SHIPPED:
+        raise ValueError(f"the shipped model {name} is missing from this installation")
+    if folder.exists():
+        raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no folder {name}")
+    return None

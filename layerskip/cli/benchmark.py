@@ -1,0 +1,316 @@
+"""The benchmark command: from flags to methods and a header; knows how nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from layerskip.cli.options import (
+    MAX_NEW_TOKENS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    FixedSeed,
+    Model,
+    Quiet,
+    TrustRemoteCode,
+    first_of_each,
+    open_model,
+    to_json,
+    warn_idle,
+)
+from layerskip.cli.terminal import Talk, benchmark_table, decode_text
+from layerskip.config import SkipConfig
+from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.files.records import RunWriter, key_of, read_unfinished
+
+if TYPE_CHECKING:
+    from layerskip.prompts import Prompt
+
+DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
+NEED_A_DRAFT = {"self", "generate-early-exit"}  # kinds that need a draft of the model's own
+METHODS = (*DEFAULT_METHODS, "generate-assistant")
+
+
+def benchmark(
+    output: Annotated[
+        Path,
+        typer.Option(metavar="RUN.jsonl", help="Records; a file that is there is gone on with."),
+    ],
+    model: Model = "demo-llama",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Skip config, as JSON; repeatable.")
+    ] = None,
+    exit_layer: Annotated[
+        list[int] | None,
+        typer.Option(metavar="E", help="Draft with layers 0 to E-1; repeatable."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"What to measure, of {', '.join(METHODS)}; repeatable.  [default: all but the "
+            "last]",
+        ),
+    ] = None,
+    controller: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Of self, of {', '.join(CONTROLLERS)}; repeatable.  [default: expected-gain]",
+        ),
+    ] = None,
+    max_draft_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of controllers with a threshold.")
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Record exits and costs of the sublayers, too.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed ones before them.")] = 1,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="Repeatable.  [default: 1]")
+    ] = None,
+    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Sample instead of taking the likeliest token.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling; the model's setting, or off, if not given.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Of sampling; likewise.")] = None,
+    acceptance: Annotated[
+        Literal["coupled", "rejection"] | None,
+        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Second model, of generate-assistant.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Prompts of each category, at most.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of the CPU.  [default: PyTorch's]")
+    ] = None,
+    save_text: Annotated[
+        bool, typer.Option("--save-text", help="Keep prompts and texts in the records.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: FixedSeed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    execution: Execution = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure methods side by side on the same prompts: time, acceptance, and whether texts agree.
+
+    All run in one process, interleaved prompt by prompt. A run that was stopped goes on where it
+    was when it is started again with the same flags.
+    """
+    _check_names("--method", method, METHODS)
+    _check_names("--controller", controller, CONTROLLERS)
+    kinds = _kinds(method, assistant)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if not do_sample:
+        warn_idle({**sampling, "acceptance": acceptance}, "without --do-sample")
+    if trace and do_sample and acceptance == "rejection":
+        raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ValueError(f"--temperature must be positive and finite, got {temperature}")
+    given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
+    given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
+    if not kinds & NEED_A_DRAFT:
+        warn_idle({"skip": skip, "exit_layer": exit_layer}, "without --method self")
+    sizes = sorted(set(batch_size or [1]))
+    found = read_unfinished(output)
+    chosen = _prompts(model, prompts, limit)
+    talk = Talk(quiet)
+    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+
+    second = None
+    if "generate-assistant" in kinds and assistant is not None:
+        second = open_model(assistant, device, dtype, trust_remote_code, talk, quiet)
+
+    import torch
+
+    from layerskip.bench.methods import Task
+    from layerskip.bench.plans import Drafting, Plan, make_header
+    from layerskip.bench.runner import benchmark as measure
+    from layerskip.bench.runner import make_batches
+    from layerskip.checkpoints import encode
+    from layerskip.model.compiled import compile_seconds
+    from layerskip.model.sublayers import Sublayers
+
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        opened = Sublayers(loaded.model, execution=execution)
+        ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
+        lengths = [each.shape[1] for each in ids]
+        opened.check_lengths(lengths, max(lengths) + max_new_tokens)
+        triples = [(p.id, p.category, t) for p, t in zip(chosen, ids, strict=True)]
+        pad = loaded.tokenizer.pad_token_id
+        batches, words = make_batches(triples, sizes, 0 if pad is None else pad)
+        for line in words:
+            talk.say(line)
+        if not batches:
+            raise ValueError(
+                f"no {min(sizes)} prompts share a category; give more prompts or a smaller "
+                "--batch-size"
+            )
+        task = Task(
+            max_new_tokens,
+            do_sample,
+            **{k: _setting(loaded.model, k, v) if do_sample else None for k, v in sampling.items()},
+            acceptance=acceptance or "coupled",
+            seed=seed,
+            execution=execution,
+        )
+        plan = Plan(loaded, task, triples, batches, found, talk)
+        skips = plan.skips(given) if kinds & NEED_A_DRAFT else []
+        options = Drafting(controller or [None], max_draft_length, threshold)
+        methods = plan.methods(kinds, skips, options, second)
+        header = {
+            **make_header(loaded, opened, task, chosen, prompts),
+            "repeats": repeats,
+            "warmup": warmup,
+            "batch_sizes": sizes,
+            "methods": [each.describe() for each in methods],
+        }
+        with RunWriter(output, header, found) as writer:
+            done = {key_of(record) for record in found.records} if found else set()
+            if trace and not (found and found.traces):
+                writer.write(plan.trace)
+            if trace and not (found and found.costs):
+                writer.write(plan.sublayer_costs)
+            try:
+                measure(
+                    loaded.model,
+                    task,
+                    methods,
+                    batches,
+                    repeats=repeats,
+                    warmup=warmup,
+                    write=writer.write,
+                    done=done,
+                    text=(lambda tokens: decode_text(loaded.tokenizer, tokens))
+                    if save_text
+                    else None,
+                    note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
+                )
+            except KeyboardInterrupt:
+                talk.say(f"{output} keeps what was measured; the same command goes on with it")
+                raise
+    finally:
+        torch.set_num_threads(before)
+    talk.progress("")
+    summary = summarise(output)
+    print(benchmark_table(summary))
+    if compile_seconds():
+        talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
+    talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
+    if as_json:
+        print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
+    if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
+        talk.say("texts differ beyond rounding: look at the differences in the records")
+        raise typer.Exit(1)
+
+
+def _check_names(flag: str, given: Sequence[str] | None, allowed: Sequence[str]) -> None:
+    for name in given or ():
+        if name not in allowed:
+            raise ValueError(f"{flag} must be one of {', '.join(allowed)}, got {name!r}")
+
+
+def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
+    """The kinds of methods to measure; plain decoding always is one."""
+    kinds = set(given or DEFAULT_METHODS) | {"plain"}
+    if assistant is not None:
+        if given is None:
+            kinds.add("generate-assistant")
+        elif "generate-assistant" not in kinds:
+            warn_idle({"assistant": assistant}, "without --method generate-assistant")
+    elif "generate-assistant" in kinds:
+        raise ValueError("--method generate-assistant needs a second model; give --assistant MODEL")
+    return kinds
+
+
+def _prompts(model: str, path: Path | None, limit: int | None) -> list[Prompt]:
+    from layerskip.prompts import read_prompts
+
+    if path is not None:
+        return first_of_each(read_prompts(path), limit)
+    from layerskip.checkpoints import SHIPPED, SHIPPED_PROMPTS
+
+    if model not in SHIPPED:
+        raise ValueError(
+            f"--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line "
+            f"(only {' and '.join(SHIPPED)} come with prompts)"
+        )
+    return first_of_each(read_prompts(SHIPPED_PROMPTS), limit)
+
+
+def _setting(model: Any, name: str, given: float | None) -> Any:
+    return getattr(model.generation_config, name, None) if given is None else given
+
+
+def summarise(path: Path) -> list[dict[str, Any]]:
+    """The headline numbers of every method and batch size, as the report has them; JSON values."""
+    from layerskip.analysis.runs import load_runs
+    from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
+
+    (run,) = load_runs([path])
+    rates = {
+        (row["batch_size"], row["method"]): row["acceptance_rate"]
+        for row in acceptance(run).to_dict("records")
+        if row["category"] == "all"
+    }
+    texts = {row["method"]: row for row in losslessness(run).to_dict("records")}
+    repeats = {
+        row["method"]: row for row in repetition(run).to_dict("records") if row["category"] == "all"
+    }
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in speedup(run).to_dict("records"):
+        if row["category"] != "all":
+            continue
+        size, method = row["batch_size"], row["method"]
+        found = rows.setdefault(
+            (size, method),
+            {
+                "method": method,
+                "kind": run.methods[method]["kind"],
+                "batch_size": size,
+                "tokens_per_second": row["tokens_per_second"],
+                "speedups": {},
+                "acceptance_rate": _known(rates.get((size, method))),
+                "repeated_4grams": repeats[method]["repeated_4grams"],
+                "loops": repeats[method]["loops"],
+                **{name: texts[method][name] for name in _COMPARED},
+            },
+        )
+        found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
+    return list(rows.values())
+
+
+_COMPARED = ("compared", "equal", "near_ties", "faults")
+
+
+def _known(number: float | None) -> float | None:
+    """The number, or None where it is not one."""
+    return None if number is None or number != number else number

@@ -1,0 +1,78 @@
+"""The check command: is drafting lossless on this model and machine; every heavy import waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layerskip.cli.options import (
+    MAX_NEW_TOKENS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    ExitLayer,
+    FixedSeed,
+    Model,
+    Quiet,
+    Skip,
+    TrustRemoteCode,
+    given_skip,
+    need_skip,
+    open_model,
+    shipped_prompts,
+    to_json,
+)
+from layerskip.cli.terminal import Talk, check_table
+
+
+def check(
+    model: Model = "demo-llama",
+    skip: Skip = None,
+    exit_layer: ExitLayer = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
+    ] = None,
+    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 64,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: FixedSeed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    execution: Execution = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check on your model and machine that drafting changes nothing but the speed.
+
+    Greedy text against transformers' own; sampled text against plain decoding; tokens drawn by
+    both accept rules against the model's law; the cache; and the model, which must stay as it was.
+    """
+    from layerskip.prompts import read_prompts
+
+    given = given_skip(skip, exit_layer)
+    chosen = shipped_prompts(2) if prompts is None else read_prompts(prompts)
+    talk = Talk(quiet)
+    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    config = need_skip(given, loaded)
+
+    from layerskip.bench.checks import check as check_tokens
+    from layerskip.checkpoints import encode
+
+    report = check_tokens(
+        loaded.model,
+        [encode(loaded.tokenizer, each) for each in chosen],
+        config,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        execution=execution,
+        note=lambda text: talk.progress(f"checking: {text}"),
+    )
+    talk.progress("")
+    ids = [each.id for each in chosen]
+    print(check_table(report, ids, loaded.tokenizer))
+    if as_json:
+        print(to_json({"model": loaded.name, "seed": seed, **report.to_dict()}))
+    if not report.passed:
+        raise typer.Exit(1)

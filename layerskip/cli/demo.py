@@ -1,0 +1,169 @@
+"""The demo command: plain and self-speculative decoding side by side, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerskip.cli.options import (
+    MAX_NEW_TOKENS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    ExitLayer,
+    FixedSeed,
+    Model,
+    Quiet,
+    Skip,
+    TrustRemoteCode,
+    describe_skip,
+    given_skip,
+    need_skip,
+    open_model,
+    shipped_prompts,
+    to_json,
+    write_out,
+)
+from layerskip.cli.terminal import (
+    Talk,
+    TextStream,
+    decode_text,
+    differences,
+    title,
+    two_columns,
+    verdict,
+    why_table,
+    wrap,
+)
+from layerskip.config import SkipConfig
+
+if TYPE_CHECKING:
+    from layerskip.bench.demo import SideBySide
+
+
+_DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
+
+
+def demo(
+    model: Model = "demo-llama",
+    skip: Skip = None,
+    exit_layer: ExitLayer = None,
+    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: FixedSeed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    execution: Execution = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
+    given = given_skip(skip, exit_layer)
+    talk = Talk(quiet)
+    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    config = need_skip(given, loaded)
+
+    from layerskip.bench.checks import compare_coupled, compare_greedy
+    from layerskip.bench.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side
+    from layerskip.checkpoints import encode
+
+    prompts = shipped_prompts(2)
+    inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
+    timed = inputs[::2]  # one of each kind
+    print(title("Prompt, held out from training"))
+    print(prompts[0].text)
+    print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
+    with fitting_threads(loaded.model) as threads:
+        found = side_by_side(
+            loaded.model,
+            timed,
+            config,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            execution=execution,
+            streamer=TextStream(loaded.tokenizer, write_out),
+            note=talk.progress,
+        )
+        settings: dict[str, Any] = {"execution": execution}
+        sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
+        talk.progress("checking greedy text against transformers")
+        length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
+        greedy = compare_greedy(loaded.model, inputs, config, max_new_tokens=length, **settings)
+        talk.progress("checking sampled text against plain decoding")
+        coupled = compare_coupled(loaded.model, inputs, config, max_new_tokens=length, **sampling)
+    talk.progress("")
+    comparisons = [found.comparison, coupled, greedy]
+    passed = not any(comparison.faults for comparison in comparisons)
+    same = "yes" if found.identical else "no"
+    print(title("The same text?"))
+    total = sum(map(len, found.tokens))
+    print(f"plain decoding of {len(timed)} prompts gives the same {total} tokens: {same}")
+    rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
+    print(two_columns(rows))
+    ids = [each.id for each in prompts]
+    for comparison, names in zip(comparisons, (ids[::2], ids, ids), strict=True):
+        for line in differences(comparison, names, loaded.tokenizer):
+            print(wrap(line))
+    num_layers = loaded.model.config.num_hidden_layers
+    why = _why(found, config, num_layers)
+    print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
+    if threads is not None:
+        print(f"best of {REPEATS} on {threads} CPU thread{'s' if threads > 1 else ''}")
+    speed = found.tokens_per_second
+    print(
+        two_columns(
+            [
+                ("transformers generate", f"{speed['transformers']:.1f} tokens/s"),
+                ("plain, this engine", f"{speed['plain']:.1f} tokens/s"),
+                ("self-speculative", f"{speed['self']:.1f} tokens/s"),
+                ("speedup over plain", f"{why['speedup']:.2f}x"),
+                ("over generate", f"{speed['self'] / speed['transformers']:.2f}x"),
+            ]
+        )
+    )
+    print(title("Why?"))
+    print(why_table(why))
+    if as_json:
+        document = {
+            "model": loaded.name,
+            "passed": passed,
+            "identical": found.identical,
+            "seed": seed,
+            "temperature": TEMPERATURE,
+            "threads": threads,
+            "repeats": REPEATS,
+            "prompt": prompts[0].text,
+            "text": decode_text(loaded.tokenizer, found.tokens[0]),
+            "token_ids": found.tokens[0],
+            "new_tokens": len(found.tokens[0]),
+            "seconds": found.seconds,
+            "tokens_per_second": speed,
+            **why,
+            "greedy": greedy.to_dict(),
+            "coupled": coupled.to_dict(),
+        }
+        print(to_json(document))
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _why(found: SideBySide, skip: SkipConfig, num_layers: int) -> dict[str, Any]:
+    """The numbers behind the speedup, JSON values."""
+    stats, costs = found.stats, found.costs
+    drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
+    return {
+        "draft": describe_skip(skip, num_layers),
+        "speedup": found.tokens_per_second["self"] / found.tokens_per_second["plain"],
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_cost": None if costs is None else costs.draft,
+        "verify_tokens": drafted + 1,
+        "verify_cost": None if costs is None else costs.verify_cost(drafted + 1),
+        "bound": None if costs is None else 1 / costs.draft,
+        "predicted_speedup": found.predicted_speedup,
+    }

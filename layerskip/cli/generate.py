@@ -1,0 +1,201 @@
+"""The generate command: prompts continued, self-speculatively; every heavy import waits."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from layerskip.cli.options import (
+    MAX_NEW_TOKENS,
+    NO_SKIP,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    ExitLayer,
+    Model,
+    Quiet,
+    Seed,
+    Skip,
+    TrustRemoteCode,
+    given_skip,
+    open_model,
+    skip_config,
+    to_json,
+    warn_idle,
+    write_out,
+)
+from layerskip.cli.terminal import Talk, TextStream, decode_text, title
+
+if TYPE_CHECKING:
+    from layerskip.generation import GenerationOutput
+    from layerskip.prompts import Prompt
+
+
+def generate(
+    model: Model = "demo-llama",
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts: JSON lines, or text, one prompt a line."),
+    ] = None,
+    skip: Skip = None,
+    exit_layer: ExitLayer = None,
+    controller: Annotated[
+        Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
+        typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
+    ] = None,
+    max_draft_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of controllers with a threshold.")
+    ] = None,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")] = False,
+    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Sample instead of taking the likeliest token.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling; the model's setting if not given.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Of sampling; likewise. 0 is off.")
+    ] = None,
+    acceptance: Annotated[
+        Literal["coupled", "rejection"] | None,
+        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Write text as it comes.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: Seed = None,
+    trust_remote_code: TrustRemoteCode = False,
+    execution: Execution = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
+    prompts = _given_prompts(prompt, prompt_file)
+    given = given_skip(skip, exit_layer)
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ValueError(
+            f"--temperature must be positive and finite, got {temperature}; for the likeliest "
+            "tokens leave out --do-sample"
+        )
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    drafting: dict[str, Any] = {
+        "controller": controller,
+        "max_draft_length": max_draft_length,
+        "threshold": threshold,
+        "acceptance": acceptance,
+    }
+    if not do_sample:
+        warn_idle({**sampling, "acceptance": acceptance, "seed": seed}, "without --do-sample")
+    talk = Talk(quiet)
+    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    if no_draft:
+        warn_idle(drafting, "with --no-draft")
+    chosen = skip_config(given, loaded)
+    if chosen is None and not no_draft:
+        talk.say("decoding plainly, " + NO_SKIP.format(name=loaded.name))
+        warn_idle(drafting, "without a skip config")
+
+    from layerskip.checkpoints import encode, unpadded
+    from layerskip.generation import generate as generate_tokens
+
+    inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
+    if do_sample and seed is None:
+        seed = int.from_bytes(os.urandom(4))
+    settings: dict[str, Any] = {
+        "skip": chosen,
+        "enabled": False if no_draft else None,
+        "execution": execution,
+        "do_sample": do_sample,
+        **drafting,
+        **sampling,
+    }
+    if chosen is not None and not no_draft:
+        talk.progress("measuring what drafting costs here")  # once, and not part of the times below
+        generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
+    results = []
+    for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
+        own_seed = seed + number if do_sample and seed is not None else None
+        if len(prompts) > 1 and (stream or not as_json):
+            write_out(f"{title(f'prompt {each.id}')}\n")
+        talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
+        start = time.perf_counter()
+        output = generate_tokens(
+            loaded.model,
+            unpadded(ids),
+            streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
+            seed=own_seed,
+            max_new_tokens=max_new_tokens,
+            **settings,
+        )
+        seconds = time.perf_counter() - start
+        token_ids = output.sequences[0, ids.shape[1] :].tolist()
+        text = decode_text(loaded.tokenizer, token_ids)
+        if not stream and not as_json:
+            talk.progress("")
+            write_out(text + "\n")
+        result = _result(output, token_ids, text, seconds, own_seed)
+        talk.say(_summary(result))
+        results.append({"id": each.id, **result} if len(prompts) > 1 else result)
+    if as_json:
+        print(to_json({"results": results} if len(prompts) > 1 else results[0]))
+
+
+def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
+    from layerskip.prompts import Prompt, read_prompts
+
+    if (prompt is None) == (prompt_file is None):
+        got = "neither" if prompt is None else "both"
+        raise ValueError(f"give --prompt TEXT or --prompt-file FILE, one of them; got {got}")
+    if prompt_file is not None:
+        return read_prompts(prompt_file)
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one token")
+    return [Prompt(id="1", text=prompt)]
+
+
+def _result(
+    output: GenerationOutput, token_ids: list[int], text: str, seconds: float, seed: int | None
+) -> dict[str, Any]:
+    stats = output.stats
+    assert stats is not None
+    return {
+        "text": text,
+        "token_ids": token_ids,
+        "new_tokens": len(token_ids),
+        "seconds": seconds,
+        "tokens_per_second": len(token_ids) / seconds,
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "seed": seed,
+    }
+
+
+def _summary(result: dict[str, Any]) -> str:
+    words = (
+        f"{result['new_tokens']} tokens in {result['seconds']:.2f} s, "
+        f"{result['tokens_per_second']:.1f} tokens/s"
+    )
+    if result["num_drafts"]:
+        words += (
+            f"; drafted {result['num_draft_tokens']}, accepted {result['num_accepted_tokens']} "
+            f"({result['acceptance_rate']:.2f}), mean acceptance length "
+            f"{result['mean_acceptance_length']:.2f}"
+        )
+    return words if result["seed"] is None else f"{words}; seed {result['seed']}"

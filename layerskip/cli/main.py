@@ -1,0 +1,107 @@
+"""The command line: flags, words and exit codes; every import that costs time waits for its use.
+
+Results go to standard output, talk and progress to standard error. Exit codes: 0 done, 1 a check
+failed, 2 bad input (one line says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from layerskip import __version__
+from layerskip.cli.benchmark import benchmark
+from layerskip.cli.check import check
+from layerskip.cli.demo import demo
+from layerskip.cli.env import env
+from layerskip.cli.generate import generate
+from layerskip.cli.report import report
+from layerskip.cli.search import search
+
+_PIPE_CLOSED = 128 + 13  # as a shell reports a process that SIGPIPE ended
+
+
+class _Commands(TyperGroup):
+    """Ends every way a command can fail in one line and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
+        standalone = kwargs.pop("standalone_mode", True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _show_warning
+            code = self._run(args, **kwargs)
+        if standalone:
+            sys.exit(code)
+        return code
+
+    def _run(self, args: Sequence[str] | None, **kwargs: Any) -> int:
+        try:
+            code: int | None = super().main(args, standalone_mode=False, **kwargs)
+            sys.stdout.flush()  # here, where a full disk still has a line and an exit code
+        except (BrokenPipeError, SystemExit):
+            # whoever read the output went away; typer, too, exits where it meets that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _PIPE_CLOSED
+        except TyperException as error:
+            reason = error.format_message().replace("Value error, ", "")
+            return _refuse(f"{reason} (see layerskip --help)")
+        except (ValueError, OSError) as error:
+            return _refuse(str(error))
+        if code == 130:
+            print("\nlayerskip: interrupted", file=sys.stderr)
+        return code or 0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _refuse(reason: str) -> int:
+    print(f"layerskip: error: {_one_line(reason)}", file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"layerskip: warning: {_one_line(str(message))}", file=sys.stderr)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Lossless self-speculative decoding: a model drafts with some of its own sublayers.",
+)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="layerskip")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"layerskip {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (generate, search, benchmark, check, demo, report, env):
+    app.command()(command)

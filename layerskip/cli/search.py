@@ -1,0 +1,393 @@
+"""The search command: from flags to a study and its files; knows how nothing is searched.
+
+It fills a folder: `study.log` (the trials, unless `--storage` says where else), `cost.json`,
+`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from layerskip.cli.options import (
+    MAX_NEW_TOKENS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    FixedSeed,
+    Model,
+    Quiet,
+    TrustRemoteCode,
+    open_model,
+    to_json,
+    warn_idle,
+)
+from layerskip.cli.terminal import Talk, search_table
+from layerskip.config import SkipConfig
+from layerskip.files.records import redacted
+
+if TYPE_CHECKING:
+    from layerskip.checkpoints import Loaded
+    from layerskip.prompts import Prompt
+    from layerskip.search.finding import Search, SearchResult
+    from layerskip.search.study import Progress
+    from layerskip.search.workers import Asked
+
+HELD_OUT = 12
+"""Prompts that finalists are timed on, at most; and never more than a third of all."""
+LEAST_BOUND = 1.1
+"""A draft with a bound under this is hardly worth its trouble."""
+
+
+def search(
+    output: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Where everything goes; a study in it is gone on with."),
+    ],
+    model: Model = "demo-llama",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
+    ] = None,
+    space: Annotated[
+        Literal["exit", "layer", "sublayer"],
+        typer.Option(help="Early exits only, any whole layers, or attention and MLPs one by one."),
+    ] = "sublayer",
+    allow_ends: Annotated[
+        bool, typer.Option("--allow-ends", help="Free the first layer, and halves of the last.")
+    ] = False,
+    budget: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sublayers left out at most.")
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of the study, in all.  [default: by the space]"),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds after which no more trials start.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Skip config to try first, as JSON; repeatable."),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Database of the study.  [default: a journal in DIR]"),
+    ] = None,
+    study_name: Annotated[str, typer.Option(metavar="NAME", help="In the storage.")] = "layerskip",
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that share the study here.")
+    ] = 1,
+    positions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens that drafts are tried on, about.")
+    ] = 1500,
+    finalists: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Drafts to time at the end.")
+    ] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each, per prompt.")] = 2,
+    no_confirm: Annotated[
+        bool, typer.Option("--no-confirm", help="Time nothing: believe the prediction.")
+    ] = False,
+    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 64,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Search for sampling, not for greedy decoding.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling; the model's setting, or off, if not given.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Of sampling; likewise.")] = None,
+    acceptance: Annotated[
+        Literal["coupled", "rejection"] | None,
+        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Of the CPU, over all workers.  [default: PyTorch's]"
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: FixedSeed = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    execution: Execution = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search the sublayers that a draft should leave out, and confirm the best on the clock.
+
+    Ctrl-C keeps every finished trial; the same command goes on. Several machines share a study
+    where they are given the same --storage and --study-name.
+    """
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if not do_sample:
+        warn_idle({**sampling, "acceptance": acceptance}, "without --do-sample")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(f"--temperature must be positive and finite, got {temperature}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
+    if space == "exit" and allow_ends:
+        warn_idle({"allow_ends": True}, "with --space exit")
+    given = {path: SkipConfig.load(path) for path in skip or ()}
+    chosen, held_out = split_prompts(_prompts(model, prompts), positions // max_new_tokens)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file; give a folder")
+    output.mkdir(parents=True, exist_ok=True)
+    talk = Talk(quiet)
+    if storage is not None:
+        talk.progress("opening the storage")
+        from layerskip.search.study import check_storage
+
+        check_storage(storage)
+    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+
+    from layerskip.checkpoints import encode
+    from layerskip.search.workers import Asked, begin, cpu_threads, sharing
+
+    asked = Asked(
+        model=model,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        execution=execution,
+        traced=tuple(chosen),
+        space=space,
+        allow_ends=allow_ends,
+        budget=budget,
+        trials=trials,
+        timeout=timeout,
+        given=given,
+        storage=str(output / "study.log") if storage is None else storage,
+        study_name=study_name,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        sampling=sampling,
+        acceptance=acceptance or "coupled",
+        seed=seed,
+    )
+    timed = [] if no_confirm else [encode(loaded.tokenizer, each) for each in held_out]
+    with cpu_threads(threads) as usable:
+        going = begin(
+            asked, loaded, timed, lambda what, share: talk.progress(f"{share:4.0%} {what}")
+        )
+        going.open(asked.storage, study_name, given)
+        going.price()
+        _write(output / "cost.json", json.dumps(going.objective.cost, indent=1) + "\n")
+        _say_bound(talk, going)
+        with cpu_threads(max(1, usable // workers)), sharing(asked, workers - 1, usable // workers):
+            _run(going, asked, output, talk)
+        talk.progress("")
+        going.choose(finalists)
+        if timed:
+            going.confirm(repeats)
+        result = going.result()
+        record = _header(loaded, going, asked, chosen, held_out if timed else [], prompts)
+        record |= result.record
+    _finish(output, record, result, loaded.name, talk, as_json)
+
+
+def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to trace, about so many, and those to time finalists on; every kind in both.
+
+    The first prompts of each kind are held out: a third of all, HELD_OUT at most. The others are
+    taken in turn from every kind.
+
+    Raises:
+        ValueError: fewer than two prompts.
+    """
+    if len(prompts) < 2:
+        raise ValueError(
+            f"a search needs at least 2 prompts, one to search with and one to confirm on; got "
+            f"{len(prompts)}"
+        )
+    kinds: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.category, []).append(prompt)
+    in_turn = [
+        own[number]
+        for number in range(max(map(len, kinds.values())))
+        for own in kinds.values()
+        if number < len(own)
+    ]
+    held_out = in_turn[: max(1, min(HELD_OUT, len(prompts) // 3))]
+    traced = in_turn[len(held_out) :]
+    return traced[: max(1, texts)], held_out
+
+
+def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
+    """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
+    from layerskip.search.finding import default_trials, trial_rows
+
+    trials = default_trials(going.space) if asked.trials is None else asked.trials
+    step = going.objective.step_seconds
+    started, before = time.monotonic(), None
+
+    def tell(at: Progress) -> None:
+        nonlocal before
+        if before is None:
+            before = at.finished - 1
+        spent = time.monotonic() - started
+        left = spent / max(1, at.finished - before) * (at.trials - at.finished)
+        if asked.timeout is not None:
+            left = min(left, max(0.0, asked.timeout - spent))
+        talk.progress(
+            f"trial {at.finished}/{at.trials}, best {at.best * step:.2f}x ({at.best_origin}), "
+            f"{left:.0f} s left"
+        )
+
+    def keep() -> int:
+        rows = trial_rows(going.study, going.space, step)
+        _write(output / "trials.csv", _csv(rows))
+        return sum(row["state"] == "complete" for row in rows)
+
+    try:
+        going.run(trials, timeout=asked.timeout, told=tell)
+    except (KeyboardInterrupt, OSError, RuntimeError) as error:
+        if not _interrupted(error):
+            raise
+        talk.say(f"{keep()} finished trials are kept; the same command goes on with them")
+        raise KeyboardInterrupt from error
+    keep()  # now, as what follows may be interrupted, too
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: a lock that it meets while it is released complains."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__)
+    )
+
+
+def _say_bound(talk: Talk, going: Search) -> None:
+    plain = 1.0 / going.objective.step_seconds
+    talk.say(
+        f"bound: no draft of {going.space} is faster than {going.bound:.1f}x plain decoding "
+        f"({plain:.0f} tokens/s here)"
+    )
+    if going.bound < LEAST_BOUND:
+        warnings.warn(
+            f"even a draft that is always right would gain under {LEAST_BOUND - 1:.0%}",
+            stacklevel=2,
+        )
+
+
+def _prompts(model: str, path: Path | None) -> list[Prompt]:
+    from layerskip.cli.options import shipped_prompts
+    from layerskip.prompts import read_prompts
+
+    if path is not None:
+        return read_prompts(path)
+    from layerskip.checkpoints import SHIPPED
+
+    if model not in SHIPPED:
+        raise ValueError(
+            "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
+            f"a few dozen of them (only {' and '.join(SHIPPED)} come with prompts)"
+        )
+    return shipped_prompts(None)
+
+
+def _header(
+    loaded: Loaded,
+    going: Search,
+    asked: Asked,
+    chosen: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    path: Path | None,
+) -> dict[str, Any]:
+    from layerskip.bench.plans import make_header
+    from layerskip.files.searches import SCHEMA
+
+    header = make_header(loaded, going.opened, going.task, [*chosen, *held_out], path)
+    header["prompts"] |= {
+        "traced": [prompt.id for prompt in chosen],
+        "held_out": [prompt.id for prompt in held_out],
+    }
+    study = {"name": asked.study_name, "storage": redacted(asked.storage)}
+    return {**header, "kind": "search", "schema": SCHEMA, "study": study}
+
+
+def _finish(
+    output: Path,
+    record: dict[str, Any],
+    result: SearchResult,
+    name: str,
+    talk: Talk,
+    as_json: bool,
+) -> None:
+    """Write the files, and say what was found."""
+    from layerskip.analysis import write_report
+
+    skip = replace(result.skip, model=name)
+    versions = {"layerskip": record["environment"]["layerskip"]}
+    versions |= record["environment"]["packages"]
+    notes = {
+        **(skip.notes or {}),
+        "created": record["created"],
+        "hardware": {
+            "cpu": record["environment"]["cpu"],
+            "devices": record["environment"]["devices"],
+            "device": record["device"],
+            "dtype": record["dtype"],
+        },
+        "versions": versions,
+        "prompts": record["prompts"],
+    }
+    skip = replace(skip, notes=notes)
+    _write(output / "trials.csv", _csv(record["trials"]))
+    _write(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    skip.save(output / "skip.json")
+    talk.progress("drawing the report")
+    summary = write_report([output / "search.json"], output / "report", talk.progress)
+    talk.progress("")
+    print(search_table(record))
+    print(summary)
+    bound = 1.0 / result.winner.costs.draft if result.winner else None
+    if bound is not None and bound < LEAST_BOUND:
+        warnings.warn(f"the bound of this draft is only {bound:.2f}x", stacklevel=2)
+    talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
+    if result.winner is not None:
+        talk.say(f"use it: layerskip generate {name} --skip {output / 'skip.json'} --prompt TEXT")
+    if as_json:
+        keys = ("bound", "plain", "finalists", "best_exit", "winner", "seconds")
+        document = {"skip": skip.to_dict(), **{key: record[key] for key in keys}}
+        print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Trials, one a line; sets of layers as numbers between spaces."""
+    names = ["number", "origin", "state", "speedup", "forced_speedup", "value", "guide"]
+    names += ["acceptance", "draft_cost", "controller", "max_draft_length", "threshold"]
+    names += ["draft_vocabulary", "attention", "mlp", "seconds", "copy_of"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        sets = row.get("skipped", {})
+        flat = {kind: " ".join(map(str, layers)) for kind, layers in sets.items()}
+        writer.writerow({**row, **flat})
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,207 @@
+"""How talk and results look in a terminal: widths, tables, streamed text; knows no flags.
+
+Talk and progress go to standard error; what is returned here is for standard output.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.bench.checks import CheckReport, Comparison
+
+
+class Talk:
+    """Words for the person at the terminal, on standard error."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._live = sys.stderr.isatty() and not quiet
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.progress("")
+        if not self.quiet:
+            print(wrap(text) if self._live else text, file=sys.stderr, flush=True)
+
+    def progress(self, text: str) -> None:
+        """A line that the next one replaces; nothing where there is no terminal."""
+        if self._live:
+            print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def width() -> int:
+    return min(shutil.get_terminal_size().columns, 88)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, width(), subsequent_indent="  ", break_on_hyphens=False)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Two columns that keep within the terminal."""
+    left = max(len(name) for name, _ in rows) + 2
+    fill = textwrap.TextWrapper(
+        width=max(width(), left + 20), subsequent_indent=" " * left, break_on_hyphens=False
+    )
+    return "\n".join(fill.fill(f"{name:<{left}}{value}") for name, value in rows)
+
+
+def title(text: str) -> str:
+    return f"\n{text}\n{'-' * min(len(text), width())}"
+
+
+class TextStream:
+    """A streamer that decodes tokens and writes the text as it grows."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.tokenizer = tokenizer
+        self.write = write
+        self.tokens: list[int] = []
+        self.written = 0
+
+    def put(self, tokens: Any) -> None:
+        if tokens.dim() > 1:
+            return  # the prompt
+        self.tokens += tokens.tolist()
+        text = decode_text(self.tokenizer, self.tokens)
+        if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+            self._write(text)
+
+    def end(self) -> None:
+        self._write(decode_text(self.tokenizer, self.tokens) + "\n")
+
+    def _write(self, text: str) -> None:
+        self.write(text[self.written :])
+        self.written = len(text)
+
+
+def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text
+
+
+def verdict(comparison: Comparison) -> str:
+    """What came of a comparison, in a few words."""
+    words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
+    if comparison.faults:
+        return words + f"DIFFERENT in {comparison.faults}"
+    if comparison.near_ties:
+        return words + f"the same up to {comparison.near_ties} near-tie(s)"
+    return words + "the same"
+
+
+def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
+    return [
+        f"prompt {ids[d.prompt]}, new token {d.position + 1}: expected "
+        f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; margin {d.margin:.2g}, "
+        f"resolution {d.resolution:.2g}: {'near-tie' if d.near_tie else 'FAULT'}"
+        for d in comparison.differences
+    ]
+
+
+def _token(token: int | None, tokenizer: Any) -> str:
+    return "the end" if token is None else repr(tokenizer.decode([token]))
+
+
+def check_table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
+    rows = [
+        ("greedy = transformers", verdict(report.greedy)),
+        ("coupled = plain", verdict(report.coupled)),
+    ]
+    for rule, test in report.laws.items():
+        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
+        rows.append((f"{rule} law", words))
+    same = "the same" if report.cache_passed else "DIFFERENT"
+    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
+    changed = ", ".join(report.changed[:3])
+    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
+    lines = [two_columns(rows)]
+    for comparison in (report.greedy, report.coupled):
+        lines += [wrap(line) for line in differences(comparison, ids, tokenizer)]
+    if not report.laws_passed:
+        lines.append("the sampled law is WRONG: p-values are below the level of the test")
+    lines.append("passed" if report.passed else "FAILED")
+    return "\n".join(lines)
+
+
+def why_table(why: dict[str, Any]) -> str:
+    rows = [("the draft runs", why["draft"])]
+    if not why["num_drafts"]:
+        rows.append(("drafting", "turned itself off: it would not have paid here"))
+    else:
+        rows += [
+            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
+            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
+        ]
+    if why["draft_cost"] is not None:
+        rows += [
+            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
+            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
+            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
+        ]
+    if why["predicted_speedup"] is not None:
+        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
+    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
+    return two_columns(rows)
+
+
+def benchmark_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
+    sizes = len({row["batch_size"] for row in rows}) > 1
+    over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
+    head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
+    lines = [[*head, "accepted", "repeats", "same text"]]
+    for row in rows:
+        line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
+        line.append(f"{row['tokens_per_second']:.1f}")
+        for name in over:
+            ratio, low, high = row["speedups"].get(name, (None, None, None))
+            interval = "" if low is None or row["method"] == name else f" ({low:.2f}-{high:.2f})"
+            line.append("-" if ratio is None else f"{ratio:.2f}{interval}")
+        rate = row["acceptance_rate"]
+        line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
+        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
+        same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
+        lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
+    return _aligned(lines)
+
+
+def search_table(record: Mapping[str, Any]) -> str:
+    """A search's finalists: what was predicted and what the clock said, with 95% intervals."""
+    titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
+    lines = [[*titles, "measured", "same text"]]
+    for row in record["finalists"]:
+        skipped = row["skipped"]
+        held_out, timed = row["predicted_held_out"], row["confirmed"]
+        line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
+        line.append(str(row.get("draft_vocabulary") or "all"))
+        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
+        line.append("-" if held_out is None else f"{held_out:.2f}")
+        if timed is None:
+            line += ["-", "-"]
+        else:
+            low, high = timed["low"], timed["high"]
+            interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
+            line.append(f"{timed['speedup']:.2f}{interval}")
+            same = f"{timed['equal']}/{timed['compared']}" if timed["compared"] else "-"
+            same += f", {timed['near_ties']} near-ties" if timed["near_ties"] else ""
+            line.append(same + (f", {timed['faults']} FAULTS" if timed["faults"] else ""))
+        lines.append(line)
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns, all but the first and the last of them flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

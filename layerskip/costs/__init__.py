@@ -1,0 +1,1 @@
+"""What drafting costs and gains, in closed formulas; no torch, no clock."""

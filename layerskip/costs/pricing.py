@@ -1,0 +1,108 @@
+"""Knows what rounds of any skip config cost, from the seconds of its parts; reads no clock.
+
+The parts are those of a "cost" record: the search, which measures it, and the analysis, which reads
+it from a file, price drafts by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerskip.config import SkipConfig
+from layerskip.costs.speculation import CostTable, rising
+
+
+def step_seconds(record: Mapping[str, Any], context: int | None = None) -> float:
+    """Seconds of one target step of the whole batch: a pass over one token of every row."""
+    return float(_at(record, "passes", context)[0])
+
+
+def cost_table(
+    record: Mapping[str, Any],
+    skip: SkipConfig,
+    context: int | None = None,
+    *,
+    draft_vocabulary: int | None = None,
+) -> CostTable:
+    """c and v of any skip config, priced by the parts a round of it runs.
+
+    A draft step runs the kept sublayers and the head over one token. Verification carries the last
+    drafted token through the shared prefix alone, then all drafted tokens and the one before them
+    through the rest of the model and the head.
+
+    Args:
+        record: what `layerskip.timing.sublayers.measure` returned; its `repeated` and `draft_rest`,
+            which correct the draft's share, may be missing, and `trimmed_head` where the
+            vocabulary is whole.
+        skip: for the record's number of layers.
+        context: tokens before the round; between the record's contexts costs lie on a line, beyond
+            them they stay. The middle of the record's contexts by default.
+        draft_vocabulary: how many tokens the draft can draw, all by default; between the record's
+            sizes the head's cost lies on a line, below them it stays.
+
+    Raises:
+        ValueError: a draft vocabulary, and a record that knows no trimmed head.
+    """
+    attention, mlp, head, rest = (
+        _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
+    )
+    layers = len(attention[0])
+    skip = skip.resolve(layers)
+    prefix, counts = skip.shared_prefix(), record["counts"]
+    sublayers = [  # [count][sublayer]
+        [seconds for pair in zip(a, m, strict=True) for seconds in pair]
+        for a, m in zip(attention, mlp, strict=True)
+    ]
+    step = sum(sublayers[0]) + head[0] + rest[0]
+    kept = sum(sublayers[0][index] for index in skip.kept())
+    share = kept / sum(sublayers[0])
+    # a draft of everything repeats nothing sooner than a plain step does
+    factor, draft_rest = 1.0, rest[0]
+    if "repeated" in record:
+        shares = [*_at(record, "repeated_shares", context), 1.0]
+        factor = _on_line(shares, [*_at(record, "repeated", context), 1.0], share)
+    if "draft_rest" in record:
+        draft_rest = _at(record, "draft_rest", context)
+    draft_head = head[0]
+    if draft_vocabulary is not None:
+        if "trimmed_head" not in record:
+            raise ValueError(
+                "these costs have no trimmed head, so that a draft vocabulary has no price; "
+                "measure them again, on a model whose head is a plain weight"
+            )
+        sizes = [*record["head_sizes"], record["vocabulary"]]
+        known = [*_at(record, "trimmed_head", context), head[0]]
+        draft_head = _on_line(sizes, known, draft_vocabulary)
+    draft = factor * (kept + draft_head) + draft_rest
+    shared = sum(sublayers[0][:prefix])
+    verifies = [
+        shared + sum(parts[prefix:]) + norm_and_head + around
+        for parts, norm_and_head, around in zip(sublayers, head, rest, strict=True)
+    ]
+    verifies = rising(verifies)  # a longer pass is never cheaper; where it looks so, that was noise
+    counted = range(2, counts[-1] + 1)
+    verify = [max(1.0, _on_line(counts, verifies, count) / step) for count in counted]
+    return CostTable(draft / step, (1.0, *verify), "measured")
+
+
+def _at(record: Mapping[str, Any], name: str, context: int | None) -> Any:
+    """A table of the record at a context."""
+    contexts = record["contexts"]
+    wanted = (contexts[0] + contexts[-1]) / 2 if context is None else context
+    return _on_line(contexts, record[name], wanted)
+
+
+def _on_line(places: Sequence[float], values: Sequence[Any], place: float) -> Any:
+    """Values, or nested lists of them, on straight lines between places; the last ones beyond."""
+    place = min(max(place, places[0]), places[-1])
+    high = next(i for i, known in enumerate(places) if known >= place)
+    low = max(0, high - 1)
+    part = 1.0 if high == low else (place - places[low]) / (places[high] - places[low])
+    return _mix(values[low], values[high], part)
+
+
+def _mix(low: Any, high: Any, part: float) -> Any:
+    if isinstance(low, Sequence):
+        return [_mix(a, b, part) for a, b in zip(low, high, strict=True)]
+    return low + part * (high - low)

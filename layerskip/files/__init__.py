@@ -1,0 +1,1 @@
+"""Files that runs and searches leave behind: what they hold, reading, writing; no torch."""

@@ -1,0 +1,1 @@
+"""A `transformers` checkpoint as 2L residual sublayers; no rounds, no laws."""

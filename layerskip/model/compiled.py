@@ -1,0 +1,236 @@
+"""Passes over sublayers as compiled functions; knows the lean blocks, no rounds, laws or policies.
+
+A function is compiled for a list of blocks (sublayers, and perhaps a head behind them) and a number
+of rows, once for one token per row and once for several: how many tokens, how many slots are in use
+and how large the buffers are may change from call to call. It is handed the weights at every call
+and keeps none. It is called without the guards of `torch.compile`, which would cost a small model
+all there is to gain: what they look at is in the key that a function is found by.
+Not used: `torch.compiler.nested_compile_region`, which would compile equal layers once, but gave
+wrong numbers in torch 2.13 (NaN from two layers on).
+On a GPU functions are captured as CUDA graphs (not measured: no machine to try it on).
+Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, S slots of the
+buffers, U slots in use, D head width, R rotary width.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerskip.model.cache import RowCache, additive_mask
+from layerskip.model.lean import Attention, Block, gathered
+
+Function = Callable[..., Tensor]
+
+# model -> how the blocks are built, and what else a function is for -> the function
+_functions: WeakKeyDictionary[nn.Module, dict[Any, Function]] = WeakKeyDictionary()
+_seconds = 0.0  # spent on compiling, by this process
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent on compiling passes."""
+    return _seconds
+
+
+def capacity(slots: int) -> int:
+    """Slots to allocate: never are all of them in use, which would be another case to compile."""
+    return whole(slots) + 1
+
+
+def whole(slots: int) -> int:
+    """A number of slots rounded up, by a quarter at most beyond 256, to one of few."""
+    unit = 1 << max(6, slots.bit_length() - 3)
+    return -(-slots // unit) * unit
+
+
+@cache
+def refusal(device: str) -> str | None:
+    """Why nothing can be compiled for a type of device, or None. Tried once, in a few seconds."""
+    try:
+        _quietly(torch.compile(torch.square, fullgraph=True), torch.ones(8, device=device))
+    except Exception as error:  # whatever a toolchain may raise
+        return " ".join([type(error).__name__, *str(error).split()])[:200]
+    return None
+
+
+def _quietly(function: Function, *arguments: Any) -> Tensor:
+    """Call a function for the first time, without the warnings of `torch.compile` about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*arguments)
+
+
+@cache
+def warn_refusal(reason: str) -> None:
+    """Say, once, that there is no compiler."""
+    warnings.warn(
+        f"nothing can be compiled here, so that passes take the lean path: {reason}; install a C++ "
+        "compiler (on a GPU: Triton), or use execution='auto'",
+        stacklevel=2,
+    )
+
+
+class Compiled:
+    """The blocks of an opened model, in compiled passes.
+
+    Args:
+        model: for as long as it lives its compiled functions are remembered.
+        blocks: by name, the lean path's, made with linears that can be compiled; a block that is
+            no attention takes hidden states and nothing.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[Hashable, Block]) -> None:
+        self.model, self.blocks = model, dict(blocks)
+        self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
+
+    def replaced(self, name: Hashable, block: Block) -> Compiled:
+        """The same with another block of that name."""
+        return Compiled(self.model, {**self.blocks, name: block})
+
+    def run(self, hidden: Tensor, step: Any, names: Sequence[Hashable]) -> Tensor:
+        """Carry hidden states (B, T, H) through the blocks of these names, in order.
+
+        Args:
+            step: a pass with its `slots` (B, T) and `rotary` tables, whose cache has buffers.
+        """
+        if not names:
+            return hidden
+        blocks = [self.blocks[name] for name in names]
+        cache: RowCache = step.cache
+        layers = [block.layer for block in blocks if isinstance(block, Attention)]
+        rows, count, _ = hidden.shape
+        captured = hidden.device.type == "cuda"
+        hidden, slots = _padded(hidden, step.slots, cache.slots, powers=captured)
+        arguments = (
+            blocks,
+            hidden.contiguous(),
+            slots,
+            torch.arange(whole(cache.end), device=hidden.device),  # (U,)
+            [cache.keys[layer] for layer in layers],
+            [cache.values[layer] for layer in layers],
+            step.rotary.tables,
+        )
+        situation = (
+            *(rows, count == 1, torch.get_num_threads()),
+            *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        )
+        function = self._known.get((names, situation))
+        if function is None:
+            function = self._function((_built(blocks), situation), arguments)
+            self._known[names, situation] = function
+        if captured:
+            torch.compiler.cudagraph_mark_step_begin()
+            return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
+        return function(*arguments)[:, :count]
+
+    def _function(self, key: Any, arguments: tuple[Any, ...]) -> Function:
+        """The function of blocks that are built like these, compiled if there is none yet."""
+        functions = _functions.setdefault(self.model, {})
+        if key not in functions:
+            functions[key] = _first(arguments)
+        return functions[key]
+
+
+def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states (B, T, H) and slots (B, T) of as many tokens as a function is called with.
+
+    Where lengths are to be powers of two (a graph is captured for every length), padding is written
+    to the last of the buffers' slots, which no token ever has.
+    """
+    count = hidden.shape[1]
+    more = (1 << (count - 1).bit_length()) - count if powers else 0
+    if not more:
+        return hidden, slots
+    return F.pad(hidden, (0, 0, 0, more)), F.pad(slots, (0, more), value=size - 1)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What blocks consist of: tensors, code and constants; code and lengths fix their order."""
+    if isinstance(value, tuple | list):
+        yield len(value)
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, partial):
+        yield from _leaves((value.func, value.args, tuple(value.keywords.items())))
+    elif isinstance(value, FunctionType):
+        yield value.__code__
+        for cell in value.__closure__ or ():
+            yield from _leaves(cell.cell_contents)
+    else:
+        yield value
+
+
+def _built(blocks: Sequence[Block]) -> tuple[Any, ...]:
+    """How blocks are built, whatever the values of their weights are."""
+    return tuple(
+        (type(leaf), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in _leaves(blocks)
+    )
+
+
+def _first(arguments: tuple[Any, ...]) -> Function:
+    """The compiled function of those arguments, and of others with the same rows and blocks."""
+    global _seconds
+    start = time.perf_counter()
+    blocks, hidden, slots, used, keys, values, tables = arguments
+    dynamic = torch._dynamo.mark_dynamic
+    if hidden.shape[1] > 1:
+        dynamic(hidden, 1)
+        dynamic(slots, 1)
+    dynamic(used, 0)
+    for each in (*keys, *values, *(table for pair in tables.values() for table in pair)):
+        dynamic(each, 2)
+    options: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where eager kernels do
+    skip_guards = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+    if skip_guards is not None:
+        options["guard_filter_fn"] = skip_guards
+    if hidden.device.type == "cuda":
+        options["triton.cudagraphs"] = True
+        for each in (*keys, *values, *_leaves(blocks)):
+            if isinstance(each, Tensor):  # used where it lies, not copied for every replay
+                torch._dynamo.mark_static_address(each, guard=False)
+    # `torch.compile` remembers by code object, of which it takes a few shapes only: one for each
+    function = FunctionType(_pass.__code__.replace(), _pass.__globals__, _pass.__name__)
+    compiled: Function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    _quietly(compiled, *arguments)  # writes what the call that follows writes again
+    _seconds += time.perf_counter() - start
+    return compiled
+
+
+def _pass(
+    blocks: list[Block],
+    hidden: Tensor,  # (B, T, H)
+    slots: Tensor,  # (B, T)
+    used: Tensor,  # (U,)
+    keys: list[Tensor],  # (B, K, S, D) of every attention among the blocks
+    values: list[Tensor],
+    tables: dict[str, tuple[Tensor, Tensor]],  # (1, 1, S, R) each
+) -> Tensor:
+    rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
+    rope = gathered(tables, slots)
+    masks: dict[int | None, Tensor] = {}
+    buffers = iter(zip(keys, values, strict=True))
+    for block in blocks:
+        if not isinstance(block, Attention):
+            hidden = block(hidden, None)
+            continue
+        if block.window not in masks:
+            masks[block.window] = additive_mask(slots, used, block.window, hidden.dtype)
+        q, k, v = block.inputs(hidden, rope[block.kind])
+        all_keys, all_values = next(buffers)
+        all_keys[rows, :, slots] = k.transpose(1, 2)
+        all_values[rows, :, slots] = v.transpose(1, 2)
+        seen = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
+        hidden = block.outputs(hidden, q, *seen, masks[block.window])
+    return hidden

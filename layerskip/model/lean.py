@@ -1,0 +1,451 @@
+"""Sublayers of plain-weight decoders in few kernels; knows no passes, laws or skip policies.
+
+The arithmetic of the library's modules, in its order and dtypes, without their module calls: on a
+small model most of a decoding step is launches and Python. Nothing is copied or patched here:
+weights are the model's own, joined where `weights.hold` has joined them. What is not plain
+(hooks, adapters, quantised weights, several devices, patched forwards) is refused by `refusal`,
+and belongs on the module path.
+Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
+D head width, R rotary width (R <= D).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from layerskip.model.weights import Function, Linear, together
+
+# model type -> (package in transformers.models, prefix of its class names)
+_CLASSES = {
+    "llama": ("llama", "Llama"),
+    "gemma": ("gemma", "Gemma"),
+    "gemma2": ("gemma2", "Gemma2"),
+    "gemma3_text": ("gemma3", "Gemma3"),
+    "mistral": ("mistral", "Mistral"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "phi3": ("phi3", "Phi3"),
+}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Angles(NamedTuple):
+    """Rotary angles of one pass.
+
+    Attributes:
+        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
+    """
+
+    cos: Tensor
+    sin: Tensor | None
+
+
+class Cache(Protocol):
+    """What this path needs of the key-value cache (`cache.RowCache`)."""
+
+    start: int
+    end: int
+    count: int
+    in_step: bool
+
+    def placed(self, device: Any) -> Tensor: ...
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Step(Protocol):
+    """What this path needs of a pass (`sublayers.Pass`)."""
+
+    cache: Any
+    rope: Mapping[str, Any]
+    masks: Mapping[int | None, Tensor | None]
+
+
+Block = Callable[[Tensor, Any], Tensor]
+
+# Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
+# times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
+WIDE, FEW = 64, 16
+
+
+# ---------------------------------------------------------------------------------------------
+# The guard.
+
+
+def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
+    """Why a model must keep the module path, or None where this path computes the same.
+
+    Hooks and weights are looked at now: open the model again after changing its modules.
+
+    Args:
+        model: the causal language model; `layers` are its decoder layers.
+        kind: the configuration's `model_type`.
+    """
+    if kind not in _CLASSES:
+        return f"model type {kind!r} has no fused blocks; these have: {', '.join(sorted(_CLASSES))}"
+    if _global_hooks():
+        return "global module hooks are registered"
+    package, prefix = _CLASSES[kind]
+    source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    for name, module, expected in _involved(model, layers, source, prefix):
+        if reason := _not_plain(module, expected):
+            return f"{name} {reason}"
+    if torch.is_autocast_enabled(model.model.norm.weight.device.type):
+        return "autocast is on, whose rules follow the library's own calls"
+    parameters = [p for layer in layers for p in layer.parameters()]
+    places = {(p.device, p.dtype) for p in [*parameters, model.model.norm.weight]}
+    if len(places) > 1:
+        return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
+    if parameters[0].dtype not in _DTYPES:
+        return f"dtype {parameters[0].dtype} is not among {', '.join(map(str, _DTYPES))}"
+    softcap = getattr(layers[0].self_attn, "attn_logit_softcapping", None)
+    if kind == "gemma2" and softcap is not None and model.config._attn_implementation != "eager":
+        return "softcapped attention needs attn_implementation='eager'"
+    return None
+
+
+def head_refusal(head: Any) -> str | None:
+    """Why a head must be called whole, or None where its rows are those of a plain weight."""
+    if _global_hooks():
+        return "global module hooks are registered"
+    return _not_plain(head, nn.Linear)
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks but the library's own.
+
+    Those collect outputs for `output_hidden_states` and stay behind, idle, after the first use.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
+    )
+
+
+def _global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _involved(
+    model: Any, layers: Sequence[Any], source: Any, prefix: str
+) -> Iterator[tuple[str, Any, type]]:
+    """Every module whose call this path replaces, with the class it must be exactly."""
+    classes = {part: getattr(source, prefix + part) for part in ("Attention", "MLP", "RMSNorm")}
+    yield "model.norm", model.model.norm, classes["RMSNorm"]
+    yield "lm_head", model.lm_head, nn.Linear
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            where = f"layer {index} {name}"
+            if name == "self_attn":
+                yield where, module, classes["Attention"]
+            elif name == "mlp":
+                yield where, module, classes["MLP"]
+            elif name.endswith("norm"):
+                yield where, module, classes["RMSNorm"]
+            elif name.endswith("_proj"):
+                yield where, module, nn.Linear
+            elif name and name.startswith(("self_attn.", "mlp.")):
+                # an activation: any function of one tensor will do, so any class
+                yield where, module, type(module)
+
+
+def _not_plain(module: Any, expected: Any) -> str | None:
+    found = type(module)
+    if found is not expected:
+        return f"is a {found.__name__}, not a plain {expected.__name__}"
+    if module.training:
+        return "is in training mode"
+    if foreign_hooks(module):
+        return "has forward hooks"
+    if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
+        return "is hooked by accelerate"
+    if "forward" in vars(module) or found.forward.__module__ != found.__module__:
+        return "has a patched forward"
+    for name, weight in module.named_parameters(recurse=False):
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+            return f"has a {name} of class {type(weight).__name__}, not a plain parameter"
+        if weight.is_meta:
+            return f"has its {name} offloaded"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Norms and rotations.
+
+
+def rms_norm(module: Any) -> Function:
+    """The function of an RMSNorm module: float32 inside, whatever the model's dtype.
+
+    Llama style: normalise, cast, times weight. Gemma style (its epsilon is called `eps`):
+    normalise, times (1 + weight), cast.
+    """
+    weight: Tensor = module.weight
+    width = weight.shape[0]
+    gemma = hasattr(module, "eps")
+    dtype = weight.dtype
+    epsilon = torch.tensor(module.eps if gemma else module.variance_epsilon, device=weight.device)
+
+    mean = 1 / width
+    vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
+
+    # x / sqrt(mean(x^2) + epsilon) in four small kernels, where F.rms_norm has six on a CPU
+    def llama(x: Tensor) -> Tensor:
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).mul_(weight)
+
+    def llama_cast(x: Tensor) -> Tensor:
+        x = x.float()
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).to(dtype).mul_(weight)
+
+    def one_plus(x: Tensor) -> Tensor:
+        x = x.float()
+        norm = vector_norm(x, 2, -1, True)  # (..., 1)
+        x = x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()
+        return addcmul(x, x, weight.float()).to(dtype)
+
+    if not gemma:
+        return llama if dtype is torch.float32 else llama_cast
+    return one_plus
+
+
+class Rotary:
+    """Rotary tables of a call in the layout of this path.
+
+    Args:
+        tables: layer type -> (cos, sin) of every position, each (1, S, R).
+        width: head width D.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[Tensor, Tensor]], width: int) -> None:
+        self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
+        cos = next(iter(self.tables.values()))[0]
+        rotary = cos.shape[-1]
+        # One matrix product rotates faster than four kernels; below float32 it would round
+        # once where the library rounds three times, and on a GPU it might run in TF32.
+        self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
+        if self._as_matrix:
+            places = torch.arange(rotary)
+            self._swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
+            self._swap[places.roll(rotary // 2), places] = 1
+            self._eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
+            rest = width - rotary  # dimensions that do not turn
+            self._wide = {
+                kind: (F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)))
+                for kind, (cos, sin) in self.tables.items()
+            }  # (S, D) each
+
+    @staticmethod
+    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = sin.shape[-1] // 2
+        return cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
+
+    def at(self, cache: Cache) -> dict[str, Angles]:
+        """The angles at the positions of the pass the cache is placed for."""
+        if not cache.in_step:
+            return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
+        if self._as_matrix and cache.count == 1:
+            return {
+                kind: Angles(
+                    torch.addcmul(self._eye * cos[cache.start], self._swap, sin[cache.start]), None
+                )
+                for kind, (cos, sin) in self._wide.items()
+            }
+        window = slice(cache.start, cache.end)
+        return {
+            kind: Angles(cos[:, :, window], sin[:, :, window])
+            for kind, (cos, sin) in self.tables.items()
+        }
+
+
+def gathered(tables: Mapping[str, tuple[Tensor, Tensor]], slots: Tensor) -> dict[str, Angles]:
+    """Of (cos, sin) of all positions, each (1, 1, S, R), those at slots (B, T), (B, 1, T, R)."""
+    return {
+        kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
+        for kind, (cos, sin) in tables.items()
+    }
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotate queries or keys (B, N or K, T, D)."""
+    cos, sin = angles
+    if sin is None:
+        return x @ cos
+    rotary = cos.shape[-1]
+    if rotary == x.shape[-1]:
+        return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))
+    turned = x[..., :rotary]
+    turned = (turned * cos).add_(turned.roll(rotary // 2, -1).mul_(sin))
+    return torch.cat((turned, x[..., rotary:]), -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Blocks.
+
+
+def _sdpa(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention of (B, N, T, D) to (B, K, S, D), (B, N, T, D); keys are never repeated."""
+    grouped = q.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(
+        q, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _eager(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    _: bool,  # a pass that is causal has a mask
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The library's eager attention, in its order, with the queries of a group side by side."""
+    rows, heads, count, width = q.shape
+    groups = keys.shape[1]
+    q = q.reshape(rows, groups, -1, width)  # (B, K, G * T, D)
+    scores = torch.matmul(q, keys.transpose(2, 3)).mul_(scale)  # (B, K, G * T, S)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.view(rows, groups, -1, count, scores.shape[-1]).add_(mask[:, :, None])
+    law = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
+
+
+def _projections(modules: Sequence[Any], linear: Linear) -> Function:
+    """Linears of the same input as one function, their outputs side by side."""
+    weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
+    weight, bias = together(weights), together(biases)
+    if weight is not None and (bias is not None or biases[0] is None):
+        return linear(weight, bias)
+    apart = [linear(*each) for each in zip(weights, biases, strict=True)]
+    return lambda x: torch.cat([project(x) for project in apart], -1)
+
+
+class Attention(NamedTuple):
+    """An attention sublayer, in two halves around the cache.
+
+    Attributes:
+        inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D).
+        outputs: hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
+        layer, kind, window: its number in the cache, rotary kind and sliding window.
+    """
+
+    inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
+    outputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    layer: int
+    kind: str
+    window: int | None
+
+    def __call__(self, hidden: Tensor, step: Step) -> Tensor:
+        q, k, v = self.inputs(hidden, step.rope[self.kind])
+        keys, values = step.cache.update(k, v, self.layer)
+        return self.outputs(hidden, q, keys, values, step.masks[self.window])
+
+
+def attention(
+    layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool, linear: Linear
+) -> Attention:
+    """The attention sublayer of a decoder layer, with norms and residual add."""
+    module = layer.self_attn
+    before = rms_norm(layer.input_layernorm)
+    after = rms_norm(layer.post_attention_layernorm) if sandwich else None
+    width, scale = module.head_dim, module.scaling
+    groups = module.num_key_value_groups
+    names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    project = _projections([getattr(module, name) for name in names], linear)
+    output = linear(module.o_proj.weight, module.o_proj.bias)
+    queries = module.o_proj.weight.shape[1] // width  # N
+    turning = queries + queries // groups  # N + K
+    q_norm = rms_norm(module.q_norm) if hasattr(module, "q_norm") else None
+    k_norm = rms_norm(module.k_norm) if hasattr(module, "k_norm") else None
+    grouped = not eager and groups > 1 and width >= WIDE
+    if eager:
+        # Gemma 3 has the attribute too, and never passes it on
+        capped = type(module).__name__ == "Gemma2Attention"
+        cap = module.attn_logit_softcapping if capped else None
+        attend: Callable[..., Tensor] = partial(_eager, softcap=cap)
+    else:
+        attend = _sdpa
+
+    def inputs(hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        rows, count, _ = hidden.shape
+        heads = project(before(hidden)).view(rows, count, -1, width)  # (B, T, N + 2K, D)
+        heads = heads.transpose(1, 2)  # (B, N + 2K, T, D)
+        if q_norm is None or k_norm is None:
+            turned = _rotate(heads[:, :turning], angles)  # (B, N + K, T, D)
+            q, k = turned[:, :queries], turned[:, queries:]
+        else:
+            q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
+            k = _rotate(k_norm(heads[:, queries:turning]), angles)  # (B, K, T, D)
+        return q, k, heads[:, turning:]
+
+    def outputs(
+        hidden: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        rows, count, _ = hidden.shape
+        if count == 1:  # the queries of a group are as good as tokens: no transposes
+            out = attend(
+                q.reshape(rows, -1, groups, width), keys, values, mask, False, scale
+            )  # (B, K, G, D)
+        elif grouped and mask is not None and count <= FEW:
+            side_by_side = q.reshape(rows, -1, groups * count, width)  # (B, K, G T, D)
+            mask = mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G T, S)
+            out = attend(side_by_side, keys, values, mask, False, scale)
+            out = out.view(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
+        else:
+            out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
+        out = output(out.reshape(rows, count, -1))
+        return hidden + (out if after is None else after(out))  # (B, T, H)
+
+    return Attention(inputs, outputs, module.layer_idx, kind, window)
+
+
+def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
+    """The MLP sublayer of a decoder layer, with norms and residual add."""
+    module = layer.mlp
+    before = rms_norm(
+        layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+    )
+    after = rms_norm(layer.post_feedforward_layernorm) if sandwich else None
+    down = linear(module.down_proj.weight, module.down_proj.bias)
+    one = hasattr(module, "gate_up_proj")
+    names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
+    expand = _projections([getattr(module, name) for name in names], linear)
+    activate = _activation(module.activation_fn if one else module.act_fn)
+
+    def block(hidden: Tensor, _: Step) -> Tensor:
+        gate, up = expand(before(hidden)).chunk(2, -1)  # (B, T, intermediate) each
+        out = down(activate(gate).mul_(up))
+        return hidden + (out if after is None else after(out))  # (B, T, H)
+
+    return block
+
+
+def _activation(module: Any) -> Function:
+    """The function behind the two activations of the families; else the module itself."""
+    name = type(module).__name__
+    if name in ("SiLUActivation", "SiLU"):
+        return F.silu
+    if name == "GELUTanh" and isinstance(module.act, partial):
+        return module.act  # F.gelu, approximate="tanh"
+    return module  # type: ignore[no-any-return]
+
+
+def head(model: Any, linear: Linear) -> Function:
+    """Final norm and head: (B, T, H) to raw logits (B, T, V), softcap not applied."""
+    norm = rms_norm(model.model.norm)
+    project = linear(model.lm_head.weight, model.lm_head.bias)
+    return lambda hidden: project(norm(hidden))

@@ -1,0 +1,1 @@
+"""What drafts would have drafted along recorded texts; decodes each text once."""

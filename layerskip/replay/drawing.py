@@ -1,0 +1,147 @@
+"""What drafts draw beside a text, from shared noise or under the rejection rule; runs no model.
+
+Under the rejection rule, too, a text follows the target's law p whatever is drafted. Given that it
+goes on with x, a draft of law q has proposed x there, and it was accepted, with probability
+w = min(1, q(x) / p(x)); or else the draft proposed another token, of the law (q - p)+ normalised,
+independently of all that follows. So drafts can be drawn after the text is known.
+Letters: N places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.laws import (
+    DRAFT,
+    Law,
+    accept_uniform,
+    acceptance_probability,
+    gumbel_noise,
+    residual,
+    softmax_law,
+    stream_key,
+)
+
+NOTHING = -1
+"""Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
+
+Histories = Sequence[Tensor] | None
+"""The tokens each place has seen, (length,) each; None where the law reads none."""
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn at N places.
+
+    Attributes:
+        tokens: `NOTHING` where none can be drawn, (N,) int64.
+        confidences: their probability under the raw logits at temperature 1, (N,) float32.
+        weights: under the rejection rule the probability w that the text's own token was
+            accepted here, (N,) float32; NaN elsewhere, and off the text.
+        likeliest: tokens of the largest scores, (N,) int64.
+    """
+
+    tokens: Tensor
+    confidences: Tensor
+    weights: Tensor
+    likeliest: Tensor
+
+
+class Beside(NamedTuple):
+    """What is known of N places of texts.
+
+    Attributes:
+        following: the texts' next tokens, `NOTHING` where a text is known no further, (N,) int64.
+        likelihoods: probability of each under the target's law, (N,) float32.
+        keys, places: noise-stream key of each text, and place of each next token, of length N.
+    """
+
+    following: Tensor
+    likelihoods: Tensor
+    keys: Sequence[int]
+    places: Sequence[int]
+
+
+def narrowed(raw: Tensor, allowed: Tensor | None) -> Tensor:
+    """Raw logits (N, V), -inf where a draft cannot draw: `allowed` is (V,) or (N, V) bool."""
+    return raw if allowed is None else raw.masked_fill(~allowed, float("-inf"))
+
+
+def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
+    """Processed scores (N, V) of raw logits (N, V) at places of any texts."""
+    if histories is None:
+        nothing = torch.zeros(1, 1, dtype=torch.long, device=raw.device)
+        return law.scores(raw, nothing, [0] * len(raw), [0] * len(raw))
+    # one by one, since processors may read whole rows and their number
+    alone = Law(law.processors, do_sample=law.do_sample, rows=1)
+    return torch.cat(
+        [
+            alone.scores(raw[i : i + 1], seen[None], [0], [len(seen)])
+            for i, seen in enumerate(histories)
+        ]
+    )
+
+
+def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> Drawn:
+    """What the engine draws from raw logits (N, V), whether of a draft or of the target.
+
+    Args:
+        noise: Gumbel noise of each place, (N, V); None for greedy decoding.
+    """
+    scores = scores_at(law, raw, histories)  # (N, V)
+    tokens = _largest(scores if noise is None else scores + noise)
+    weights = torch.full(tokens.shape, float("nan"), device=raw.device)
+    return Drawn(tokens, _confidences(raw, tokens), weights, scores.argmax(-1))
+
+
+def propose(
+    law: Law, raw: Tensor, histories: Histories, beside: Beside, target: Callable[[Tensor], Tensor]
+) -> Drawn:
+    """What a draft that is on its text proposes there under the rejection rule, given the text.
+
+    A proposal is accepted where it is the text's next token. Each place has one accept test, of the
+    engine's uniform number, whatever draft is tested: decoding tests a place once, and drafts are
+    compared by the same luck.
+
+    Args:
+        raw: the draft's raw logits, (N, V).
+        target: the target's law, (R, V), at those of the N places that it is asked for.
+    """
+    scores = scores_at(law, raw, histories)  # (N, V)
+    q, following = softmax_law(scores), beside.following
+    own = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
+    weights = acceptance_probability(own, beside.likelihoods)  # with p and q changed over
+    lucky = accept_uniform(beside.keys, beside.places, raw.device) < weights  # (N,), not if NaN
+    tokens = torch.where(lucky, following, NOTHING)
+    rejected = torch.nonzero(tokens == NOTHING)[:, 0]  # (R,)
+    if len(rejected):
+        keys = [beside.keys[i] for i in rejected.tolist()]
+        places = [beside.places[i] for i in rejected.tolist()]
+        others = residual(q[rejected], target(rejected)).log()  # (R, V)
+        tokens[rejected] = _largest(others + stray_noise(keys, places, places, others))
+    return Drawn(tokens, _confidences(raw, tokens), weights, scores.argmax(-1))
+
+
+def stray_noise(
+    keys: Sequence[int], origins: Sequence[int], places: Sequence[int], scores: Tensor
+) -> Tensor:
+    """Gumbel noise of drafts that leave their texts at `origins`, like scores (N, V).
+
+    Decoding rejects at a place once at most, so that no noise is used twice along a text.
+    """
+    keys = list(map(stream_key, keys, origins))
+    return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Token of the largest of scores (N, V), (N,); `NOTHING` where all are -inf, or one is NaN."""
+    best, tokens = scores.max(-1)  # (N,) each
+    return torch.where(best > float("-inf"), tokens, NOTHING)
+
+
+def _confidences(raw: Tensor, tokens: Tensor) -> Tensor:
+    chosen = tokens.clamp_min(0)[:, None]  # (N, 1)
+    return torch.softmax(raw.float(), dim=-1).gather(1, chosen)[:, 0]  # (N,)

@@ -1,0 +1,222 @@
+"""What each early exit is worth, from one trace: agreement, calibration, the what-if table.
+
+Knows traces, replays and counts; no clock: prices come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerskip.config import SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.laws import Law
+from layerskip.generation import end_tokens, warpers
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.drafts import replay
+from layerskip.replay.simulation import count_rounds
+from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
+
+DRAFT_LENGTHS = tuple(range(1, DRAFT_LENGTH + 1))
+THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
+BINS = 10  # of confidence
+
+Progress = Callable[[str, float], None]
+
+
+def law_of(settings: Mapping[str, Any]) -> Law:
+    """The law of a record's `law` block, for one row: temperature, top-k, top-p, in that order."""
+    if not settings["do_sample"]:
+        return Law(do_sample=False, rows=1)
+    chosen = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
+    return Law(warpers(*chosen), do_sample=True, rows=1)
+
+
+def exit_trace(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    *,
+    names: Sequence[str],
+    law: Mapping[str, Any],
+    max_new_tokens: int = 64,
+    eos: frozenset[int] | None = None,
+    exits: Sequence[int] | None = None,
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
+    thresholds: Sequence[float] = THRESHOLDS,
+    progress: Progress = lambda _what, _share: None,
+) -> dict[str, Any]:
+    """The "trace" record of a model on held-out prompts.
+
+    Args:
+        model: a causal language model, or one opened as `Sublayers`.
+        prompts: token ids without pads, (T,) or (1, T) each; `names` are their ids.
+        law: the record's `law` block: do_sample, temperature, top_p, top_k, seed, acceptance; text
+            i is drawn from seed + i.
+        max_new_tokens: tokens of each text, at most.
+        eos: tokens that end a text; the model's own by default.
+        exits, draft_lengths, thresholds: axes of the what-if table; `default_exits` by default.
+        progress: told what is done, in words, and the share of it that is.
+
+    Raises:
+        ValueError: axes that are empty or out of range, and what `take_trace` refuses.
+    """
+    if not draft_lengths or not thresholds or min(draft_lengths) < 1:
+        raise ValueError(
+            "the what-if table needs draft lengths of at least 1 and thresholds, got "
+            f"{list(draft_lengths)} and {list(thresholds)}"
+        )
+    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    seed = law.get("seed") or 0
+    trace = take_trace(
+        opened,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        law=law_of(law),
+        seeds=[seed + number for number in range(len(prompts))],
+        eos=end_tokens(opened.model) if eos is None else eos,
+        draft_length=max(draft_lengths),
+        acceptance=law.get("acceptance") or "coupled",
+        progress=progress,
+    )
+    return {
+        "kind": "trace",
+        "prompts": list(names),
+        "tokens": sum(text.emitted for text in trace.texts),
+        "context": trace.context,
+        "law": dict(law),
+        "exits": agreement(trace),
+        "what_if": what_if(trace, exits, draft_lengths, thresholds, progress=progress),
+    }
+
+
+def agreement(trace: Trace) -> list[dict[str, Any]]:
+    """Per exit 1..L-1, over all starts: agreement of the likeliest tokens, match, calibration.
+
+    Match is with the text, under the trace's law and accept rule. Under greedy decoding the two are
+    the same.
+    Calibration: of the drafted tokens whose confidence lies in a bin, how many, their mean
+    confidence, and how many matched.
+    """
+    spans = [slice(0, text.starts) for text in trace.texts]
+    following = torch.cat([t.following[s] for t, s in zip(trace.texts, spans, strict=True)])  # (N,)
+
+    def all_starts(name: str) -> torch.Tensor:
+        tables = [getattr(t, name)[:, s] for t, s in zip(trace.texts, spans, strict=True)]
+        return torch.cat(tables, dim=1)  # (L, N)
+
+    matches = all_starts("drafted") == following  # (L, N)
+    likeliest = all_starts("likeliest")
+    agrees = likeliest == likeliest[-1] if trace.law.do_sample else matches  # (L, N)
+    confidences = all_starts("confidences").double()
+    exits = []
+    for row in range(trace.model.num_layers - 1):
+        sure, matched = confidences[row], matches[row]  # (N,) each
+        which = (sure * BINS).long().clamp(0, BINS - 1)
+        bins = []
+        for number in range(BINS):
+            mine = (which == number) & sure.isfinite()
+            count = int(mine.sum())
+            bins.append(
+                {
+                    "low": number / BINS,
+                    "high": (number + 1) / BINS,
+                    "count": count,
+                    "mean": float(sure[mine].mean()) if count else None,
+                    "matched": int(matched[mine].sum()),
+                }
+            )
+        exits.append(
+            {
+                "exit": row + 1,
+                "agreement": float(agrees[row].double().mean()),
+                "match": float(matched.double().mean()),
+                "confidence": bins,
+            }
+        )
+    return exits
+
+
+def default_exits(num_layers: int) -> tuple[int, ...]:
+    """Every exit of the first half of the layers, and every second one behind it."""
+    half = num_layers // 2
+    return (*range(1, half + 1), *range(half + 2, num_layers, 2))
+
+
+def what_if(
+    trace: Trace,
+    exits: Sequence[int] | None = None,
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
+    thresholds: Sequence[float] = THRESHOLDS,
+    *,
+    progress: Progress = lambda _what, _share: None,
+) -> dict[str, Any]:
+    """Exact counts of decoding the trace's texts with every exit, draft length and threshold.
+
+    A cell is what the `confidence` controller would have done (threshold 0: `fixed`), text by text.
+
+    Returns:
+        The axes and, by [exit][draft length][threshold], totals of rounds, drafted and emitted
+        tokens; `lengths` adds [d], the rounds that drafted d = 0, 1, ... tokens, which is what any
+        cost table needs for the exact price.
+    """
+    exits = default_exits(trace.model.num_layers) if exits is None else exits
+    table: dict[str, Any] = {
+        "exits": list(exits),
+        "draft_lengths": list(draft_lengths),
+        "thresholds": list(thresholds),
+        "rounds": [],
+        "drafted": [],
+        "emitted": [],
+        "lengths": [],
+    }
+    emitted = trace.starts  # whatever is drafted: the text is the target's
+    for number, layer in enumerate(exits):
+        progress("what-if table", number / len(exits))
+        replayed = replay(trace, SkipConfig.early_exit(layer), max(draft_lengths))
+        lengths = [[count_rounds(replayed, d, t) for t in thresholds] for d in draft_lengths]
+        table["lengths"].append(lengths)
+        table["rounds"].append([[sum(counts) for counts in row] for row in lengths])
+        table["drafted"].append(
+            [[sum(d * n for d, n in enumerate(counts)) for counts in row] for row in lengths]
+        )
+        table["emitted"].append([[emitted for _ in row] for row in lengths])
+    return table
+
+
+@dataclass(frozen=True)
+class BestExit:
+    """A cell of the what-if table and the speedup over plain decoding it predicts."""
+
+    exit_layer: int
+    draft_length: int
+    threshold: float
+    speedup: float
+
+
+def best_exit(table: Mapping[str, Any], costs: Callable[[int], CostTable]) -> BestExit:
+    """The what-if cell of the highest predicted speedup; of equals the first, the shallowest exit.
+
+    Args:
+        table: a `what_if` table, or the record's.
+        costs: the cost table of each exit layer, say `lambda e: layer_costs.table(early_exit(e))`.
+    """
+    best: BestExit | None = None
+    for layer, by_length, totals in zip(
+        table["exits"], table["lengths"], table["emitted"], strict=True
+    ):
+        prices = costs(layer)
+        for length, by_threshold, sums in zip(
+            table["draft_lengths"], by_length, totals, strict=True
+        ):
+            for threshold, counts, emitted in zip(
+                table["thresholds"], by_threshold, sums, strict=True
+            ):
+                cost = sum(n * prices.round_cost(d) for d, n in enumerate(counts))
+                if best is None or emitted / cost > best.speedup:
+                    best = BestExit(layer, length, threshold, emitted / cost)
+    if best is None:
+        raise ValueError("the what-if table has no exits; give at least one")
+    return best

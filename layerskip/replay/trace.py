@@ -1,0 +1,394 @@
+"""The target's texts and what every exit would draft along them; knows no clock, no skip config.
+
+Prompts are decoded once by the target alone. Then one whole pass over each text leaves the target's
+keys and values, from which any draft is replayed (`replay.py`), and gives, for every exit layer at
+once, the token a draft would propose at every place. The target's text does not depend on what is
+drafted: not at all in greedy decoding and coupled sampling, nor in law under the rejection rule.
+Letters: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, gumbel_noise, softmax_law, stream_key
+from layerskip.model.cache import RowCache
+from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.replay.drawing import (
+    NOTHING,
+    Beside,
+    Drawn,
+    Histories,
+    draw,
+    narrowed,
+    propose,
+    scores_at,
+)
+
+DRAFT_LENGTH = 8
+"""Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
+
+_ROWS = 16  # texts decoded together
+_LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
+
+
+@dataclass(frozen=True)
+class Text:
+    """One prompt and the target's continuation.
+
+    Attributes:
+        number: its place among the trace's texts.
+        tokens: prompt, emitted tokens, then those that only serve as context, (T,) int64.
+        prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
+        emitted: tokens the request emits, EOS included.
+        key: of the text's noise stream.
+        drafted: entry (e - 1, i) is the token an exit after layer e proposes having seen the text
+            up to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
+        confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
+            (L, T - prompt) float32.
+        weights: under the rejection rule, the probability that an exit's proposal was accepted,
+            given the text, (L, T - prompt) float32; else NaN.
+        likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
+        likelihoods: under the rejection rule, the probability of the token behind each emitted one
+            under the target's law, (T - prompt,) float32; else NaN.
+        states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
+    """
+
+    number: int
+    tokens: Tensor
+    prompt: int
+    emitted: int
+    key: int
+    drafted: Tensor
+    confidences: Tensor
+    weights: Tensor
+    likeliest: Tensor
+    likelihoods: Tensor
+    states: Tensor
+
+    @property
+    def starts(self) -> int:
+        """Emitted tokens that a round may start from: all but the last."""
+        return self.emitted - 1
+
+    @property
+    def following(self) -> Tensor:
+        """The token behind each emitted one, (T - prompt,); `NOTHING` behind the last known."""
+        return torch.cat([self.tokens[self.prompt + 1 :], torch.tensor([NOTHING])])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Texts of one model under one law, ready for replays.
+
+    Attributes:
+        model: the opened model.
+        law: what tokens are drawn from, for single rows.
+        texts: one per prompt.
+        cache: the target's keys and values of all their tokens, a row each; slot equals place.
+        eos: tokens that end a text, and a draft.
+        draft_length: how far drafts may be replayed with all of their places known.
+        max_new_tokens: what each text was asked for.
+        rejection: whether drafts are accepted by the rejection rule, else where they draw what the
+            target does.
+    """
+
+    model: Sublayers
+    law: Law
+    texts: tuple[Text, ...]
+    cache: RowCache
+    eos: frozenset[int]
+    draft_length: int
+    max_new_tokens: int
+    rejection: bool = False
+
+    @property
+    def starts(self) -> int:
+        """Places that a round may start from, over all texts."""
+        return sum(text.starts for text in self.texts)
+
+    @property
+    def context(self) -> int:
+        """Tokens that lie before the middle of a text's new ones, on average."""
+        spans = [text.prompt + text.emitted / 2 for text in self.texts]
+        return round(sum(spans) / len(spans))
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """How many of the P places lie in the texts before each."""
+        return [0, *accumulate(len(text.tokens) - text.prompt for text in self.texts)][:-1]
+
+    @cached_property
+    def following(self) -> Tensor:
+        """The token behind each place from a text's first emitted one on, all texts, (P,)."""
+        return torch.cat([text.following for text in self.texts])
+
+    @cached_property
+    def likelihoods(self) -> Tensor:
+        """Likelihood of each of `following`, (P,)."""
+        return torch.cat([text.likelihoods for text in self.texts])
+
+    def proposed(
+        self, text: Text, layer: int, vocabularies: Sequence[Tensor | None] = (None,)
+    ) -> list[Drawn]:
+        """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
+
+        Args:
+            vocabularies: W times the tokens that it can draw on each text, (texts, V) bool, or None
+                for all of them.
+
+        Returns:
+            W proposals.
+        """
+        tables = (text.drafted, text.confidences, text.weights, text.likeliest)
+        whole = Drawn(*(table[layer - 1] for table in tables))
+        device = self.model.device
+        trimmed = [each[text.number].to(device) for each in vocabularies if each is not None]
+        found: Iterator[Drawn] = iter(())
+        if trimmed:
+            drawn, _ = _along(
+                self.model,
+                self.law,
+                text.tokens.to(device),
+                text.prompt,
+                text.key,
+                text.states[layer - 1 : layer],
+                text.states[-1],
+                trimmed,
+                rejection=self.rejection,
+            )
+            found = (Drawn(*tables) for tables in zip(*drawn, strict=True))
+        return [whole if each is None else next(found) for each in vocabularies]
+
+    def rotary(self, slots: int) -> Any:
+        """Angles of so many places, for drafts of any text."""
+        ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
+        return self.model.rotary(slots, min(slots, max(ends)))
+
+    def target_law(self, places: Sequence[tuple[Text, int]], histories: Histories) -> Tensor:
+        """Law of the token behind each place of a text, (N, V)."""
+        states = torch.stack([text.states[-1][place - text.prompt] for text, place in places])
+        raw = self.model.logits(states[None])[0]  # (N, V)
+        return softmax_law(scores_at(self.law, raw, histories))
+
+
+@torch.no_grad()
+def take_trace(
+    model: Any,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    law: Law | None = None,
+    seeds: Sequence[int] | None = None,
+    eos: frozenset[int] = frozenset(),
+    draft_length: int = DRAFT_LENGTH,
+    acceptance: str = "coupled",
+    progress: Callable[[str, float], None] = lambda _what, _share: None,
+) -> Trace:
+    """Decode prompts with the target, and read what every exit would have drafted.
+
+    Args:
+        model: a causal language model, or one opened as `Sublayers`.
+        prompts: token ids without pads, (T,) or (1, T) each.
+        max_new_tokens: tokens each text may grow by; places that only serve as context come on top,
+            as far as the model's positions reach.
+        law: the processors and whether to sample; greedy by default. Processors see one row
+            without pads.
+        seeds: one per text, as `seeds=` of decoding; 0, 1, 2, ... by default.
+        eos: tokens that end a text.
+        draft_length: the most tokens a replay will draft from one start.
+        acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
+        progress: told what is done, in words, and the share of it that is.
+
+    Raises:
+        ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
+            model cannot hold, another accept rule, or no text with a token to draft.
+    """
+    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    rows = [prompt.flatten().to(opened.device) for prompt in prompts]
+    if not rows or not all(len(row) for row in rows):
+        raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")
+    seeds = range(len(rows)) if seeds is None else seeds
+    if len(seeds) != len(rows):
+        raise ValueError(f"seeds must hold one per prompt, {len(rows)}; got {len(seeds)}")
+    if max_new_tokens < 2 or draft_length < 1:
+        raise ValueError(
+            "a trace needs max_new_tokens of at least 2 and draft_length of at least 1, got "
+            f"{max_new_tokens} and {draft_length}"
+        )
+    if acceptance not in ("coupled", "rejection"):
+        raise ValueError(f"acceptance must be 'coupled' or 'rejection', got {acceptance!r}")
+    lengths = list(map(len, rows))
+    opened.check_lengths(lengths, max(lengths) + max_new_tokens)
+    law = law or Law(do_sample=False, rows=1)
+    rejection = law.do_sample and acceptance == "rejection"
+    keys = [stream_key(seed) for seed in seeds]
+    # processors that read the tokens so far would read pads; such texts are decoded one by one
+    together = 1 if law.reads_history else _ROWS
+    texts: list[Text] = []
+    caches: list[RowCache] = []
+    for first in range(0, len(rows), together):
+        progress("texts of the target", first / len(rows))
+        batch, batch_keys = rows[first : first + together], keys[first : first + together]
+        room = opened.max_positions - max(map(len, batch)) - max_new_tokens
+        longest = max_new_tokens + max(0, min(draft_length, room))
+        for prompt, key, new in zip(
+            batch, batch_keys, _decode(opened, batch, batch_keys, law, eos, longest), strict=True
+        ):
+            tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
+            emitted = min(len(new), max_new_tokens)
+            caches.append(opened.new_cache(1, len(tokens)))
+            place = len(texts), tokens, len(prompt), emitted, key
+            texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
+    cache = _joined(caches)
+    trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
+    if trace.starts == 0:
+        raise ValueError("every text of the trace ends with its first token; give other prompts")
+    return trace
+
+
+def _decode(
+    model: Sublayers,
+    prompts: Sequence[Tensor],
+    keys: Sequence[int],
+    law: Law,
+    eos: frozenset[int],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """New tokens of each prompt, by plain decoding of all of them together."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    mask = torch.zeros(rows, width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    request = Request(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        law=Law(law.processors, do_sample=law.do_sample, rows=rows),
+        keys=keys,
+        eos=eos,
+    )
+    decoder = Decoder(model, SkipConfig(), Fixed(), request, max_draft_length=0)
+    for _ in decoder.rounds():
+        pass
+    return decoder.emitted
+
+
+def _joined(caches: list[RowCache]) -> RowCache:
+    """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
+    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
+    for layer in list(caches[0].keys):
+        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
+            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
+            mine[layer] = torch.cat(
+                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
+            )
+    return joint
+
+
+def _read(
+    model: Sublayers,
+    law: Law,
+    cache: RowCache,
+    number: int,
+    tokens: Tensor,
+    prompt: int,
+    emitted: int,
+    key: int,
+    *,
+    rejection: bool,
+) -> Text:
+    """Carry a text (T,) through the whole model, looking at it after every layer."""
+    cache.place([0], len(tokens))
+    step = Pass(model, cache, model.rotary(len(tokens), len(tokens)))
+    hidden = model.embed(tokens[None])  # (1, T, H)
+    after = []
+    for layer in range(model.num_layers):
+        hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
+        after.append(hidden[0, prompt:])  # (N, H)
+    states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
+    drawn, likelihoods = _along(
+        model, law, tokens, prompt, key, states, states[-1], rejection=rejection
+    )
+    drafted, confidences, weights, likeliest = drawn
+    return Text(
+        number=number,
+        tokens=tokens.cpu(),
+        prompt=prompt,
+        emitted=emitted,
+        key=key,
+        drafted=drafted,
+        confidences=confidences,
+        weights=weights,
+        likeliest=likeliest,
+        likelihoods=likelihoods,
+        states=states,
+    )
+
+
+def _along(
+    model: Sublayers,
+    law: Law,
+    tokens: Tensor,
+    prompt: int,
+    key: int,
+    states: Tensor,
+    target: Tensor,
+    vocabularies: Sequence[Tensor | None] = (None,),
+    *,
+    rejection: bool,
+) -> tuple[Drawn, Tensor]:
+    """What hidden states propose at the N places of a text.
+
+    Args:
+        states: of L exits, (L, N, H); `target`: of the whole model, (N, H).
+        vocabularies: W times the tokens that can be drawn, (V,) bool, or None for all.
+
+    Returns:
+        The proposals of each exit in each vocabulary, (L W, N) each; and, under the rejection rule,
+        the text's likelihoods, (N,), else NaN.
+    """
+    count = len(tokens) - prompt
+    following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
+    likelihoods = torch.full((count,), float("nan"), device=model.device)
+    drawn: list[list[Tensor]] = [[] for _ in range(4)]  # by kind, then by chunk (L, places)
+    chunk = max(16, _LOGITS // model.vocabulary)
+    for first in range(0, count, chunk):
+        places = slice(first, min(first + chunk, count))
+        seen = range(prompt + places.start + 1, prompt + places.stop + 1)  # before the one drawn
+        keys = [key] * len(seen)
+        histories = [tokens[:length] for length in seen] if law.reads_history else None
+        raws = (  # (N, V) each
+            narrowed(raw, allowed)
+            for layer_states in states
+            for raw in model.logits(layer_states[None, places])
+            for allowed in vocabularies
+        )
+        if rejection:
+            own = model.logits(target[None, places])[0]
+            p = softmax_law(scores_at(law, own, histories))  # (N, V)
+            likelihoods[places] = p.gather(1, following[places, None].clamp_min(0))[:, 0]
+            beside = Beside(following[places], likelihoods[places], keys, seen)
+            layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
+        else:
+            noise = None
+            if law.do_sample:
+                noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
+            layers = [draw(law, raw, noise, histories) for raw in raws]
+        for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
+            kind.append(torch.stack(tables).cpu())
+    return Drawn(*(torch.cat(kind, dim=1) for kind in drawn)), likelihoods.cpu()

@@ -1,0 +1,1 @@
+"""The clocks: what passes and sublayers cost on this machine."""

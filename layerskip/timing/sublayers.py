@@ -1,0 +1,349 @@
+"""What every sublayer costs on this machine, by tokens of a pass and by context; the only clock.
+
+One measurement prices every skip config. Sublayers are timed inside whole passes in layer order,
+within rounds of the engine itself: one sublayer repeated would stay in the processor's caches and
+lie, and a pass alone would leave out what the engine does around it. Passes that are not timed
+inside are interleaved, and the parts are made to add up to them. A short draft does repeat its few
+sublayers; what that saves is measured on two early exits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.rounds import Round
+from layerskip.model import lean as fused
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.sublayers import Block, Pass, Sublayers
+from layerskip.model.weights import Function
+from layerskip.timing.tables import Stopwatch
+
+COUNTS = tuple(range(1, 10))
+"""Tokens of the passes timed, per row: those that verify 0 to 8 drafted tokens."""
+
+CONTEXTS = (64, 256)
+"""Tokens before them."""
+
+TRIMMED = (2, 4, 8, 16)
+"""A trimmed head is timed at each of these parts of the vocabulary."""
+
+DISTURBED = 0.25
+"""By what share a quiet machine's times do not contradict each other; .01 to .09 were seen."""
+
+_TYPICAL_LENGTH = 4  # of the drafts that a repeated step is read off, as in `tables.py`
+_SWEEPS = 40  # at most, of every context; the first one warms up
+_FEWEST = 3
+
+
+class _Probed(Sublayers):
+    """The same opened model, which can note when each sublayer and the head begin and end."""
+
+    def __init__(self, model: Sublayers, now: Callable[[], float]) -> None:
+        self.__dict__.update(model.__dict__)
+        self.now = now
+        self.on_gpu = model.device.type == "cuda"
+        self.plain = model.blocks
+        self.timed = tuple(map(self._noting, model.blocks))
+        self.noting = False
+        self.heads: Iterator[Function] = iter(())  # of the next draft steps
+        self.marks: list[Any] = []  # two for each sublayer and for each head, as they ran
+
+    def note(self, on: bool) -> None:
+        """Begin another round, with or without notes."""
+        self.noting = on
+        self.blocks = self.timed if on else self.plain
+        self.marks.clear()
+        self.heads = iter(())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if not self.noting:
+            return super().logits(hidden)
+        self._mark()
+        out = super().logits(hidden)
+        self._mark()
+        return out
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        head = next(self.heads, None)
+        if head is None:
+            return self.logits(hidden)
+        self._mark()
+        out = head(hidden)
+        self._mark()
+        return out
+
+    def seconds(self) -> list[float]:
+        """What each sublayer and each head took, in the order they ran."""
+        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        if self.on_gpu:
+            return [start.elapsed_time(end) / 1000 for start, end in pairs]
+        return [end - start for start, end in pairs]
+
+    def _noting(self, block: Block) -> Block:
+        def noted(hidden: Tensor, step: Pass) -> Tensor:
+            self._mark()
+            out = block(hidden, step)
+            self._mark()
+            return out
+
+        return noted
+
+    def _mark(self) -> None:
+        if self.on_gpu:  # an event, since waiting for the device would be timed too
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(self.now())
+
+
+@torch.no_grad()
+def measure(
+    model: Any,
+    prompts: Sequence[Tensor],
+    *,
+    batch_size: int = 1,
+    contexts: Sequence[int] = CONTEXTS,
+    counts: Sequence[int] = COUNTS,
+    law: Law | None = None,
+    budget: float = 6.0,
+    progress: Callable[[str, float], None] = lambda _what, _share: None,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Time the sublayers of a model: the "cost" record.
+
+    Args:
+        model: a causal language model, or one opened as `Sublayers`.
+        prompts: token ids, (T,) or (1, T) each, from which contexts are pieced together.
+        contexts: tokens before the passes; those beyond the model's positions are left out.
+        counts: tokens of the passes, per row, 1 among them.
+        law: whose processors are timed along; greedy by default.
+        budget: seconds after which no further sweep starts. At least three are made.
+        progress: told what is done, in words, and the share of it that is.
+        now: the clock, in seconds.
+
+    Returns:
+        The record, with more by context: `draft_rest`, what a draft step takes beside its sublayers
+        and head; `trimmed_head`, what a head of each of `head_sizes` rows takes over one token
+        (where the head can be trimmed); `repeated`, by which factor sublayers and head are cheaper
+        in the drafts of two early exits, and `repeated_shares`, those exits' shares of all
+        sublayers' seconds; and `gap`, by which share the parts of a pass, each typical, exceed the
+        typical pass, for each count. The parts have been scaled by it, so that they add up to
+        `passes`.
+
+    Raises:
+        ValueError: no prompt tokens, counts without 1, no budget, or no context that fits the
+            model.
+    """
+    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    counts = sorted(set(counts))
+    if not counts or counts[0] != 1:
+        raise ValueError(f"counts must be at least 1 and hold 1, a plain step; got {counts}")
+    if not budget > 0:
+        raise ValueError(f"budget must be more than 0 seconds, got {budget}")
+    if not any(prompt.numel() for prompt in prompts):
+        raise ValueError("costs are measured on the prompts' tokens; give at least one")
+    heads = _disjoint_heads(opened)
+    growth = 2 * sum(counts) + len(heads) + 3  # of a sweep, if all that is drafted were accepted
+    room = opened.max_positions - growth
+    fitting = sorted({context for context in contexts if 1 <= context <= room})
+    if not fitting:
+        raise ValueError(
+            f"contexts must be in 1..{room} for this model of {opened.max_positions} positions, "
+            f"got {list(contexts)}"
+        )
+    text = torch.cat([prompt.flatten() for prompt in prompts]).to(opened.device)
+    text = text.repeat(-(-fitting[-1] // len(text)))  # (at least the longest context,)
+    law = law or Law(do_sample=False, rows=1)
+    record: dict[str, Any] = {
+        "kind": "cost",
+        "batch_size": batch_size,
+        "contexts": fitting,
+        "counts": counts,
+    }
+    if heads:
+        record |= {"vocabulary": opened.vocabulary, "head_sizes": list(heads)}
+    for number, context in enumerate(fitting):
+        ids = text[:context].expand(batch_size, -1)  # (B, T)
+        sweeps = _Sweeps(opened, ids, law, counts, list(heads.values()), growth, now)
+        started, made = now(), 0
+        while made < _FEWEST or (made < _SWEEPS and now() - started < budget / len(fitting)):
+            share = min(1.0, max(made / _SWEEPS, (now() - started) * len(fitting) / budget))
+            progress("costs of the sublayers", (number + share) / len(fitting))
+            sweeps.run(made)
+            made += 1
+        for name, value in sweeps.summary().items():
+            record.setdefault(name, []).append(value)
+    return record
+
+
+def disturbed(record: Mapping[str, Any]) -> bool:
+    """Whether other work on the machine shows in a record, beyond what any machine does.
+
+    Drafts repeat their sublayers sooner than plain steps do, so that these can only be cheaper
+    there; and the parts of a pass add up to it, nearly.
+    """
+    repeated = max((factor for factors in record["repeated"] for factor in factors), default=0.0)
+    gap = max(abs(share) for shares in record["gap"] for share in shares)
+    return repeated > 1 + DISTURBED or gap > DISTURBED
+
+
+def _disjoint_heads(model: Sublayers) -> dict[int, Function]:
+    """Heads by the sizes to be timed, smallest first; none where the head cannot be trimmed.
+
+    Views of the head's own rows, and no row in two of them: copies would take room, and a row that
+    was just read is in the processor's caches.
+    """
+    head: Any = model.model.get_submodule("lm_head")
+    if fused.head_refusal(head) is not None:
+        return {}
+    heads, first = {}, 0
+    for part in sorted(TRIMMED, reverse=True):
+        size = model.vocabulary // part
+        if size:
+            heads[size] = model.head_of(TrimmedHead(head, slice(first, first + size)))
+        first += size
+    return heads
+
+
+class _Sweeps:
+    """Timed rounds at one context: one sweep has two rounds of every count."""
+
+    def __init__(
+        self,
+        model: Sublayers,
+        ids: Tensor,
+        law: Law,
+        counts: Sequence[int],
+        heads: Sequence[Function],
+        growth: int,
+        now: Callable[[], float],
+    ) -> None:
+        self.counts = counts
+        self.heads = heads
+        self.now = now
+        self.layers = model.num_layers
+        self.model = _Probed(model, now)
+        # A draft of one MLP: no prefix is shared, so that verification runs every sublayer over
+        # all tokens, and drafting them takes hardly any time.
+        every = tuple(range(self.layers))
+        self.skip = SkipConfig(attention=every, mlp=every[1:]).resolve(self.layers)
+        self.exits = sorted({self.layers // 8, self.layers // 2} - {0})
+        rows = len(ids)
+        self.request = Request(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=growth,
+            law=Law(law.processors, do_sample=law.do_sample, rows=rows),
+            keys=[stream_key(0, row) for row in range(rows)],
+        )
+        self.passes: dict[int, list[float]] = defaultdict(list)
+        self.parts: dict[int, list[list[float]]] = defaultdict(list)  # 2L sublayers, head, rest
+        self.draft_rests: list[float] = []
+        self.trimmed: list[list[float]] = [[] for _ in heads]
+        self.drafts: dict[int, list[float]] = defaultdict(list)  # a step's seconds, by exit layer
+
+    def run(self, number: int) -> None:
+        """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
+        watch = Stopwatch(self.now)
+        rounds = self._rounds(self.skip, watch, max(*self.counts, len(self.heads) + 1))
+        turn = number % len(self.counts)
+        for count in (*self.counts[turn:], *self.counts[:turn]):
+            watch.length = drafted = count - 1
+            for noting in (False, True) if number % 2 else (True, False):
+                self.model.note(noting)
+                start = watch.drafted = self.now()
+                next(rounds)
+                whole = self.now() - watch.drafted
+                if number == 0:
+                    continue
+                if not noting:
+                    self.passes[count].append(whole)
+                    continue
+                seconds = self.model.seconds()
+                verified = 2 * self.layers + 1  # the last ones of the round
+                parts = seconds[-verified:]
+                self.parts[count].append([*parts, whole - sum(parts)])
+                if drafted:
+                    in_steps = sum(seconds[:-verified])
+                    self.draft_rests.append((watch.drafted - start - in_steps) / drafted)
+
+        if self.heads:
+            self._run_heads(rounds, watch, kept=number > 0)
+        watch.length = _TYPICAL_LENGTH
+        for layer in self.exits:
+            skip = SkipConfig.early_exit(layer).resolve(self.layers)
+            rounds = self._rounds(skip, watch, _TYPICAL_LENGTH + 1)
+            start = self.now()
+            next(rounds)
+            if number:
+                self.drafts[layer].append((watch.drafted - start) / _TYPICAL_LENGTH)
+
+    def _run_heads(self, rounds: Iterator[Round], watch: Stopwatch, *, kept: bool) -> None:
+        """A round with a draft step for each trimmed head: one MLP, and that head."""
+        watch.length = len(self.heads)
+        self.model.note(True)
+        self.model.heads = iter(self.heads)
+        next(rounds)
+        drafted = self.model.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
+        if kept:
+            for times, seconds in zip(self.trimmed, drafted[1::2], strict=False):
+                times.append(seconds)
+
+    def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
+        self.model.note(False)
+        decoder = Decoder(self.model, skip, watch, self.request, max_draft_length=longest)
+        rounds = decoder.rounds()
+        next(rounds)
+        next(rounds)  # untimed: a round that follows a prefill finds other things in the caches
+        return rounds
+
+    def summary(self) -> dict[str, Any]:
+        """This context's entry of each of the record's tables."""
+        attention, mlp, head, rest, passes, gap = [], [], [], [], [], []
+        for count in self.counts:
+            whole = _typical(self.passes[count])
+            parts = [_typical(part) for part in zip(*self.parts[count], strict=True)]
+            scale = whole / sum(parts)
+            parts = [part * scale for part in parts]
+            attention.append(parts[: 2 * self.layers : 2])
+            mlp.append(parts[1 : 2 * self.layers : 2])
+            head.append(parts[-2])
+            rest.append(parts[-1])
+            passes.append(whole)
+            gap.append(1 / scale - 1)
+        # a law that forbids all tokens of a head ends the draft steps before it
+        trimmed = [_typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed]
+        draft_rest = _typical(self.draft_rests) if self.draft_rests else rest[0]
+        repeated, shares = [], []
+        for layer in self.exits:
+            kept = sum(attention[0][:layer]) + sum(mlp[0][:layer])
+            shares.append(kept / (sum(attention[0]) + sum(mlp[0])))
+            step = _typical(self.drafts[layer]) - draft_rest
+            repeated.append(max(0.0, step) / (kept + head[0]))
+        return {
+            "attention": attention,
+            "mlp": mlp,
+            "head": head,
+            "rest": rest,
+            "passes": passes,
+            "gap": gap,
+            "draft_rest": draft_rest,
+            "repeated": repeated,
+            "repeated_shares": shares,
+            **({"trimmed_head": trimmed} if trimmed else {}),
+        }
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Lower quartile: other work on the machine only ever adds to a time."""
+    return sorted(seconds)[len(seconds) // 4]

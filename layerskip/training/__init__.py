@@ -1,0 +1,1 @@
+"""Recipes that train a model's early exits."""

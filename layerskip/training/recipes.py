@@ -1,0 +1,304 @@
+"""Training recipes: knows losses over early exits and a loop that survives a kill; knows no data.
+
+Two recipes share the forward pass of this module. **LayerSkip** (Elhoushi et al. 2024, arXiv
+2404.16710): layer dropout that grows with depth and time, and a cross-entropy at several exits,
+enabled by a curriculum. **Exit self-distillation**: the law of an early exit is trained towards the
+model's own final law, held fixed, which raises the acceptance of its drafts directly.
+
+Layers are counted as in the paper, l = 0..L-1. Exit E = 1..L means the hidden state after E layers,
+read through the shared final norm and head; so layer l of the paper's loss is exit l + 1 here.
+Nothing random has a state: masks and batches are functions of a seed and the step, so that a run
+resumed from a checkpoint is the unbroken run.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from layerskip.model.sublayers import embed
+
+LayerCall = Callable[..., Tensor]
+FAMILIES = ("llama", "gemma", "gemma2")
+
+
+def layer_dropout_rates(
+    num_layers: int, p_max: float, step: int = 0, total_steps: int | None = None
+) -> list[float]:
+    """Probability of leaving each layer out, p(l, t) = S(t) D(l) p_max (LayerSkip section 4.1).
+
+    D(l) = exp(l ln2 / (L-1)) - 1 is 0 at the first layer and 1 at the last. S(t) = exp(t ln2 /
+    (T-1)) - 1 when training from scratch for `total_steps` = T, and 1 (`None`) when continuing
+    from a trained model. Returns L floats.
+    """
+    if not 0.0 <= p_max <= 1.0:
+        raise ValueError(f"p_max must be in [0, 1], got {p_max}")
+    time_scale = 1.0 if total_steps is None else 2.0 ** (step / max(total_steps - 1, 1)) - 1.0
+    return [
+        time_scale * (2.0 ** (layer / max(num_layers - 1, 1)) - 1.0) * p_max
+        for layer in range(num_layers)
+    ]
+
+
+def exit_loss_scales(num_layers: int, e_scale: float) -> list[float]:
+    """The scale e(l) of the loss after each layer (LayerSkip section 4.1.2), L floats.
+
+    e(l) = e_scale * (0 + 1 + ... + l) below the last layer, and L - 1 + e_scale * (0 + ... + L-2)
+    at the last.
+    """
+    scales = [e_scale * layer * (layer + 1) / 2 for layer in range(num_layers - 1)]
+    return [*scales, num_layers - 1 + e_scale * (num_layers - 2) * (num_layers - 1) / 2]
+
+
+def rotational_curriculum(num_layers: int, period: int, step: int) -> list[bool]:
+    """C_rot: every `period`-th layer has a loss, moving on by one layer each step; L booleans.
+
+    The last layer is always on: it is the model.
+    """
+    if period < 1:
+        raise ValueError(f"period must be at least 1, got {period}")
+    return [(layer - step) % period == 0 for layer in range(num_layers - 1)] + [True]
+
+
+def gradual_curriculum(num_layers: int, step: int, total_steps: int) -> list[bool]:
+    """C_grad: from the last layer downwards, one more layer every T / (2L) steps; L booleans.
+
+    All layers have a loss from step T / 2 on.
+    """
+    enabled = min(num_layers, 1 + step * 2 * num_layers // total_steps)
+    return [layer >= num_layers - enabled for layer in range(num_layers)]
+
+
+def exit_weights(scales: Sequence[float], enabled: Sequence[bool]) -> dict[int, float]:
+    """Exit -> normalised weight C(t, l) e(l) / sum_i C(t, i) e(i), where that is above zero."""
+    total = sum(scale for scale, on in zip(scales, enabled, strict=True) if on)
+    if total <= 0.0:
+        raise ValueError("at least one enabled layer must have a positive scale")
+    return {
+        layer + 1: scale / total
+        for layer, (scale, on) in enumerate(zip(scales, enabled, strict=True))
+        if on and scale > 0.0
+    }
+
+
+def call_layer(layer: nn.Module, hidden: Tensor, **inputs: Any) -> Tensor:
+    """Run one decoder layer; a top-level function so that a script can compile it once for all."""
+    output: Tensor = layer(hidden, **inputs)
+    return output
+
+
+def hidden_states(
+    model: Any,
+    input_ids: Tensor,
+    exits: Sequence[int],
+    *,
+    dropout: Sequence[float] | None = None,
+    seed: int = 0,
+    run_layer: LayerCall = call_layer,
+) -> dict[int, Tensor]:
+    """Exit -> hidden states (B, T, D) before the final norm, by one pass of the model's own layers.
+
+    `model` is a Llama, Gemma or Gemma 2 causal LM of transformers, used through its own modules and
+    left as found; `input_ids` is (B, T) without pads. `dropout` holds L probabilities: each sample
+    leaves each layer out by its own coin, and the layer runs on the samples that keep it only.
+    """
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {FAMILIES}, got {model.config.model_type!r}")
+    decoder, config = model.model, model.config
+    layers = decoder.layers
+    if dropout is not None and len(dropout) != len(layers):
+        raise ValueError(f"dropout must hold {len(layers)} rates, got {len(dropout)}")
+    for exit_layer in exits:
+        if not 1 <= exit_layer <= len(layers):
+            raise ValueError(
+                f"exits must be in 1..{len(layers)} for a {len(layers)}-layer model, "
+                f"got {exit_layer}"
+            )
+    hidden = embed(decoder, input_ids)  # (B, T, D)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
+    rotary = decoder.rotary_emb(hidden, positions)
+    mask_inputs = {
+        "config": config,
+        "inputs_embeds": hidden[:1],  # masks (1, 1, T, T) that serve any number of rows
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions,
+    }
+    masks = {"full_attention": create_causal_mask(**mask_inputs)}
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    if "sliding_attention" in layer_types:
+        masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_inputs)
+    keep = dropout_masks(dropout, len(input_ids), seed) if dropout is not None else None  # (L, B)
+
+    states = {}
+    for index, layer in enumerate(layers[: max(exits)]):
+        inputs = {
+            "attention_mask": masks[layer_types[index]],
+            "position_embeddings": rotary,
+            "position_ids": positions,
+        }
+        if keep is None or bool(keep[index].all()):
+            hidden = run_layer(layer, hidden, **inputs)
+        elif bool(keep[index].any()):
+            rows = keep[index].nonzero()[:, 0].to(hidden.device)  # (kept,)
+            hidden = hidden.index_copy(0, rows, run_layer(layer, hidden[rows], **inputs))
+        if index + 1 in exits:
+            states[index + 1] = hidden
+    return states
+
+
+def dropout_masks(rates: Sequence[float], batch_size: int, seed: int) -> Tensor:
+    """Booleans (L, B), true where a sample keeps a layer; equal seeds give equal masks."""
+    generator = torch.Generator().manual_seed(seed)
+    coins = torch.rand(len(rates), batch_size, generator=generator)
+    return coins >= torch.tensor(rates)[:, None]
+
+
+def exit_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Float32 logits (..., V) of hidden states (..., D): shared final norm, head, final softcap."""
+    logits: Tensor = model.lm_head(model.model.norm(hidden)).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of logits (B, T, V) at labels (B, T)."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def early_exit_loss(
+    model: Any, states: Mapping[int, Tensor], labels: Tensor, weights: Mapping[int, float]
+) -> Tensor:
+    """LayerSkip's J: the weighted sum over exits of the cross-entropy at `labels` (B, T)."""
+    losses = [w * label_loss(exit_logits(model, states[e]), labels) for e, w in weights.items()]
+    return torch.stack(losses).sum()
+
+
+def distillation_loss(
+    logits: Tensor,
+    target_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    total_variation: float = 0.0,
+) -> Tensor:
+    """Mean distance of an exit's law to the final law, which is detached, at `temperature`.
+
+    (1 - w) KL(p || q) + w TV(p, q), p the final and q the exit's law, w = `total_variation`. A
+    draft token is accepted with probability 1 - TV, but TV alone has little gradient where the
+    two laws are far apart: KL first, TV late. Both logits (..., V); scalar, in nats for w = 0.
+    """
+    log_q = F.log_softmax(logits / temperature, -1)
+    log_p = F.log_softmax(target_logits.detach() / temperature, -1)
+    p = log_p.exp()
+    loss = (1.0 - total_variation) * (p * (log_p - log_q)).sum(-1).mean()
+    if total_variation:
+        loss = loss + total_variation * 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
+    return loss
+
+
+@torch.no_grad()
+def exit_quality(
+    model: Any, windows: Tensor, temperatures: Sequence[float] = (1.0, 0.8)
+) -> list[dict[str, float]]:
+    """What each exit 1..L is worth on `windows` (N, T + 1) of token ids, one dict per exit.
+
+    `loss` in nats per token; `agreement`, the share of positions whose most likely token is the
+    final layer's; `overlap@t`, the mean of 1 - TV between the exit's and the final law at
+    temperature t, which is the acceptance of one draft token. The final layer has 1 for both.
+    """
+    exits = range(1, len(model.model.layers) + 1)
+    rows: list[dict[str, float]] = [{} for _ in exits]
+    for window in windows:
+        states = hidden_states(model, window[None, :-1], exits)
+        final = exit_logits(model, states[len(exits)])  # (1, T, V)
+        for exit_layer, row in zip(exits, rows, strict=True):
+            logits = exit_logits(model, states[exit_layer])
+            values = {
+                "loss": label_loss(logits, window[None, 1:]),
+                "agreement": (logits.argmax(-1) == final.argmax(-1)).float().mean(),
+            }
+            for t in temperatures:
+                both = torch.minimum(F.softmax(logits / t, -1), F.softmax(final / t, -1))
+                values[f"overlap@{t:g}"] = both.sum(-1).mean()
+            for name, value in values.items():
+                row[name] = row.get(name, 0.0) + value.item() / len(windows)
+    return rows
+
+
+def batch_at(tokens: Tensor, step: int, batch_size: int, length: int, seed: int = 0) -> Tensor:
+    """Step `step`'s batch (B, T + 1) of windows of `tokens` (N,): each epoch in its own order.
+
+    Windows start at multiples of T and overlap by the one token that is the last label.
+    """
+    windows = (len(tokens) - 1) // length
+    per_epoch = windows // batch_size
+    if per_epoch < 1:
+        raise ValueError(
+            f"{len(tokens)} tokens hold {windows} windows of {length}, fewer than one batch of "
+            f"{batch_size}; shorten the windows or the batch"
+        )
+    epoch, position = divmod(step, per_epoch)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(windows, generator=generator)
+    starts = order[position * batch_size : (position + 1) * batch_size] * length  # (B,)
+    return tokens[starts[:, None] + torch.arange(length + 1)]
+
+
+def train(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    step_loss: Callable[[int], Tensor],
+    total_steps: int,
+    *,
+    schedule: Callable[[int], float],
+    checkpoint: Path,
+    save_seconds: float = 120.0,
+    clip_norm: float = 1.0,
+) -> Iterator[tuple[int, float]]:
+    """Train from `checkpoint` (or from step 0) to `total_steps`; yields (steps done, loss).
+
+    `step_loss(step)` builds the loss of a step from its number alone; every learning rate is its
+    optimizer's own times `schedule(step)`. Model, optimizers and step are written
+    to `checkpoint` every `save_seconds` and at the end, whole or not at all.
+    """
+    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    step = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step = state["step"]
+    saved_at = time.monotonic()
+    while step < total_steps:
+        factor = schedule(step)
+        for optimizer, rates in zip(optimizers, base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        loss = step_loss(step)
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {step}; lower the rates")
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        if step == total_steps or time.monotonic() - saved_at >= save_seconds:
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+            }
+            partial = checkpoint.with_suffix(".tmp")
+            torch.save(state, partial)
+            os.replace(partial, checkpoint)
+            saved_at = time.monotonic()
+        yield step, loss.item()
