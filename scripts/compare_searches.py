@@ -3,8 +3,9 @@
     python scripts/compare_searches.py demo-llama --temperature 0.8 --cost cost.json --cache known
 
 The cost record (of `layerskip.timing.sublayers.measure`, say) is given, so that what a set is
-worth is a function of the set, whatever else the machine does. Sets are worth the same to all methods: the
-expected speedup, or, where drafting would turn itself off, what the set is worth if it must draft.
+worth is a function of the set, whatever else the machine does. Sets are worth the same to all
+methods: the expected speedup, or, where drafting would turn itself off, what the set is worth if it
+must draft.
 Every value goes to the cache at once: methods share it, and a run that was stopped goes on.
 """
 

@@ -28,7 +28,7 @@ from layerskip.analysis import (
     write_report,
 )
 from layerskip.analysis.canvas import STYLE, new_figure
-from layerskip.cli.main import main as cli
+from layerskip.cli import main as cli
 from layerskip.costs.speculation import CostTable, speedup
 from layerskip.files.searches import holds_search, read_search
 

@@ -21,7 +21,7 @@ from layerskip import __version__
 from layerskip.bench import demo
 from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
-from layerskip.cli.main import main as cli
+from layerskip.cli import main as cli
 from layerskip.cli.terminal import Talk, TextStream
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable

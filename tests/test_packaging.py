@@ -11,11 +11,9 @@ from pathlib import Path
 import layerskip
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {
-    "layerskip": "layerskip",
-    "layerskip/search": "search",
-    "layerskip/analysis": "analysis",
-}
+APART = {"layerskip/search": "search", "layerskip/analysis": "analysis"}
+ROOMS = sorted(path.parent.name for path in (ROOT / "layerskip").glob("*/__init__.py"))
+PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for r in ROOMS} | APART
 
 
 def expected_files() -> set[str]:
@@ -28,12 +26,13 @@ def expected_files() -> set[str]:
 
 
 def test_packages_are_flat_and_listed():
-    for folder in PACKAGES.values():
-        deeper = [path for path in (ROOT / folder).rglob("*.py") if path.parent.name != folder]
+    for folder in {*PACKAGES.values()} - {"layerskip"}:
+        deeper = [path for path in (ROOT / folder).rglob("*.py") if path.parent != ROOT / folder]
         assert deeper == []
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    listed = {name.replace(".", "/"): tool["package-dir"][name] for name in tool["packages"]}
-    assert listed == PACKAGES
+    assert {name.replace(".", "/") for name in tool["packages"]} == PACKAGES.keys()
+    apart = {name.replace(".", "/"): folder for name, folder in tool["package-dir"].items()}
+    assert apart == {"layerskip": "layerskip"} | APART
 
 
 def test_type_checkers_see_every_package():
@@ -61,7 +60,7 @@ def test_wheel_holds_exactly_the_packages_and_the_models(tmp_path):
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for folder in PACKAGES.values():
+    for folder in ("layerskip", *APART.values()):
         shutil.copytree(ROOT / folder, source / folder)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]

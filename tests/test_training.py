@@ -11,9 +11,10 @@ import torch
 from models import prompt, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import layerskip
 from layerskip.training import recipes as training
 
-SHIPPED = Path(training.__file__).parent / "models"
+SHIPPED = Path(layerskip.__file__).parent / "models"
 FAMILIES = ["llama", "gemma", "gemma2"]
 
 

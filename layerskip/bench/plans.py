@@ -203,10 +203,10 @@ class Plan:
                 like = sum(other.partition("#")[0] == name for other in found)
                 each.name = f"{name}#{like + 1}" if like else name
                 found[each.name] = each
-        if all(each.controller not in WITH_THRESHOLD for each in found.values()):
-            if options.threshold is not None:
-                rule = " or ".join(WITH_THRESHOLD)
-                warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
+        used = any(each.controller in WITH_THRESHOLD for each in found.values())
+        if options.threshold is not None and not used:
+            rule = " or ".join(WITH_THRESHOLD)
+            warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
         return list(found.values())
 
     def _price(self, method: Engine, plain: Engine) -> None:
