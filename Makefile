@@ -1,6 +1,7 @@
 # `make demo`, `make test` and `make benchmark` need nothing but Python (3.11 or later) and make.
 PYTHON ?= python3
 BIN := .venv/bin
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/pytest),$(BIN)/python,$(PYTHON))
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 RUNS := runs/benchmark
@@ -9,7 +10,7 @@ SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
 
-.PHONY: demo test benchmark lint
+.PHONY: demo test test-gpu benchmark lint
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -17,6 +18,10 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest
+
+# With the Python that has the machine's own PyTorch, and with whatever versions it has.
+test-gpu:
+	$(GPU_PYTHON) -m pytest -o addopts=--strict-markers -W default -m gpu tests/test_gpu.py
 
 # Measures anew, about twelve minutes on a quiet core; a target alone goes on where it stopped:
 # `make runs/benchmark/demo-llama-greedy.jsonl`.

@@ -428,6 +428,7 @@ def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run.jsonl"]
 
 
+@pytest.mark.wheel
 def test_a_report_needs_no_torch(tmp_path):
     run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
     program = (

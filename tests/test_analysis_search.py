@@ -526,6 +526,7 @@ def test_searches_with_little_in_them_are_reported(tmp_path, document):
     Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.wheel
 def test_a_report_on_a_search_needs_no_torch_and_no_optuna(tmp_path):
     file = made.write(tmp_path / "search.json", made.made_up(trials=30))
     program = (

@@ -502,6 +502,7 @@ def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, pri
     assert "FAULTS" in result.stdout
 
 
+@pytest.mark.wheel
 def test_interrupting_a_benchmark_keeps_what_it_measured(folder, two_prompts, tmp_path):
     output = tmp_path / "run.jsonl"
     flags = ("--prompts", two_prompts, "--method", "plain", "--max-new-tokens", 200)
@@ -667,6 +668,7 @@ def test_no_command_and_unknown_ones():
 # Real processes
 
 
+@pytest.mark.wheel
 def test_an_error_is_one_line_of_a_real_process():
     child = process("generate", "--prompt", PROMPT, "--exit-layer", 0)
     out, err = child.communicate(timeout=120)
@@ -675,6 +677,7 @@ def test_an_error_is_one_line_of_a_real_process():
     assert err == "layerskip: error: exit_layer must be 1 or more, got 0\n"
 
 
+@pytest.mark.wheel
 def test_interrupting_keeps_what_was_streamed(tmp_path):
     model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=100_000)
     folder = save_checkpoint(tmp_path, model)
@@ -694,6 +697,7 @@ def test_interrupting_keeps_what_was_streamed(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.wheel
 def test_output_that_cannot_be_written():
     with open("/dev/full", "w") as full:
         child = process("--version", stdout=full)
@@ -702,6 +706,7 @@ def test_output_that_cannot_be_written():
     assert err == "layerskip: error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.wheel
 def test_a_reader_that_goes_away_ends_it_quietly():
     with process("--help") as child:
         child.stdout.close()

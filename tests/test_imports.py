@@ -190,21 +190,25 @@ def loaded_by(*arguments: str) -> set[str]:
         ("layerskip.config", HEAVY),
         ("layerskip.prompts", HEAVY),
         ("layerskip.environment", HEAVY),
+        ("layerskip.search", HEAVY),
         ("layerskip.analysis", {"torch", "transformers"}),
     ],
 )
+@pytest.mark.wheel
 def test_light_imports_stay_light(module, unwanted):
     loaded = loaded_by("-c", f"import {module}")
     assert "layerskip" in loaded
     assert loaded & unwanted == set()
 
 
+@pytest.mark.wheel
 def test_help_is_light():
     loaded = loaded_by("-m", "layerskip", "--help")
     assert "typer" in loaded
     assert loaded & HEAVY == set()
 
 
+@pytest.mark.wheel
 def test_the_check_catches_torch():
     assert "torch" in loaded_by("-c", f"import {LAWS}")
 

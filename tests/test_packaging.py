@@ -8,6 +8,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import layerskip
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +57,7 @@ def test_one_version():
     assert metadata.version("layerskip") == layerskip.__version__
 
 
+@pytest.mark.wheel
 def test_wheel_holds_exactly_the_packages_and_the_models(tmp_path):
     source = tmp_path / "source"  # building writes build/ and egg-info beside what it builds
     source.mkdir()

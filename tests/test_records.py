@@ -345,6 +345,7 @@ def test_what_may_differ_between_the_parts_of_a_run(path):
     assert len(read_run(path).records) == 2
 
 
+@pytest.mark.wheel
 def test_a_killed_process_keeps_what_it_wrote(tmp_path):
     """Every line that a killed writer finished is there, and at most the last one is cut off."""
     path = tmp_path / "new" / "run.jsonl"

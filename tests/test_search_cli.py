@@ -434,6 +434,7 @@ def test_a_lock_that_complains_of_ctrl_c(
     assert result.exit_code == (130 if interrupted else 2)
 
 
+@pytest.mark.wheel
 def test_sigint(begun: tuple[Path, list[Any]]) -> None:
     output, command = begun
     log = output / "study.log"
