@@ -62,6 +62,15 @@ class Finalist:
     def predicted(self) -> float:
         return self.choice.speedup
 
+    @property
+    def price(self) -> float:
+        """The speedup predicted on held-out prompts, or, where there are none, on the traced."""
+        return self.predicted if self.predicted_held_out is None else self.predicted_held_out
+
+    @property
+    def measured(self) -> float | None:
+        return None if self.confirmed is None else self.confirmed["speedup"]
+
 
 def choose(
     study: Study,
@@ -211,19 +220,19 @@ def confirm(
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:
-    """The fastest on the clock, or by prediction where none was timed; None: plain decoding is.
+    """The fastest that gains, on the clock or, where none was timed, by its price; None: plain."""
+    gaining = [finalist for finalist in finalists if gains(finalist)]
+    return max(gaining, key=lambda each: each.measured or each.price, default=None)
 
-    A draft that was timed as faster than plain decoding must have been predicted so, too, or be so
-    beyond its interval: of several that gain nothing, noise makes one look faster.
+
+def gains(finalist: Finalist) -> bool:
+    """Whether a draft is taken to be faster than plain decoding.
+
+    Price and clock must both say so, or the clock's interval exclude 1: of several drafts that gain
+    nothing, noise makes one look faster. What was not timed is believed its price.
     """
-
-    def speedup(finalist: Finalist) -> float:
-        confirmed = finalist.confirmed
-        return finalist.predicted if confirmed is None else confirmed["speedup"]
-
-    def sure(finalist: Finalist) -> bool:
-        low = (finalist.confirmed or {}).get("low")
-        return finalist.predicted > 1.0 or (low is not None and low > 1.0)
-
-    faster = [each for each in finalists if speedup(each) > 1.0 and sure(each)]
-    return max(faster, key=speedup, default=None)
+    price, timed = finalist.price > 1.0, finalist.confirmed
+    if timed is None:
+        return price
+    sure = timed["low"] is not None and timed["low"] > 1.0
+    return sure or (price and timed["speedup"] > 1.0)

@@ -29,7 +29,7 @@ from layerskip.model.sublayers import Sublayers, fingerprint
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.search import seeds, study
-from layerskip.search.finalists import Finalist, choose, confirm, predict, winner
+from layerskip.search.finalists import Finalist, choose, confirm, gains, predict, winner
 from layerskip.search.objective import Objective
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
@@ -261,8 +261,8 @@ class Search:
         batches, _ = make_batches(prompts, [1], 0)
         timed = partial(confirm, self.model, self.task, progress=self.progress)
         self.plain_tokens_per_second = timed(self.finalists, batches, repeats=repeats)
-        # The fastest of several is partly the luckiest: what no prediction backs is timed anew.
-        doubted = [each for each in self.finalists if each.predicted <= 1.0 and winner([each])]
+        # The fastest of several is partly the luckiest: what no price backs is timed anew.
+        doubted = [each for each in self.finalists if each.price <= 1.0 and gains(each)]
         if doubted:
             timed(doubted, batches, repeats=2 * repeats)
         self.seconds["confirm"] = time.perf_counter() - started

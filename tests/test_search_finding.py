@@ -241,27 +241,77 @@ class TestResult:
                     assert result.winner.predicted >= exits[0].predicted
                     assert result.winner is fastest
 
-    def test_the_clock_has_the_last_word(self, timed: SearchResult) -> None:
-        first, *others = timed.finalists
-        confirmed, choice = first.confirmed, first.choice
-        assert confirmed is not None
-        try:
-            for finalist in others:
-                finalist.confirmed = confirmed | {"speedup": 0.99}
-            others[-1].confirmed = confirmed | {"speedup": 1.5}
-            first.confirmed = confirmed | {"speedup": 1.2}
-            assert winner(timed.finalists) is others[-1]
-            others[-1].confirmed = first.confirmed = confirmed | {"speedup": 1.0}
-            assert winner(timed.finalists) is None
-            # what no price promised has to be clear on the clock
-            sure, noise = {"speedup": 1.5, "low": 1.1}, {"speedup": 1.5, "low": 0.9}
-            first.choice = replace(first.choice, speedup=0.95)
-            first.confirmed = confirmed | noise
-            assert winner(timed.finalists[:1]) is None
-            first.confirmed = confirmed | sure
-            assert winner(timed.finalists[:1]) is first
-        finally:
-            first.confirmed, first.choice = confirmed, choice
+    @pytest.mark.parametrize(
+        ("predicted", "held_out", "speedup", "low", "drafts"),
+        [
+            (1.3, 1.2, 1.1, 0.9, True),  # price and clock agree
+            (0.9, 1.2, 1.1, 0.9, True),  # the price is that of prompts not searched on
+            (1.3, 0.93, 1.01, 0.90, False),  # fitted to its prompts
+            (1.3, 1.0, 1.01, 0.90, False),
+            (1.3, 0.93, 1.2, 1.0, False),  # the interval touches 1
+            (1.3, 0.93, 1.2, 1.001, True),  # sure on the clock
+            (0.8, 0.93, 1.2, 1.1, True),
+            (1.3, 1.2, 1.0, 0.9, False),  # the clock has the last word
+            (1.3, 1.2, 0.8, 0.7, False),
+            (1.3, 1.2, 1.1, None, True),  # one prompt has no interval
+            (1.3, 0.93, 1.1, None, False),
+            (1.3, None, None, None, True),  # nothing held out: the prediction decides
+            (1.0, None, None, None, False),
+            (1.3, 0.93, None, None, False),  # held out, and not timed
+            (0.9, 1.1, None, None, True),
+        ],
+    )
+    def test_what_drafts(
+        self,
+        llama: Any,
+        predicted: float,
+        held_out: float | None,
+        speedup: float | None,
+        low: float | None,
+        drafts: bool,
+    ) -> None:
+        going = steps(llama)
+        going.open()
+        going.price(COST)
+        skip = SkipConfig.early_exit(4).resolve(6)
+        skip = replace(skip, decoding=DecodingOptions(controller="fixed", max_draft_length=3))
+        timed = None
+        if speedup is not None:
+            timed = dict.fromkeys(("compared", "equal"), 1) | {"speedup": speedup, "low": low}
+        finalist = Finalist(
+            name="exit-4",
+            trial=0,
+            skip=skip,
+            alpha=0.5,
+            choice=Choice("fixed", 3, None, predicted),
+            costs=cost_table(COST, skip),
+            predicted_held_out=held_out,
+            confirmed=timed,
+        )
+        going.finalists = [finalist]
+        result = going.result()
+        assert (winner([finalist]) is finalist) is drafts
+        assert result.winner is (finalist if drafts else None)
+        assert result.record["winner"] == ("exit-4" if drafts else None)
+        assert result.skip.decoding is not None
+        assert (result.skip.decoding.enabled is False) is not drafts
+        assert result.skip.skipped() == (skip.skipped() if drafts else ())
+        ids = prompt(6, seed=40)
+        text = layerskip.generate(
+            llama, ids, skip=result.skip, do_sample=False, max_new_tokens=12, execution="modules"
+        )
+        assert (text.stats.num_drafts > 0) is drafts
+
+    def test_the_fastest_that_gains_wins(self, timed: SearchResult) -> None:
+        def seen(price: float, speedup: float, low: float) -> Finalist:
+            block = {"speedup": speedup, "low": low}
+            return replace(timed.finalists[0], predicted_held_out=price, confirmed=block)
+
+        luckiest, slower, sure = seen(0.95, 1.5, 0.9), seen(1.3, 1.1, 0.9), seen(0.9, 1.2, 1.1)
+        assert winner([luckiest, slower, sure]) is sure
+        assert winner([slower, luckiest]) is slower
+        assert winner([luckiest, seen(1.3, 0.99, 0.9)]) is None
+        assert winner([]) is None
 
     @pytest.mark.parametrize(("again", "won"), [(0.99, False), (1.03, True)])
     def test_what_only_the_clock_says_is_timed_anew(
