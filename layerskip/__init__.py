@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         decode,
         generate,
     )
+    from layerskip.model.joined import joined
     from layerskip.model.sublayers import UnsupportedModelError, fingerprint
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _HOME = {
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.sublayers",
     "generate": "layerskip.generation",
+    "joined": "layerskip.model.joined",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "decode",
     "fingerprint",
     "generate",
+    "joined",
 ]
 
 

@@ -7,9 +7,7 @@ cannot serve exactly. Letters: B rows, W width of the padded prompts, V vocabula
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +33,6 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.sublayers import Sublayers, fingerprint
-from layerskip.model.weights import hold, release
 from layerskip.timing.tables import analytic, cost_table, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
@@ -76,10 +73,7 @@ class LayerSkipDecoding:
     `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
     is a function of model, prompt, settings and seed alone, whatever is drafted.
 
-    From its first call on, the query, key and value weights of a plain-weight model lie joined, and
-    so do those of its gate and up projections: one product instead of several. The parameters are
-    views of them; values, `state_dict()` and memory are the same. `close()`, the end of a `with`
-    block, or the end of the object gives every parameter a storage of its own again.
+    Many calls on one small model are faster inside of `with layerskip.joined(model)`.
 
     Args:
         skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
@@ -97,7 +91,6 @@ class LayerSkipDecoding:
         costs: cost table of the controller; measured or taken from the skip config otherwise.
         execution: "auto", "modules", "fused" or "compiled", see `Sublayers`. Compiling pays for
             many calls on one model only; "auto" never does.
-        join: False leaves the weights where they are.
         clock: fills the rounds' `times`; on a GPU it should wait for the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.
@@ -117,7 +110,6 @@ class LayerSkipDecoding:
         seeds: Sequence[int] | None = None,
         costs: CostTable | None = None,
         execution: str = "auto",
-        join: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         if skip is not None and not isinstance(skip, SkipConfig):
@@ -148,22 +140,7 @@ class LayerSkipDecoding:
         self.seeds = None if seeds is None else tuple(seeds)
         self.costs = costs
         self.execution = execution
-        self.join = join
         self.clock = clock
-        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()  # models held joined by this object
-        self._lock = threading.Lock()
-        weakref.finalize(self, _part, self._joined)
-
-    def close(self) -> None:
-        """Part the weights that were joined for this object; a later call joins them again."""
-        with self._lock:
-            _part(self._joined)
-
-    def __enter__(self) -> LayerSkipDecoding:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
@@ -255,7 +232,7 @@ class LayerSkipDecoding:
 
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
-        opened = Sublayers(model, self.execution, join=self._hold if self.join else None)
+        opened = Sublayers(model, self.execution)
         sampling = request.law.do_sample
         if not self.enabled or self.skip is None:
             plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
@@ -277,13 +254,6 @@ class LayerSkipDecoding:
             )
         longest = self.max_draft_length or LONGEST_DRAFT
         return Decoder(opened, skip, controller, request, max_draft_length=longest), costs
-
-    def _hold(self, model: Any) -> None:
-        """Join a model's weights, once for this object."""
-        with self._lock:
-            if model not in self._joined:
-                hold(model)
-                self._joined.add(model)
 
     def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
         if self.costs is not None:
@@ -309,11 +279,6 @@ class LayerSkipDecoding:
         if seed is None:
             seed = int(torch.randint(2**31, ()))
         return [(seed, row) for row in range(rows)]
-
-
-def _part(models: weakref.WeakSet[Any]) -> None:
-    while models:
-        release(models.pop())
 
 
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
@@ -446,14 +411,13 @@ def generate(
     Args:
         model: a supported causal language model.
         inputs: token ids (B, W), left-padded, or a tokenizer's output.
-        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too. For one
-            call weights are not joined, unless they are already, or `join` is True.
+        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
         streamer: gets the new tokens as 1-D tensors, a round at a time; batch 1 only.
         tokenizer: needed for `stop_strings`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
     settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-    decoding = LayerSkipDecoding(skip, **{"join": False} | settings)
+    decoding = LayerSkipDecoding(skip, **settings)
     ends = StoppingCriteriaList(stopping_criteria or [])
     if stop_strings is not None:
         if tokenizer is None:
@@ -490,7 +454,6 @@ _SETTINGS = {
     "seeds",
     "costs",
     "execution",
-    "join",
     "clock",
 }
 
@@ -526,7 +489,7 @@ def decode(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     _check_shape(input_ids)
-    decoding = LayerSkipDecoding(skip, **{"join": False} | settings)
+    decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

@@ -34,7 +34,7 @@ from layerskip.costs.roofline import DecoderShape, bandwidth_limit
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter
 from layerskip.generation import DEFAULT_CONTROLLER
-from layerskip.model.weights import hold
+from layerskip.model.joined import join
 from layerskip.prompts import Prompt
 from layerskip.replay.exits import law_of
 from layerskip.timing.sublayers import disturbed, measure
@@ -117,7 +117,7 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
     note("making the model")
     few = args.draft_vocabulary
     model = random_model(config, getattr(torch, args.dtype), device, args.seed, likely=few)
-    hold(model)  # as the commands do with a model of their own
+    join(model)  # as the commands do with a model of their own
     note("setting its acceptance")
     dial = Dial(model, min(exits), greedy=args.greedy, seed=args.seed)
     strengths = {category(asked): dial.find(asked) for asked in args.acceptance}

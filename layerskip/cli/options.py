@@ -72,8 +72,7 @@ def open_model(
     from transformers.utils import logging as chatter
 
     from layerskip.checkpoints import load
-    from layerskip.model.sublayers import Sublayers
-    from layerskip.model.weights import hold
+    from layerskip.model.joined import join
 
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -81,7 +80,7 @@ def open_model(
         chatter.disable_progress_bar()
     talk.progress(f"loading {name}")
     loaded = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    Sublayers(loaded.model, join=hold)  # for good: nobody else has this model
+    join(loaded.model)  # for good: nobody else has this model
     talk.say(loaded.describe())
     return loaded
 

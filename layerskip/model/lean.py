@@ -2,7 +2,7 @@
 
 The arithmetic of the library's modules, in its order and dtypes, without their module calls: on a
 small model most of a decoding step is launches and Python. Nothing is copied or patched here:
-weights are the model's own, joined where `weights.hold` has joined them. What is not plain
+weights are the model's own, joined where `joined` has joined them. What is not plain
 (hooks, adapters, quantised weights, several devices, patched forwards) is refused by `refusal`,
 and belongs on the module path.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from layerskip.model.weights import Function, Linear, together
+from layerskip.model.joined import together
+from layerskip.model.products import Function, Linear
 
 # model type -> (package in transformers.models, prefix of its class names)
 _CLASSES = {

@@ -24,7 +24,7 @@ from layerskip.model import compiled
 from layerskip.model import lean as fused
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead, spread, trimmed_head
-from layerskip.model.weights import Function, Linear, best_linear, compilable, matrices, plain
+from layerskip.model.products import Function, Linear, best_linear, compilable, matrices, plain
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused", "compiled")
@@ -121,8 +121,6 @@ class Sublayers:
             "compiled" the same in compiled functions, but for the prefill (with a warning the lean
             path where there is no compiler), "auto" the lean path where it can serve the model as
             it is now.
-        join: called with a model that does not keep the module path, before its weights are looked
-            at: `weights.hold`, say.
 
     Attributes:
         execution: the one taken, "modules", "fused" or "compiled".
@@ -134,13 +132,7 @@ class Sublayers:
             mode.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        execution: str = "auto",
-        *,
-        join: Callable[[nn.Module], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         config: Any = getattr(model, "config", None)
         kind = getattr(config, "model_type", type(model).__name__)
         if kind not in FAMILIES or not hasattr(model, "lm_head"):
@@ -186,8 +178,6 @@ class Sublayers:
         places = {self._device_of(layer.input_layernorm) for layer in self.layers}
         self._moves = len(places | {self.device}) > 1
         self.execution = self._resolve(execution, kind)
-        if join is not None and self.execution != "modules":
-            join(model)
         self._linear: Linear = plain
         if self.execution == "compiled":
             self._linear = compilable

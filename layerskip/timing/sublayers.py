@@ -23,8 +23,8 @@ from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import Round
 from layerskip.model import lean as fused
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.products import Function
 from layerskip.model.sublayers import Block, Pass, Sublayers
-from layerskip.model.weights import Function
 from layerskip.timing.tables import Stopwatch
 
 COUNTS = tuple(range(1, 10))

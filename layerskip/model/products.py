@@ -1,31 +1,27 @@
-"""How the weights of plain linears lie in memory and are read from it; knows no sublayers.
+"""How products with plain weights are taken; knows no sublayers.
 
-Two things spare a small model much of its decoding time. Projections of the same input are joined:
-their rows lie in one storage, of which the modules' parameters become views, so that memory does
-not double, `state_dict()` stays and one product replaces several. And on a CPU, where BLAS is at
-its worst with the few rows that decoding and verifying have, products are taken in the way that
-is measured to be the fastest: as they are, by oneDNN, or streaming the matrix into the cache first.
+On a CPU, where BLAS is at its worst with the few rows that decoding and verifying have, products
+are taken in the way that is measured to be the fastest for their number: by BLAS or by oneDNN.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from layerskip.model.joined import groups, together
 
 Function = Callable[[Tensor], Tensor]
 Linear = Callable[[Tensor, Tensor | None], Function]
 """Makes a function of inputs from a weight and a bias."""
 
-LARGEST_STREAMED = 2 << 20
-"""Bytes of a matrix up to which it may be streamed: it has to fit a core's cache."""
 SMALLEST_MODEL = 8 << 20
 """Bytes of all matrices from which on they do not stay in cache between two passes."""
 _COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last stands for all larger
@@ -34,60 +30,15 @@ _SAMPLE = 32 << 20  # bytes of each shape from which on no further matrix is tim
 _LARGEST_TIMED = 128 << 20  # bytes of a matrix; of larger ones the first rows
 _MARGIN = 0.97  # of the plain product's time: what another way has to stay below
 
-_holders: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _fastest: dict[tuple[Any, ...], tuple[Linear, ...]] = {}
 _lock = threading.Lock()
-
-
-# ---------------------------------------------------------------------------------------------
-# Joining.
-
-
-def hold(model: nn.Module) -> None:
-    """Keep a plain-weight decoder's projections joined until as many calls of `release`."""
-    with _lock:
-        _holders[model] = _holders.get(model, 0) + 1
-        for group in _groups(model):
-            _join(group)
-
-
-def release(model: nn.Module) -> None:
-    """Undo `hold`: after the last one every parameter has a storage of its own again."""
-    with _lock:
-        left = _holders.get(model, 0) - 1
-        if left > 0:
-            _holders[model] = left
-        elif _holders.pop(model, 0):
-            for group in _groups(model):
-                _part(group)
-
-
-def together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of all rows of parts that lie one behind the other in one storage, else None."""
-    first = parts[0]
-    if first is None:
-        return None
-    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
-    for part in parts:
-        if (
-            part is None
-            or part.untyped_storage().data_ptr() != storage
-            or part.storage_offset() != end
-            or not part.is_contiguous()
-            or part.shape[1:] != first.shape[1:]
-        ):
-            return None
-        end += part.numel()
-    rows = sum(part.shape[0] for part in parts if part is not None)
-    shape = (rows, *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
 def matrices(model: Any) -> list[Tensor]:
     """What a pass over one token reads: matrices of the layers, joined ones as one; the head."""
     found: list[Tensor] = []
     inside: set[int] = set()
-    for group in _groups(model):
+    for group in groups(model):
         parts: list[Tensor] = [linear.weight for linear in group]
         whole = together(parts)
         if whole is not None:
@@ -97,65 +48,10 @@ def matrices(model: Any) -> list[Tensor]:
     return [*found, *rest, model.lm_head.weight]
 
 
-def _groups(model: Any) -> Iterator[tuple[nn.Linear, ...]]:
-    """Linears of a decoder that read the same input."""
-    for layer in model.model.layers:
-        for module, names in (
-            (layer.self_attn, ("q_proj", "k_proj", "v_proj")),
-            (layer.mlp, ("gate_proj", "up_proj")),
-        ):
-            if all(hasattr(module, name) for name in names):
-                yield tuple(getattr(module, name) for name in names)
-
-
-def _tensors(group: Sequence[nn.Linear]) -> Iterator[Sequence[Tensor]]:
-    yield [linear.weight for linear in group]
-    biases = [linear.bias for linear in group if linear.bias is not None]
-    if len(biases) == len(group):
-        yield biases
-
-
-def _join(group: Sequence[nn.Linear]) -> None:
-    for parts in _tensors(group):
-        # what shares its storage with something else is left as it is
-        alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
-        if alone and len({part.untyped_storage().data_ptr() for part in parts}) == len(parts):
-            whole = torch.cat([part.data for part in parts])  # (sum of rows, ...)
-            for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
-                part.data = view
-
-
-def _part(group: Sequence[nn.Linear]) -> None:
-    for parts in _tensors(group):
-        if together(parts) is not None:
-            for part in parts:
-                part.data = part.data.clone()
-
-
-# ---------------------------------------------------------------------------------------------
-# Products.
-
-
 def plain(weight: Tensor, bias: Tensor | None) -> Function:
     """The linear as it is."""
     linear = F.linear
     return lambda x: linear(x, weight, bias)
-
-
-def streamed(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear, its weight brought into the cache first; `plain` where it does not fit there.
-
-    BLAS's kernels for few rows wait for memory far longer than a plain sum over the matrix does.
-    """
-    if weight.nbytes > LARGEST_STREAMED:
-        return plain(weight, bias)
-    linear, stream = F.linear, weight.detach().sum
-
-    def apply(x: Tensor) -> Tensor:
-        stream()
-        return linear(x, weight, bias)
-
-    return apply
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Function:
@@ -193,6 +89,7 @@ def best_linear(matrices: Sequence[Tensor]) -> Linear:
     if (
         any(m.device.type != "cpu" or m.dtype is not torch.float32 for m in matrices)
         or sum(matrix.nbytes for matrix in matrices) < SMALLEST_MODEL
+        or not _has_onednn()
     ):
         return plain
     key = (*(tuple(m.shape) for m in matrices), torch.get_num_threads())
@@ -218,11 +115,7 @@ def by_count(ways: Sequence[Linear], weight: Tensor, bias: Tensor | None) -> Fun
 @torch.no_grad()
 def _measure(matrices: Sequence[Tensor]) -> tuple[Linear, ...]:
     """The fastest way for each of `_COUNTS`: passes of all kinds in turn, the best of each."""
-    ways: list[Linear] = [plain]
-    if any(matrix.nbytes <= LARGEST_STREAMED for matrix in matrices):
-        ways.append(streamed)
-    if _has_onednn():
-        ways.append(onednn)
+    ways: list[Linear] = [plain, onednn]
     made = [[way(matrix, None) for matrix in matrices] for way in ways]
     found = []
     for count in _COUNTS:
