@@ -22,6 +22,7 @@ from layerskip.bench import demo
 from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
+from layerskip.cli.options import Loading
 from layerskip.cli.terminal import Talk, TextStream
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -391,7 +392,7 @@ def test_version_and_help():
 
 
 def test_choices_are_those_of_the_library():
-    hints = get_type_hints(cli.generate)
+    hints = get_type_hints(cli.generate) | get_type_hints(Loading)
     assert set(get_args(get_args(hints["controller"])[0])) == set(CONTROLLERS)
     assert get_args(hints["dtype"]) == DTYPES
     assert set(get_args(hints["execution"])) == set(EXECUTIONS)

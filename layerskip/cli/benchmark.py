@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from layerskip.cli.options import (
-    MAX_NEW_TOKENS,
     AsJson,
-    Device,
-    Dtype,
-    Execution,
-    FixedSeed,
-    Model,
+    Loading,
+    MaxDraftLength,
+    MaxNewTokens,
+    Prompts,
     Quiet,
-    TrustRemoteCode,
+    Sampling,
+    Seed,
+    Threshold,
     first_of_each,
+    given_prompts,
     open_model,
     to_json,
     warn_idle,
@@ -28,24 +30,18 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter, key_of, read_unfinished
 
-if TYPE_CHECKING:
-    from layerskip.prompts import Prompt
-
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
 NEED_A_DRAFT = {"self", "generate-early-exit"}  # kinds that need a draft of the model's own
 METHODS = (*DEFAULT_METHODS, "generate-assistant")
 
 
 def benchmark(
+    *,
     output: Annotated[
         Path,
         typer.Option(metavar="RUN.jsonl", help="Records; a file that is there is gone on with."),
     ],
-    model: Model = "demo-llama",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
-    ] = None,
+    prompts: Prompts = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="Skip config, as JSON; repeatable.")
     ] = None,
@@ -68,12 +64,8 @@ def benchmark(
             help=f"Of self, of {', '.join(CONTROLLERS)}; repeatable.  [default: expected-gain]",
         ),
     ] = None,
-    max_draft_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of controllers with a threshold.")
-    ] = None,
+    max_draft_length: MaxDraftLength = None,
+    threshold: Threshold = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Record exits and costs of the sublayers, too.")
     ] = False,
@@ -82,21 +74,9 @@ def benchmark(
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, metavar="N", help="Repeatable.  [default: 1]")
     ] = None,
-    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Sample instead of taking the likeliest token.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of sampling; the model's setting, or off, if not given.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Of sampling; likewise.")] = None,
-    acceptance: Annotated[
-        Literal["coupled", "rejection"] | None,
-        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
-    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    sampling: Sampling,
+    seed: Seed = 0,
     assistant: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Second model, of generate-assistant.")
     ] = None,
@@ -109,11 +89,7 @@ def benchmark(
     save_text: Annotated[
         bool, typer.Option("--save-text", help="Keep prompts and texts in the records.")
     ] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: FixedSeed = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    execution: Execution = "auto",
+    loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -125,30 +101,25 @@ def benchmark(
     _check_names("--method", method, METHODS)
     _check_names("--controller", controller, CONTROLLERS)
     kinds = _kinds(method, assistant)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if not do_sample:
-        warn_idle({**sampling, "acceptance": acceptance}, "without --do-sample")
-    if trace and do_sample and acceptance == "rejection":
+    sampling.check()
+    if trace and sampling.do_sample and sampling.acceptance == "rejection":
         raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise ValueError(f"--temperature must be positive and finite, got {temperature}")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if not kinds & NEED_A_DRAFT:
         warn_idle({"skip": skip, "exit_layer": exit_layer}, "without --method self")
     sizes = sorted(set(batch_size or [1]))
     found = read_unfinished(output)
-    chosen = _prompts(model, prompts, limit)
+    chosen = first_of_each(given_prompts(prompts, loading.model), limit)
     talk = Talk(quiet)
-    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    loaded = open_model(loading, talk)
 
     second = None
     if "generate-assistant" in kinds and assistant is not None:
-        second = open_model(assistant, device, dtype, trust_remote_code, talk, quiet)
+        second = open_model(replace(loading, model=assistant), talk)
 
     import torch
 
-    from layerskip.bench.methods import Task
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
     from layerskip.bench.runner import make_batches
@@ -160,7 +131,7 @@ def benchmark(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        opened = Sublayers(loaded.model, execution=execution)
+        opened = Sublayers(loaded.model, execution=loading.execution)
         ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
         lengths = [each.shape[1] for each in ids]
         opened.check_lengths(lengths, max(lengths) + max_new_tokens)
@@ -174,14 +145,7 @@ def benchmark(
                 f"no {min(sizes)} prompts share a category; give more prompts or a smaller "
                 "--batch-size"
             )
-        task = Task(
-            max_new_tokens,
-            do_sample,
-            **{k: _setting(loaded.model, k, v) if do_sample else None for k, v in sampling.items()},
-            acceptance=acceptance or "coupled",
-            seed=seed,
-            execution=execution,
-        )
+        task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
         plan = Plan(loaded, task, triples, batches, found, talk)
         skips = plan.skips(given) if kinds & NEED_A_DRAFT else []
         options = Drafting(controller or [None], max_draft_length, threshold)
@@ -249,25 +213,6 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
     elif "generate-assistant" in kinds:
         raise ValueError("--method generate-assistant needs a second model; give --assistant MODEL")
     return kinds
-
-
-def _prompts(model: str, path: Path | None, limit: int | None) -> list[Prompt]:
-    from layerskip.prompts import read_prompts
-
-    if path is not None:
-        return first_of_each(read_prompts(path), limit)
-    from layerskip.checkpoints import SHIPPED, SHIPPED_PROMPTS
-
-    if model not in SHIPPED:
-        raise ValueError(
-            f"--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line "
-            f"(only {' and '.join(SHIPPED)} come with prompts)"
-        )
-    return first_of_each(read_prompts(SHIPPED_PROMPTS), limit)
-
-
-def _setting(model: Any, name: str, given: float | None) -> Any:
-    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def summarise(path: Path) -> list[dict[str, Any]]:

@@ -8,17 +8,13 @@ from typing import Annotated
 import typer
 
 from layerskip.cli.options import (
-    MAX_NEW_TOKENS,
     AsJson,
-    Device,
-    Dtype,
-    Execution,
     ExitLayer,
-    FixedSeed,
-    Model,
+    Loading,
+    MaxNewTokens,
     Quiet,
+    Seed,
     Skip,
-    TrustRemoteCode,
     given_skip,
     need_skip,
     open_model,
@@ -29,18 +25,15 @@ from layerskip.cli.terminal import Talk, check_table
 
 
 def check(
-    model: Model = "demo-llama",
+    *,
     skip: Skip = None,
     exit_layer: ExitLayer = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
     ] = None,
-    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 64,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: FixedSeed = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    execution: Execution = "auto",
+    max_new_tokens: MaxNewTokens = 64,
+    seed: Seed = 0,
+    loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +47,7 @@ def check(
     given = given_skip(skip, exit_layer)
     chosen = shipped_prompts(2) if prompts is None else read_prompts(prompts)
     talk = Talk(quiet)
-    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    loaded = open_model(loading, talk)
     config = need_skip(given, loaded)
 
     from layerskip.bench.checks import check as check_tokens
@@ -66,7 +59,7 @@ def check(
         config,
         max_new_tokens=max_new_tokens,
         seed=seed,
-        execution=execution,
+        execution=loading.execution,
         note=lambda text: talk.progress(f"checking: {text}"),
     )
     talk.progress("")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from layerskip.cli.options import (
-    MAX_NEW_TOKENS,
     AsJson,
-    Device,
-    Dtype,
-    Execution,
     ExitLayer,
-    FixedSeed,
-    Model,
+    Loading,
+    MaxNewTokens,
     Quiet,
+    Seed,
     Skip,
-    TrustRemoteCode,
     describe_skip,
     given_skip,
     need_skip,
@@ -47,22 +43,19 @@ _DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
 
 
 def demo(
-    model: Model = "demo-llama",
+    *,
     skip: Skip = None,
     exit_layer: ExitLayer = None,
-    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: FixedSeed = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    execution: Execution = "auto",
+    max_new_tokens: MaxNewTokens = 128,
+    seed: Seed = 0,
+    loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
     given = given_skip(skip, exit_layer)
     talk = Talk(quiet)
-    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    loaded = open_model(loading, talk)
     config = need_skip(given, loaded)
 
     from layerskip.bench.checks import compare_coupled, compare_greedy
@@ -82,11 +75,11 @@ def demo(
             config,
             max_new_tokens=max_new_tokens,
             seed=seed,
-            execution=execution,
+            execution=loading.execution,
             streamer=TextStream(loaded.tokenizer, write_out),
             note=talk.progress,
         )
-        settings: dict[str, Any] = {"execution": execution}
+        settings: dict[str, Any] = {"execution": loading.execution}
         sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
         talk.progress("checking greedy text against transformers")
         length = min(max_new_tokens, _DEMO_CHECK_TOKENS)

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from layerskip.cli.options import (
-    MAX_NEW_TOKENS,
     NO_SKIP,
     AsJson,
-    Device,
-    Dtype,
-    Execution,
     ExitLayer,
-    Model,
+    Loading,
+    MaxDraftLength,
+    MaxNewTokens,
     Quiet,
-    Seed,
+    Sampling,
     Skip,
-    TrustRemoteCode,
+    Threshold,
     given_skip,
     open_model,
     skip_config,
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Model = "demo-llama",
+    *,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -49,59 +47,32 @@ def generate(
         Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
         typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
     ] = None,
-    max_draft_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of controllers with a threshold.")
-    ] = None,
+    max_draft_length: MaxDraftLength = None,
+    threshold: Threshold = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")] = False,
-    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 128,
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Sample instead of taking the likeliest token.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of sampling; the model's setting if not given.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Of sampling; likewise. 0 is off.")
-    ] = None,
-    acceptance: Annotated[
-        Literal["coupled", "rejection"] | None,
-        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
+    max_new_tokens: MaxNewTokens = 128,
+    sampling: Sampling,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of sampling; drawn and reported if not given."),
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Write text as it comes.")] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = None,
-    trust_remote_code: TrustRemoteCode = False,
-    execution: Execution = "auto",
+    loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
     prompts = _given_prompts(prompt, prompt_file)
     given = given_skip(skip, exit_layer)
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise ValueError(
-            f"--temperature must be positive and finite, got {temperature}; for the likeliest "
-            "tokens leave out --do-sample"
-        )
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    sampling.check(seed)
     drafting: dict[str, Any] = {
         "controller": controller,
         "max_draft_length": max_draft_length,
         "threshold": threshold,
-        "acceptance": acceptance,
+        "acceptance": sampling.acceptance,
     }
-    if not do_sample:
-        warn_idle({**sampling, "acceptance": acceptance, "seed": seed}, "without --do-sample")
     talk = Talk(quiet)
-    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    loaded = open_model(loading, talk)
     if no_draft:
         warn_idle(drafting, "with --no-draft")
     chosen = skip_config(given, loaded)
@@ -113,22 +84,22 @@ def generate(
     from layerskip.generation import generate as generate_tokens
 
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
-    if do_sample and seed is None:
+    if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
     settings: dict[str, Any] = {
         "skip": chosen,
         "enabled": False if no_draft else None,
-        "execution": execution,
-        "do_sample": do_sample,
+        "execution": loading.execution,
+        "do_sample": sampling.do_sample,
         **drafting,
-        **sampling,
+        **{name: value for name, value in sampling.settings.items() if value is not None},
     }
     if chosen is not None and not no_draft:
         talk.progress("measuring what drafting costs here")  # once, and not part of the times below
         generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
     results = []
     for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
-        own_seed = seed + number if do_sample and seed is not None else None
+        own_seed = seed + number if sampling.do_sample and seed is not None else None
         if len(prompts) > 1 and (stream or not as_json):
             write_out(f"{title(f'prompt {each.id}')}\n")
         talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")

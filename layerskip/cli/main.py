@@ -22,6 +22,7 @@ from layerskip.cli.check import check
 from layerskip.cli.demo import demo
 from layerskip.cli.env import env
 from layerskip.cli.generate import generate
+from layerskip.cli.options import spliced
 from layerskip.cli.report import report
 from layerskip.cli.search import search
 
@@ -104,4 +105,4 @@ def _root(
 
 
 for command in (generate, search, benchmark, check, demo, report, env):
-    app.command()(command)
+    app.command()(spliced(command))

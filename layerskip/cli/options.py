@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -16,36 +20,143 @@ from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 
 if TYPE_CHECKING:
+    from layerskip.bench.methods import Task
     from layerskip.checkpoints import Loaded
     from layerskip.prompts import Prompt
 
-Model = Annotated[
-    str, typer.Argument(help="Hub id, local folder, or a shipped model: demo-llama, demo-gemma2.")
-]
 Skip = Annotated[str | None, typer.Option(metavar="FILE", help="Skip config, as JSON.")]
 ExitLayer = Annotated[
     int | None, typer.Option(metavar="E", help="Draft with layers 0 to E-1: an early exit.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "float64"],
-    typer.Option(help="auto: the checkpoint's; float32 for shipped models on the CPU."),
+Prompts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
 ]
-Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn and reported if not given.")]
-FixedSeed = Annotated[int, typer.Option(help="Of sampling.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+MaxDraftLength = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
 ]
-Execution = Annotated[
-    Literal["auto", "modules", "fused", "compiled"],
-    typer.Option(
-        help="How sublayers run: the library's modules, fewer kernels, or these compiled (the "
-        "first run on a machine compiles for minutes)."
-    ),
+Threshold = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, metavar="P", help="Of controllers with a threshold."),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate at most.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Of sampling.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors only.")]
-MAX_NEW_TOKENS = typer.Option(min=1, help="Tokens to generate at most.")
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line.")]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model, and how it runs."""
+
+    model: Annotated[
+        str,
+        typer.Argument(help="Hub id, local folder, or a shipped model: demo-llama, demo-gemma2."),
+    ] = "demo-llama"
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "float64"],
+        typer.Option(help="auto: the checkpoint's; float32 for shipped models on the CPU."),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False
+    execution: Annotated[
+        Literal["auto", "modules", "fused", "compiled"],
+        typer.Option(
+            help="How sublayers run: the library's modules, fewer kernels, or these compiled (the "
+            "first run on a machine compiles for minutes)."
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What texts are drawn from."""
+
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Sample instead of taking the likeliest token.")
+    ] = False
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", help="Of sampling; the model's setting, or off, if not given."),
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, metavar="P", help="Of sampling; likewise.")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(min=0, metavar="K", help="Of sampling; likewise. 0 is off.")
+    ] = None
+    acceptance: Annotated[
+        Literal["coupled", "rejection"] | None,
+        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
+    ] = None
+
+    def check(self, seed: int | None = None) -> None:
+        """Refuse a temperature that is none; warn of flags without an effect."""
+        if not self.do_sample:
+            given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
+            warn_idle(given, "without --do-sample")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"--temperature must be positive and finite, got {self.temperature}; for the "
+                "likeliest tokens leave out --do-sample"
+            )
+
+    @property
+    def settings(self) -> dict[str, float | None]:
+        """The law, but for whether it is sampled from; None: the model's setting."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
+        """What decoding is asked for, the model's settings filled in."""
+        from layerskip.bench.methods import Task
+
+        law: dict[str, Any] = {}
+        for name, value in self.settings.items() if self.do_sample else ():
+            config = model.generation_config
+            law[name] = getattr(config, name, None) if value is None else value
+        return Task(
+            max_new_tokens,
+            self.do_sample,
+            **law,
+            acceptance=self.acceptance or "coupled",
+            seed=seed,
+            execution=execution,
+        )
+
+
+def spliced(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with flags of its own in place of parameters that are dataclasses of flags.
+
+    This is what typer reads; the command is called with the objects.
+    """
+    groups: dict[str, Any] = {}
+    flags: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if not is_dataclass(kind):
+            flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        flags += [
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in fields(kind)
+        ]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            own = {f.name: given.pop(f.name) for f in fields(kind)}
+            given[name] = kind(**own)
+        command(**given)
+
+    run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return run
 
 
 def to_json(value: dict[str, Any]) -> str:
@@ -65,9 +176,7 @@ def given_skip(skip: str | None, exit_layer: int | None) -> SkipConfig | None:
     return None if skip is None else SkipConfig.load(skip)
 
 
-def open_model(
-    name: str, device: str, dtype: str, trust_remote_code: bool, talk: Talk, quiet: bool
-) -> Loaded:
+def open_model(loading: Loading, talk: Talk) -> Loaded:
     talk.progress("importing torch and transformers")
     from transformers.utils import logging as chatter
 
@@ -76,10 +185,15 @@ def open_model(
 
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if quiet or not sys.stderr.isatty():
+    if talk.quiet or not sys.stderr.isatty():
         chatter.disable_progress_bar()
-    talk.progress(f"loading {name}")
-    loaded = load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    talk.progress(f"loading {loading.model}")
+    loaded = load(
+        loading.model,
+        device=loading.device,
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
+    )
     join(loaded.model)  # for good: nobody else has this model
     talk.say(loaded.describe())
     return loaded
@@ -112,6 +226,21 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:
         return f"layers 0-{skip.exit_layer - 1} of {num_layers} (early exit at {skip.exit_layer})"
     return f"{len(skip.kept(num_layers))} of {2 * num_layers} sublayers"
+
+
+def given_prompts(path: Path | None, model: str) -> list[Prompt]:
+    """The prompts of a file, else those shipped with the model."""
+    from layerskip.checkpoints import SHIPPED
+    from layerskip.prompts import read_prompts
+
+    if path is not None:
+        return read_prompts(path)
+    if model not in SHIPPED:
+        raise ValueError(
+            "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
+            f"a few dozen of them (only {' and '.join(SHIPPED)} come with prompts)"
+        )
+    return shipped_prompts(None)
 
 
 def shipped_prompts(per_category: int | None) -> list[Prompt]:

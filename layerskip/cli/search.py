@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import time
 import warnings
@@ -21,15 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from layerskip.cli.options import (
-    MAX_NEW_TOKENS,
     AsJson,
-    Device,
-    Dtype,
-    Execution,
-    FixedSeed,
-    Model,
+    Loading,
+    MaxNewTokens,
+    Prompts,
     Quiet,
-    TrustRemoteCode,
+    Sampling,
+    Seed,
+    given_prompts,
     open_model,
     to_json,
     warn_idle,
@@ -52,15 +50,12 @@ LEAST_BOUND = 1.1
 
 
 def search(
+    *,
     output: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Where everything goes; a study in it is gone on with."),
     ],
-    model: Model = "demo-llama",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
-    ] = None,
+    prompts: Prompts = None,
     space: Annotated[
         Literal["exit", "layer", "sublayer"],
         typer.Option(help="Early exits only, any whole layers, or attention and MLPs one by one."),
@@ -100,32 +95,16 @@ def search(
     no_confirm: Annotated[
         bool, typer.Option("--no-confirm", help="Time nothing: believe the prediction.")
     ] = False,
-    max_new_tokens: Annotated[int, MAX_NEW_TOKENS] = 64,
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Search for sampling, not for greedy decoding.")
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of sampling; the model's setting, or off, if not given.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of sampling; likewise.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Of sampling; likewise.")] = None,
-    acceptance: Annotated[
-        Literal["coupled", "rejection"] | None,
-        typer.Option(help="Accept rule of sampling.  [default: coupled]"),
-    ] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    sampling: Sampling,
+    seed: Seed = 0,
     threads: Annotated[
         int | None,
         typer.Option(
             min=1, metavar="N", help="Of the CPU, over all workers.  [default: PyTorch's]"
         ),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: FixedSeed = 0,
-    trust_remote_code: TrustRemoteCode = False,
-    execution: Execution = "auto",
+    loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -134,17 +113,15 @@ def search(
     Ctrl-C keeps every finished trial; the same command goes on. Several machines share a study
     where they are given the same --storage and --study-name.
     """
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if not do_sample:
-        warn_idle({**sampling, "acceptance": acceptance}, "without --do-sample")
-    if temperature is not None and not 0 < temperature < math.inf:
-        raise ValueError(f"--temperature must be positive and finite, got {temperature}")
+    sampling.check()
     if timeout is not None and not timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
     given = {path: SkipConfig.load(path) for path in skip or ()}
-    chosen, held_out = split_prompts(_prompts(model, prompts), positions // max_new_tokens)
+    chosen, held_out = split_prompts(
+        given_prompts(prompts, loading.model), positions // max_new_tokens
+    )
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
     output.mkdir(parents=True, exist_ok=True)
@@ -154,17 +131,17 @@ def search(
         from layerskip.search.study import check_storage
 
         check_storage(storage)
-    loaded = open_model(model, device, dtype, trust_remote_code, talk, quiet)
+    loaded = open_model(loading, talk)
 
     from layerskip.checkpoints import encode
     from layerskip.search.workers import Asked, begin, cpu_threads, sharing
 
     asked = Asked(
-        model=model,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        execution=execution,
+        model=loading.model,
+        device=loading.device,
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
+        execution=loading.execution,
         traced=tuple(chosen),
         space=space,
         allow_ends=allow_ends,
@@ -175,9 +152,9 @@ def search(
         storage=str(output / "study.log") if storage is None else storage,
         study_name=study_name,
         max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        sampling=sampling,
-        acceptance=acceptance or "coupled",
+        do_sample=sampling.do_sample,
+        sampling=sampling.settings,
+        acceptance=sampling.acceptance or "coupled",
         seed=seed,
     )
     timed = [] if no_confirm else [encode(loaded.tokenizer, each) for each in held_out]
@@ -283,22 +260,6 @@ def _say_bound(talk: Talk, going: Search) -> None:
             f"even a draft that is always right would gain under {LEAST_BOUND - 1:.0%}",
             stacklevel=2,
         )
-
-
-def _prompts(model: str, path: Path | None) -> list[Prompt]:
-    from layerskip.cli.options import shipped_prompts
-    from layerskip.prompts import read_prompts
-
-    if path is not None:
-        return read_prompts(path)
-    from layerskip.checkpoints import SHIPPED
-
-    if model not in SHIPPED:
-        raise ValueError(
-            "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
-            f"a few dozen of them (only {' and '.join(SHIPPED)} come with prompts)"
-        )
-    return shipped_prompts(None)
 
 
 def _header(
