@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import ExpectedGain
+from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.replay.drafts import Replay
 from layerskip.replay.following import Survival, follow_each
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from layerskip.decoding.controllers import Controller
+
 VOCABULARY = 97
 WINDOW = 8
 
@@ -155,7 +157,7 @@ def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, to
     return ids * mask, mask  # the pad token is 0
 
 
-class Erratic:
+class Erratic(Controller):
     """A controller that decides at random, and differently for every row and round."""
 
     needs_confidence = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -283,7 +284,7 @@ def test_a_controller_may_decide_for_the_batch(llama: Any) -> None:
             if self.asked[-1]:
                 self.asked.append([])
 
-        def draft_together(self, rows: list[int]) -> bool:
+        def draft_together(self, rows: Sequence[int]) -> bool:
             self.asked[-1].append(len(rows))
             return len(self.asked[-1]) <= len(self.asked) % 3
 

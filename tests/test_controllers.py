@@ -16,18 +16,18 @@ from layerskip.decoding.controllers import (
     AdaptiveThreshold,
     Confidence,
     Controller,
-    ExpectedGain,
     Fixed,
     Heuristic,
-    drafts_on,
     make_controller,
+    require_controller,
 )
+from layerskip.decoding.expected_gain import ExpectedGain
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 
 
 class Erratic:
-    """Decides at random, per row; shows that the contract asks for nothing but itself."""
+    """Decides at random, per row; inherits nothing: the contract asks for nothing but itself."""
 
     needs_confidence = True
 
@@ -42,6 +42,9 @@ class Erratic:
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
         return self.draws[row].random() < 0.5 and not math.isnan(confidence)
+
+    def draft_together(self, rows: Sequence[int]) -> bool:
+        return self.draws[rows[0]].random() < 0.8
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         pass
@@ -96,6 +99,29 @@ class TestContract:
             assert isinstance(decision, bool)
             assert not (math.isnan(confidence) and decision)
             controller.update(0, 1, 0)
+
+    def test_draft_together_is_a_bool_for_any_rows_of_a_round(self, name: str) -> None:
+        controller = make(name)
+        controller.reset(3)
+        for _ in range(30):
+            drafting, drafted = [row for row in range(3) if controller.limit(row, 5)], 0
+            while drafting:
+                goes_on = controller.draft_together(drafting)
+                assert isinstance(goes_on, bool)
+                if not goes_on:
+                    break
+                drafted += 1
+                drafting = [
+                    row
+                    for row in drafting
+                    if drafted < 5 and controller.keep_drafting(row, 0.3 * row + 0.3)
+                ]
+            assert drafted <= 5
+            for row in range(3):
+                controller.update(row, drafted, min(drafted, 2))
+
+    def test_it_is_a_controller(self, name: str) -> None:
+        require_controller(make(name))
 
     def test_same_inputs_same_decisions(self, name: str) -> None:
         first, second = make(name), make(name)
@@ -205,6 +231,41 @@ def test_only_rules_that_read_confidences_ask_for_them() -> None:
     assert asking == {"confidence", "adaptive-threshold", "expected-gain"}
 
 
+class Short:
+    """As controllers were before the batch was asked."""
+
+    needs_confidence = False
+
+    def reset(self, rows: int) -> None:
+        pass
+
+    def limit(self, row: int, allowed: int) -> int:
+        return min(2, allowed)
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        return True
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+class Inheriting(Short, Controller):
+    pass
+
+
+def test_what_a_controller_lacks_is_named() -> None:
+    with pytest.raises(TypeError, match=r"Short lacks draft_together: inherit from .*Controller"):
+        require_controller(Short())
+    with pytest.raises(TypeError, match="str lacks needs_confidence, reset, limit, "):
+        require_controller("fixed")
+
+
+def test_a_controller_that_inherits_drafts_on_while_any_row_does() -> None:
+    controller = Inheriting()
+    require_controller(controller)
+    assert controller.draft_together([0, 3]) is True
+
+
 def test_fixed() -> None:
     controller = make_controller("fixed", costs=COSTS)
     assert isinstance(controller, Fixed)
@@ -281,14 +342,14 @@ def test_heuristic_starts_where_transformers_starts() -> None:
 
 
 class Alone(ExpectedGain):
-    """As a batch of one row finds it: what `drafts_on` says is asked along with everything else."""
+    """As a batch of one row finds it: `draft_together` is asked along with everything else."""
 
     def limit(self, row: int, allowed: int) -> int:
         limit = super().limit(row, allowed)
-        return limit if drafts_on(self, [row] if limit else []) else 0
+        return limit if limit and self.draft_together([row]) else 0
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
-        return super().keep_drafting(row, confidence) and drafts_on(self, [row])
+        return super().keep_drafting(row, confidence) and self.draft_together([row])
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         self._round.steps = drafted  # not the one allowed last, where a test does not take it
@@ -495,7 +556,7 @@ def round_of(
     rows = range(len(confidences))
     limits = [controller.limit(row, allowed) for row in rows]
     drafting, drafted = [row for row in rows if limits[row]], 0
-    while drafts_on(controller, drafting):
+    while drafting and controller.draft_together(drafting):
         drafted += 1
         drafting = [
             row
@@ -748,7 +809,7 @@ def simulate_batch(
         }
         drafted = dict.fromkeys(live, 0)
         drafting = [row for row in live if limits[row]]
-        while drafts_on(controller, drafting):
+        while drafting and controller.draft_together(drafting):
             going_on = []
             for row in drafting:
                 confidence = texts[row][1][positions[row] + drafted[row]]
@@ -795,7 +856,7 @@ def test_expected_gain_never_loses_3_percent_in_a_batch(rows: int) -> None:
 def test_rows_that_decide_alone_would_lose() -> None:
     """The test above can fail: each row's own optimum, with the others waiting for the longest."""
 
-    class EachAlone:
+    class EachAlone(Controller):
         needs_confidence = True
 
         def __init__(self, costs: CostTable) -> None:

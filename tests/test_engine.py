@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Session
@@ -79,7 +79,7 @@ def llama() -> Any:
     return lively_model("llama")
 
 
-class Script:
+class Script(Controller):
     """A controller that drafts given lengths, round after round, the same in every row."""
 
     needs_confidence = False
@@ -566,6 +566,17 @@ def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
     play(run)
     want = llama.generate(ids, max_new_tokens=6, do_sample=False)
     assert run.emitted == want[:, limit - 6 :].tolist()
+
+
+def test_a_controller_that_lacks_a_part_is_refused_before_anything_runs(llama: Any) -> None:
+    class Half:
+        needs_confidence = False
+
+        def reset(self, rows: int) -> None:
+            pytest.fail("asked")
+
+    with pytest.raises(TypeError, match="Half lacks limit, keep_drafting, draft_together, update"):
+        decoder(llama, request(), controller=Half())
 
 
 def test_a_full_cache_says_so(llama: Any) -> None:

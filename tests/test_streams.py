@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerskip.bench.lawtest import Recorded, chi_square
+from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law, stream_key
 
@@ -15,7 +16,7 @@ TARGET = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 DRAFT = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
 
-class Spy:
+class Spy(Controller):
     """Drafts two tokens; then one, but only where the second was a token the draft likes."""
 
     needs_confidence = True

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding.controllers import Controller, drafts_on
+from layerskip.decoding.controllers import Controller, require_controller
 from layerskip.decoding.laws import (
     DRAFT,
     TARGET,
@@ -108,6 +108,7 @@ class Decoder:
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
 
     Raises:
+        TypeError: the controller lacks a part of the protocol.
         ValueError: lengths that the model's positions cannot hold; from `rounds()`, a law without
             any token to draw (NaN logits, or processors that forbid everything).
     """
@@ -121,6 +122,7 @@ class Decoder:
         *,
         max_draft_length: int,
     ) -> None:
+        require_controller(controller)
         self.request = request
         self.controller = controller
         self.max_draft_length = max_draft_length
@@ -232,7 +234,7 @@ class Decoder:
         limits = [0 if self.finished[row] else self._limit(row) for row in self.rows]
         drafting = [row for row in self.rows if limits[row] > 0]
         for step in range(max(limits)):
-            if not drafts_on(controller, drafting):
+            if not (drafting and controller.draft_together(drafting)):
                 break
             raw = self.session.draft_step(drafts.last, step)  # (R, V)
             last = drafts.last

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controllers import Controller, drafts_on
+from layerskip.decoding.controllers import Controller
 from layerskip.replay.drafts import Replay
 
 
@@ -81,7 +81,7 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int) -> Simula
             limits[number] = min(controller.limit(number, allowed), allowed)
     drafting = [number for number, limit in enumerate(limits) if limit > 0]
     # in lockstep: a controller may learn from one row for another
-    while drafts_on(controller, drafting):
+    while drafting and controller.draft_together(drafting):
         going_on = []
         for number in drafting:
             row, step = rows[number], drafted[number]

@@ -22,6 +22,7 @@ from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
+from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.environment import hardware
@@ -37,7 +38,7 @@ _tables: weakref.WeakKeyDictionary[nn.Module, dict[Any, CostTable]] = weakref.We
 _lock = threading.Lock()
 
 
-class Stopwatch:
+class Stopwatch(Controller):
     """A controller that drafts `length` tokens and notes when the last one was there."""
 
     needs_confidence = True

@@ -1,0 +1,251 @@
+"""When another drafted token is expected to pay: the default controller; knows no models or clocks.
+
+See `controllers` for the protocol and for the published rules.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
+
+_BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
+_BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
+_BINS = len(_BIN_CENTRES)
+
+# The prior, and how many tokens it is worth. Drafts agree with their target oftener than a low
+# confidence says (the target may well choose the same token for the same weak reasons) and less
+# often than a high one says. The constants were tuned on simulated texts (see the tests) and on
+# development prompts of the shipped models, where no one of them matters much.
+_PRIOR_ACCEPTANCE = 0.75
+_PRIOR_WEIGHT = 12.0
+_PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
+_BIN_WEIGHT = 10.0
+_EVIDENCE_START = 1.0  # log odds
+_EVIDENCE_LIMIT = 6.0
+_RATE_WEIGHT = 10.0  # target steps
+_RATE_DECAY = 0.98  # per target step
+_PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
+_HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
+_LOSS_ALLOWED = 2.0  # target steps per row
+_LOSS_SHARE = 0.01  # target steps per token
+
+
+class _Acceptance:
+    """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
+
+    `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
+    accounts of the draft, weighted by how well each predicted so far: confidences tell (the prior
+    line with its odds multiplied so that its level agrees with what was seen), or they tell nothing
+    (the same probability for all).
+    `next` is for a token not drafted yet. It is the mean of all: what the tokens before it say, its
+    place in the draft and the outcome of the last round predicted nothing more on real texts.
+    Callers tell only of tokens up to the first rejection: whether a later one would have been
+    accepted is not known.
+    """
+
+    def __init__(self) -> None:
+        self._bin_seen = [0.0] * _BINS
+        self._bin_accepted = [0.0] * _BINS
+        self._seen = self._accepted = 0.0  # all tokens
+        self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
+        self._evidence = _EVIDENCE_START  # log odds that confidences tell
+        self.estimate()
+
+    def estimate(self) -> None:
+        """Brings what is public up to date with what was observed."""
+        weight, prior = _PRIOR_WEIGHT, _PRIOR_ACCEPTANCE
+        lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
+        expected_lost = self._rated - self._rated_expected + weight * (1.0 - prior)
+        won = self._rated_accepted + weight * prior
+        expected_won = self._rated_expected + weight * prior
+        shift = (won / lost) / (expected_won / expected_lost)
+        self._level = won / (self._rated + weight)
+        self._line = [p * shift / (1.0 - p + p * shift) for p in _PRIOR_BY_BIN]
+        trust = 1.0 / (1.0 + math.exp(-self._evidence))
+        self.given_confidence = [
+            (accepted + _BIN_WEIGHT * (trust * line + (1.0 - trust) * self._level))
+            / (seen + _BIN_WEIGHT)
+            for accepted, seen, line in zip(
+                self._bin_accepted, self._bin_seen, self._line, strict=True
+            )
+        ]
+        self.next = (self._accepted + weight * prior) / (self._seen + weight)
+
+    def observe(self, confidence_bin: int | None, accepted: bool) -> None:
+        """Tells of one verified token; `estimate` makes it count."""
+        self._seen += 1
+        self._accepted += accepted
+        if confidence_bin is None:
+            return
+        line, level = self._line[confidence_bin], self._level
+        ratio = line / level if accepted else (1.0 - line) / (1.0 - level)
+        evidence = self._evidence + math.log(ratio)
+        self._evidence = max(-_EVIDENCE_LIMIT, min(_EVIDENCE_LIMIT, evidence))
+        self._bin_seen[confidence_bin] += 1
+        self._bin_accepted[confidence_bin] += accepted
+        self._rated += 1
+        self._rated_accepted += accepted
+        self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row, and its round in progress."""
+
+    loss: float = 0.0
+    """Target steps spent beyond what plain decoding would have."""
+    loss_allowed: float = _LOSS_ALLOWED
+    limit: int = 0
+    survival: float = 1.0
+    """P(all tokens drafted in this round are accepted)."""
+    bins: list[int] = field(default_factory=list)
+    """Of the confidences of this round's tokens."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the rows that take part in a round have in common."""
+
+    rows: list[int] = field(default_factory=list)
+    judges: list[int] = field(default_factory=list)
+    """The rows whose gains and costs decide."""
+    steps: int = 0
+    probing: bool = False
+    accepted: dict[int, int] = field(default_factory=dict)
+    """By row, of those that have reported."""
+
+
+class ExpectedGain:
+    """Drafts on while the expected gain of another token exceeds its price.
+
+    With d tokens drafted, another is drafted iff P(all d accepted) * P(next accepted) exceeds
+    (c + v(d + 2) - v(d + 1)) * S, where S is the running rate in tokens per target step, never
+    below 1 since plain decoding is always there. This is the optimum of a renewal-reward process
+    (Dinkelbach): it maximises expected tokens per expected cost. As v may jump, the gain is that of
+    the best stop among all later ones, not only of the next token. The probabilities are learned
+    during the call, and shared, like S, by the rows of the batch. S forgets over about 50 target
+    steps: a token is worth what its neighbours cost, and stretches differ. The longest draft only
+    matters in loops, where it is drafted; costs past the measured lengths are extrapolated.
+
+    Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
+    gains of its rows together exceed the price, which all of them pay.
+
+    Where drafts would gain less than a twentieth if nine tokens of ten were accepted, it never
+    drafts.
+    Where no draft is expected to gain, it decodes plainly and probes with a draft now and then:
+    again at once after a probe that paid, half as often after one that did not. The first round is
+    such a probe. The same holds, whatever is expected, while a row is behind plain decoding by more
+    than 2 target steps and 1% of its tokens: expectations were wrong then, or other rows won what
+    it lost. A batch takes as long as its slowest row, so the row furthest behind decides alone.
+    """
+
+    needs_confidence = True
+
+    def __init__(self, costs: CostTable, max_draft_length: int = 12) -> None:
+        self.costs = costs
+        self.max_draft_length = max_draft_length
+        self._round_costs = [costs.round_cost(drafted) for drafted in range(max_draft_length + 1)]
+        self._step_costs = [
+            after - before
+            for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
+        ]
+        self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
+        length = optimal_draft_length(_HOPE, costs, max_draft_length)
+        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        self._longest = max_draft_length if hope >= _LEAST_GAIN else 0
+        self.reset(1)
+
+    def reset(self, rows: int) -> None:
+        self._acceptance = _Acceptance()
+        best = optimal_draft_length(_PRIOR_ACCEPTANCE, self.costs, self.max_draft_length)
+        self._tokens = _RATE_WEIGHT * expected_tokens(_PRIOR_ACCEPTANCE, best)
+        self._cost = _RATE_WEIGHT * self._round_costs[best]
+        self.rate = max(1.0, self._tokens / self._cost)
+        self._rows = [_Row() for _ in range(rows)]
+        self._round = _Round()
+        # A probe is due at once: against the first draft only the prior could speak.
+        self._probe_interval = self._first_interval
+        self._plain_steps = self._first_interval  # since the last round that drafted
+
+    def limit(self, row: int, allowed: int) -> int:
+        if row in self._round.rows:
+            self._end_round()
+        self._round.rows.append(row)
+        state = self._rows[row]
+        state.limit = min(allowed, self._longest)
+        state.survival = 1.0
+        state.bins.clear()
+        return state.limit
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        if math.isnan(confidence):
+            return False
+        state = self._rows[row]
+        confidence_bin = bisect_right(_BIN_EDGES, confidence)
+        state.bins.append(confidence_bin)
+        state.survival *= self._acceptance.given_confidence[confidence_bin]
+        return True
+
+    def draft_together(self, rows: Sequence[int]) -> bool:
+        """Whether rows that may draft on are worth another step of the whole batch."""
+        round_ = self._round
+        if round_.steps:
+            goes_on = self._pays(rows)
+        else:
+            last = max(round_.rows, key=lambda row: self._rows[row].loss)
+            late = self._rows[last].loss > self._rows[last].loss_allowed
+            round_.judges = [last] if late else round_.rows
+            goes_on = not late and self._pays(rows)
+            if not goes_on:
+                goes_on = round_.probing = self._plain_steps >= self._probe_interval
+        round_.steps += goes_on
+        return goes_on
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        state, round_ = self._rows[row], self._round
+        round_.accepted[row] = accepted
+        round_.steps = max(round_.steps, drafted)
+        cost = self._round_costs[round_.steps]
+        decay = _RATE_DECAY**cost
+        self._tokens = self._tokens * decay + accepted + 1
+        self._cost = self._cost * decay + cost
+        self.rate = max(1.0, self._tokens / self._cost)
+        state.loss += cost - accepted - 1
+        state.loss_allowed += _LOSS_SHARE * (accepted + 1)
+        for position in range(min(drafted, accepted + 1)):
+            confidence_bin = state.bins[position] if position < len(state.bins) else None
+            self._acceptance.observe(confidence_bin, position < accepted)
+
+    def _end_round(self) -> None:
+        """Learn from what the rows of the round have reported."""
+        round_, self._round = self._round, _Round()
+        if round_.steps == 0:
+            self._plain_steps += 1
+            return
+        self._acceptance.estimate()
+        self._plain_steps = 0.0
+        won = sum(round_.accepted.get(row, 0) for row in round_.judges)
+        extra = self._round_costs[round_.steps] - 1.0
+        if not round_.probing:
+            self._probe_interval = self._first_interval
+        elif won > len(round_.judges) * self.rate * extra:
+            self._plain_steps = self._probe_interval  # it paid: look again at once
+        else:
+            self._probe_interval *= 2
+
+    def _pays(self, rows: Sequence[int]) -> bool:
+        """Whether some stop later than now is expected to gain over stopping now."""
+        judges = self._round.judges
+        states = [self._rows[row] for row in rows if row in judges]
+        gain, survival = 0.0, 1.0
+        for drafted in range(self._round.steps, max((state.limit for state in states), default=0)):
+            survival *= self._acceptance.next
+            alive = sum(state.survival for state in states if state.limit > drafted)
+            gain += survival * alive - len(judges) * self.rate * self._step_costs[drafted]
+            if gain > 0.0:
+                return True
+        return False
