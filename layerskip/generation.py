@@ -1,7 +1,7 @@
 """The doors: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode` beside it.
 
-Translates between the library's generation API and the engine, and refuses by name what the engine
-cannot serve exactly. Letters: B rows, W width of the padded prompts, V vocabulary.
+Each hands a request to the engine and its output back; what may be asked is in `served.py`.
+Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
     StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -33,6 +30,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.served import check_ids, checked_mask, end_tokens, padded, per_step, stop_of, warpers
 from layerskip.timing.tables import analytic, cost_table, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
@@ -190,7 +188,7 @@ class LayerSkipDecoding:
         streamer: Any,
         model_kwargs: dict[str, Any],
     ) -> GenerationOutput | Tensor:
-        attention_mask = _served(input_ids, config, model_kwargs)
+        attention_mask = checked_mask(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
@@ -206,7 +204,7 @@ class LayerSkipDecoding:
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=_stop(others) if others else None,
+            stop=stop_of(others) if others else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             clock=self.clock,
@@ -218,13 +216,13 @@ class LayerSkipDecoding:
             if streamer is not None:
                 streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
         decoder.stats.seeds = tuple(seed[0] for seed in seeds)
-        sequences = _sequences(input_ids, decoder.emitted, config)  # (B, W + n)
+        sequences = padded(input_ids, decoder.emitted, config)  # (B, W + n)
         if not config.return_dict_in_generate:
             return sequences
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
-            scores=_steps(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=_steps(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
+            scores=per_step(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=per_step(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
             stats=decoder.stats,
             rounds=[replace(round_, scores=None, logits=None) for round_ in rounds],
             costs=costs,
@@ -281,85 +279,6 @@ class LayerSkipDecoding:
         return [(seed, row) for row in range(rows)]
 
 
-_HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
-
-
-def _served(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Tensor:
-    """Refuse by name what the engine cannot serve; the attention mask (B, W) otherwise."""
-    if (config.num_beams or 1) > 1:
-        raise ValueError(
-            f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
-            "leave out custom_generate for beams"
-        )
-    for name in ("dola_layers", "penalty_alpha"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{name} asks for another way of decoding, which is not supported; leave it out, "
-                "or leave out custom_generate"
-            )
-    if model_kwargs.pop("synced_gpus", False):
-        raise ValueError(
-            "synced_gpus is not supported: ranks would draft different lengths; "
-            "leave out custom_generate under ZeRO-3 or FSDP"
-        )
-    for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"):
-        if model_kwargs.pop(name, None) or getattr(config, name, None):
-            warnings.warn(f"{name} has no effect under layerskip", UserWarning, stacklevel=4)
-    for name in ("output_attentions", "output_hidden_states"):
-        if model_kwargs.pop(name, False) or getattr(config, name, False):
-            raise ValueError(f"{name} is not supported; leave out custom_generate to get it")
-    if "inputs_embeds" in model_kwargs:
-        raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
-        raise ValueError(
-            "past_key_values is not supported: the engine keeps its own cache; pass the whole "
-            "conversation as input_ids"
-        )
-    mask = model_kwargs.pop("attention_mask", None)
-    mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
-    unknown = sorted(
-        name for name, value in model_kwargs.items() if value is not None and name not in _HARMLESS
-    )
-    if unknown:
-        raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
-    positions = model_kwargs.get("position_ids")
-    own = (mask.cumsum(-1) - 1).clamp_min(0)  # (B, W)
-    if positions is not None and not torch.equal((positions * mask).expand_as(own), own * mask):
-        raise ValueError("position_ids of your own are not supported; leave them out")
-    if not mask.any(-1).all():
-        raise ValueError("a prompt is empty: every row needs at least one token")
-    if not mask[:, -1].all():
-        raise ValueError(
-            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left')"
-        )
-    if (mask[:, 1:] < mask[:, :-1]).any():
-        raise ValueError(
-            "attention_mask has holes: zeros are supported in front of a prompt only, as padding"
-        )
-    if model_kwargs.get("use_cache") is False:
-        warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
-    return mask
-
-
-def _check_shape(input_ids: Tensor) -> None:
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ValueError(
-            "input_ids must be (rows, tokens) with at least one token each, "
-            f"got shape {tuple(input_ids.shape)}"
-        )
-
-
-def _stop(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
-    """Stopping criteria as one question about one row; every one is asked, as `generate()` does."""
-
-    def stop(row: int, seen: Tensor) -> bool:
-        answers = [criterion(seen, None) for criterion in criteria]
-        return any(bool(torch.as_tensor(answer).all()) for answer in answers)
-
-    return stop
-
-
 def _warn_foreign(skip: SkipConfig, model: Any) -> None:
     name = getattr(model, "name_or_path", None) or None
     own_hash = fingerprint(model) if skip.model_hash else None
@@ -370,29 +289,6 @@ def _warn_foreign(skip: SkipConfig, model: Any) -> None:
             UserWarning,
             stacklevel=5,
         )
-
-
-def _sequences(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
-    pad = getattr(config, "_pad_token_tensor", None)
-    filler = 0 if pad is None else int(pad)
-    longest = max(map(len, emitted))
-    rows = [tokens + [filler] * (longest - len(tokens)) for tokens in emitted]
-    new = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # (B, n)
-    return torch.cat([input_ids, new], dim=1)
-
-
-def _steps(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
-    """Per step (B, V) from the rounds' per-row (emitted, V)."""
-    chunks = [getattr(round_, name) for round_ in rounds]
-    longest = max(sum(len(chunk[row]) for chunk in chunks) for row in range(rows))
-    steps = chunks[0][0].new_zeros(longest, rows, chunks[0][0].shape[1])  # (n, B, V)
-    for row in range(rows):
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk[row])
-            steps[start:end, row] = chunk[row]
-            start = end
-    return tuple(steps)
 
 
 def generate(
@@ -425,7 +321,7 @@ def generate(
         ends.append(StopStringCriteria(tokenizer, stop_strings))
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     if "input_ids" in given:  # the library says what else it misses
-        _check_shape(given["input_ids"])
+        check_ids(given["input_ids"])
     if kwargs.get("synced_gpus"):
         raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
     if kwargs.pop("assistant_model", None) is not None:
@@ -488,14 +384,14 @@ def decode(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    _check_shape(input_ids)
+    check_ids(input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     request = Request(
         input_ids=input_ids,
-        attention_mask=_served(input_ids, model.generation_config, {"attention_mask": mask}),
+        attention_mask=checked_mask(input_ids, model.generation_config, {"attention_mask": mask}),
         max_new_tokens=max_new_tokens,
         law=Law(processors, do_sample=do_sample, rows=rows),
         keys=[stream_key(*seed) for seed in decoding._seeds(rows, do_sample)],
@@ -514,18 +410,3 @@ def decode(
         if round_ is None:
             return
         yield round_
-
-
-def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
-    """The library's processors of sampling, in its order; None leaves one off."""
-    found: list[Any] = []
-    found += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
-    found += [TopKLogitsWarper(top_k)] if top_k else []
-    found += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
-    return found
-
-
-def end_tokens(model: Any, given: int | Sequence[int] | None = None) -> frozenset[int]:
-    """The given tokens that end a text, or those of the model's generation config."""
-    ends = model.generation_config.eos_token_id if given is None else given
-    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

@@ -28,7 +28,6 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from layerskip.checkpoints import SHIPPED, SHIPPED_PROMPTS, Loaded, encode, load
 from layerskip.config import SkipConfig
-from layerskip.generation import end_tokens
 from layerskip.prompts import Prompt, read_prompts
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
@@ -36,6 +35,7 @@ from layerskip.search import moves, seeds, study
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation
+from layerskip.served import end_tokens
 
 HELD_OUT = 4  # prompts of each kind that are left alone
 NEW_TOKENS = 64

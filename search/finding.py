@@ -24,7 +24,6 @@ from layerskip.bench.methods import Task
 from layerskip.bench.runner import make_batches
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
-from layerskip.generation import end_tokens
 from layerskip.model.sublayers import Sublayers, fingerprint
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
@@ -33,6 +32,7 @@ from layerskip.search.finalists import Finalist, choose, confirm, gains, predict
 from layerskip.search.objective import Objective
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
+from layerskip.served import end_tokens
 from layerskip.timing import sublayers as costs
 
 TRIALS_PER_SWITCH = 6

@@ -18,7 +18,8 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
-from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, end_tokens, generate
+from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
+from layerskip.served import end_tokens
 
 Clock = Callable[[], float]
 

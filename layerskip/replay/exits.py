@@ -14,11 +14,11 @@ import torch
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.laws import Law
-from layerskip.generation import end_tokens, warpers
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
+from layerskip.served import end_tokens, warpers
 
 DRAFT_LENGTHS = tuple(range(1, DRAFT_LENGTH + 1))
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
