@@ -48,8 +48,7 @@ def price(run: Run, method: str, batch_size: int, costs: CostTable) -> dict[str,
         rounds = record.get("rounds")
         if rounds is None or (record["method"], record["batch_size"]) != (method, batch_size):
             continue
-        emitted = np.array(rounds["emitted"], dtype=int).reshape(len(rounds["emitted"]), -1)
-        steps = int(emitted.sum(axis=0).max()) if emitted.size else 0  # (rounds, rows)
+        steps = max(map(sum, zip(*rounds["emitted"], strict=True)), default=0)  # of the longest row
         if not steps:
             continue
         name = "\n".join(record["prompts"])

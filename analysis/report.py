@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
 import tempfile
 import warnings
 from collections import Counter
@@ -35,6 +33,7 @@ from layerskip.analysis.search_plots import search_plots
 from layerskip.analysis.search_tables import Search, load_searches
 from layerskip.files.records import redacted
 from layerskip.files.searches import holds_search
+from layerskip.files.writing import replace_folder
 
 MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
@@ -98,7 +97,7 @@ def write_report(
         ) as folder:
             built = Path(folder) / "report"
             _build(runs, searches, verdicts, [str(file) for file in files], built, progress)
-            _replace(built, output, Path(folder) / "old")
+            replace_folder(built, output)
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
     return visible(verdict.words(verdicts), lines=True)
@@ -351,16 +350,3 @@ def _check_output(output: Path, files: Sequence[Path]) -> None:
             f"the folder {output} holds {foreign[0]}, which no report put there; give a new folder "
             "or an earlier report's"
         )
-
-
-def _replace(built: Path, output: Path, old: Path) -> None:
-    """Put the folder in its place; what was there goes, unless that fails."""
-    if output.exists():
-        os.replace(output, old)
-    try:
-        os.replace(built, output)
-    except OSError:
-        if old.exists():
-            os.replace(old, output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,6 +7,7 @@ are taken over a unit's repeats, means and intervals over units.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,14 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
             or contradicts itself. Says which and why, in one line.
     """
     read = [read_run(Path(file)) for file in files]
-    for path, run in zip(files, read, strict=True):
-        _check(Path(path), run.header, run.records)
+    for run in read:
+        _check(run.path, run.header, run.records)
+        if run.cut_off:
+            warnings.warn(
+                f"the last line of {run.path} is cut off and left out: the run was stopped while "
+                "it wrote; run the benchmark again with the same --output to complete it",
+                stacklevel=2,
+            )
     headers = [printable(run.header) for run in read]
     labels = labels_of(headers, [Path(file).stem for file in files])
     return [

@@ -9,16 +9,19 @@ model it was searched on, decoding options, costs and notes travel with it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from operator import index
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from reprlib import repr as shown
+from typing import Any, Literal
+
+from layerskip.files.schema import POSITIVE, flag, has, integer, items, mapping, name_text, number
+from layerskip.files.schema import parse as parse_json
+from layerskip.files.writing import write_text
 
 SCHEMA = 1
 """Version of the JSON that `SkipConfig.save` writes; `load` reads this and older ones."""
@@ -46,14 +49,14 @@ class DecodingOptions:
 
     def __post_init__(self) -> None:
         if self.controller is not None:
-            _check_text("controller", self.controller)
+            name_text(self.controller, "controller")
         if self.max_draft_length is not None:
-            length = _check_index("max_draft_length", self.max_draft_length, lowest=1)
+            length = integer(1)(self.max_draft_length, "max_draft_length")
             object.__setattr__(self, "max_draft_length", length)
-        if self.threshold is not None and not 0 <= _number("threshold", self.threshold) <= 1:
-            raise ValueError(f"threshold must be in 0..1, got {self.threshold}")
-        if self.enabled is not None and not isinstance(self.enabled, bool):
-            raise TypeError(f"enabled must be true or false, got {self.enabled!r}")
+        if self.threshold is not None:
+            number(0, 1)(self.threshold, "threshold")
+        if self.enabled is not None:
+            flag(self.enabled, "enabled")
         if self.acceptance not in (None, "coupled", "rejection"):
             raise ValueError(
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
@@ -98,17 +101,16 @@ class SkipConfig:
             object.__setattr__(self, name, _index_set(name, getattr(self, name)))
         for name in ("exit_layer", "num_layers"):
             if getattr(self, name) is not None:
-                number = _check_index(name, getattr(self, name), lowest=1)
-                object.__setattr__(self, name, number)
+                object.__setattr__(self, name, integer(1)(getattr(self, name), name))
         for name in ("model", "model_hash"):
             if getattr(self, name) is not None:
-                _check_text(name, getattr(self, name))
+                name_text(getattr(self, name), name)
         if not isinstance(self.decoding, DecodingOptions | None):
             raise TypeError(f"decoding must be DecodingOptions, got {self.decoding!r}")
         if self.costs is not None:
-            _check_costs(self.costs)
-        if not isinstance(self.notes, dict | None):
-            raise TypeError(f"notes must be an object of named values, got {self.notes!r}")
+            check_costs(self.costs, "costs")
+        if self.notes is not None:
+            mapping(self.notes, "notes")
 
     @classmethod
     def early_exit(cls, exit_layer: int) -> SkipConfig:
@@ -128,7 +130,7 @@ class SkipConfig:
             ValueError: an index or the exit lies outside the model, nothing is kept, or the config
                 was made for another number of layers.
         """
-        num_layers = _check_index("num_layers", num_layers, lowest=1)
+        num_layers = integer(1)(num_layers, "num_layers")
         model = f"a {num_layers}-layer model"
         if self.num_layers not in (None, num_layers):
             raise ValueError(f"skip config is for a {self.num_layers}-layer model, got {model}")
@@ -207,14 +209,10 @@ class SkipConfig:
         """
         path, name = _split_name(Path(path))
         try:
-            content = json.loads(
-                path.read_bytes(),
-                object_pairs_hook=_object_without_repeats,
-                parse_constant=_refuse_constant,
-            )
+            content = parse_json(path.read_bytes())
         except OSError as error:
             raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"skip config {path} is not valid JSON: {error}") from error
         try:
             return cls.from_dict(_choose(content, name))
@@ -231,13 +229,7 @@ class SkipConfig:
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
         # a line for each list of numbers, however long: no string holds a line break
         text = re.sub(r"\[\n[^][{}\"]+\]", lambda found: _one_line(found[0]), text)
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(path, text)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: schema version, sets, and whatever else is known."""
@@ -257,8 +249,8 @@ class SkipConfig:
         Raises:
             TypeError, ValueError: what is wrong, what is allowed, and what was found.
         """
-        values = dict(_check_object("a skip config", content))
-        schema = _check_index("schema", values.pop("schema", 1), lowest=1)
+        values = dict(mapping(content, "a skip config"))
+        schema = integer(1)(values.pop("schema", 1), "schema")
         if schema > SCHEMA:
             raise ValueError(
                 f"schema must be {SCHEMA} or lower, got {schema}: written by a newer layerskip"
@@ -267,7 +259,7 @@ class SkipConfig:
         if not values.keys() & {"attention", "mlp", "exit_layer"}:
             raise ValueError("a skip config must have attention, mlp or exit_layer, got none")
         if values.get("decoding") is not None:
-            decoding = _check_object("decoding", values["decoding"])
+            decoding = mapping(values["decoding"], "decoding")
             _check_keys("decoding", decoding, DecodingOptions)
             values["decoding"] = DecodingOptions(**decoding)
         return cls(**values)
@@ -288,20 +280,14 @@ class SkipConfig:
         return num_layers
 
 
-def _check_index(name: str, value: object, *, lowest: int) -> int:
-    """`value` as an int; anything with `__index__` will do, except bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = index(value)
-    if number < lowest:
-        raise ValueError(f"{name} must be {lowest} or more, got {number}")
-    return number
+check_costs = has({"draft": POSITIVE, "verify": items(POSITIVE, least=1)})
+"""Check of a cost table, in whatever file it comes: c, and v from one token on."""
 
 
 def _index_set(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of layer indices, got {values!r}")
-    indices = sorted(_check_index(f"{name} index", value, lowest=0) for value in values)
+    indices = sorted(integer()(value, f"{name} index") for value in values)
     for left, right in pairwise(indices):
         if left == right:
             raise ValueError(f"{name} indices must differ from each other, got {left} twice")
@@ -310,8 +296,8 @@ def _index_set(name: str, values: object) -> tuple[int, ...]:
 
 def _token_list(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of token ids, got {_shorten(values)}")
-    tokens = tuple(_check_index(f"a token of {name}", value, lowest=0) for value in values)
+        raise TypeError(f"{name} must be a list of token ids, got {shown(values)}")
+    tokens = tuple(integer()(value, f"a token of {name}") for value in values)
     if not tokens:
         raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
     if len(set(tokens)) < len(tokens):
@@ -324,48 +310,13 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("[ ", "[").replace(" ]", "]")
 
 
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
-    if not value:
-        raise ValueError(f"{name} must not be empty")
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return value
-
-
-def _check_costs(costs: object) -> None:
-    table = _check_object("costs", costs)
-    if not {"draft", "verify"} <= table.keys():
-        raise ValueError(f"costs must have draft and verify, got {sorted(table)}")
-    if not isinstance(table["verify"], list | tuple) or not table["verify"]:
-        raise TypeError(f"costs.verify must be a list of numbers, got {table['verify']!r}")
-    for name, value in [("draft", table["draft"]), *(("verify", v) for v in table["verify"])]:
-        if not 0 < _number(f"costs.{name}", value) < math.inf:
-            raise ValueError(f"costs.{name} must be positive and finite, got {value}")
-
-
-def _check_object(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a JSON object, got {_shorten(value)}")
-    return value
-
-
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:
     known = [f.name for f in fields(allowed)]
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ValueError(
-            f"{name} may have the keys {', '.join(known)}; got {_shorten(', '.join(unknown))}"
+            f"{name} may have the keys {', '.join(known)}; got {', '.join(map(shown, unknown))}"
         )
-
-
-def _shorten(value: object, length: int = 60) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _split_name(path: Path) -> tuple[Path, str | None]:
@@ -392,16 +343,3 @@ def _choose(content: object, name: str | None) -> object:
         got = "no name" if name is None else f"#{name}"
         raise ValueError(f"holds several skip configs; end the path in one of {choices}; got {got}")
     return content[name]
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} occurs twice in one object")
-    return content
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -9,8 +9,6 @@ may look for it); with --no-card only the checkpoint.
 
 import argparse
 import json
-import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import torch
 from train import STEPS, build_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from layerskip.files.writing import replace_folder
 from layerskip.training import recipes as training
 
 
@@ -186,11 +185,7 @@ def save(model: PreTrainedModel, tokenizer_folder: Path, output: Path, card: str
     partial.chmod(0o755)
     for file in partial.iterdir():  # temporary names are private to their owner, a package is not
         file.chmod(0o644)
-    old = output.with_name(f".{output.name}-old")
-    if output.exists():
-        os.replace(output, old)
-    os.replace(partial, output)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(partial, output)
 
 
 def main() -> None:

@@ -8,12 +8,13 @@ text unlike the training data). The latter two were written for this file.
 
 import argparse
 import json
-import os
 import random
 import sysconfig
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from layerskip.files.writing import write_text
 
 MAX_TOKENS = 150
 # Tables of code points and generated files are repetitive rather than code to continue.
@@ -166,9 +167,7 @@ def main() -> None:
             if length > MAX_TOKENS:
                 raise ValueError(f"a prompt has {length} tokens, allowed {MAX_TOKENS}: {prompt!r}")
             rows.append(json.dumps({"prompt": prompt, "category": category}, ensure_ascii=False))
-    partial = args.output.with_suffix(".tmp")
-    partial.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    os.replace(partial, args.output)
+    write_text(args.output, "\n".join(rows) + "\n")
     print(f"wrote {len(rows)} prompts to {args.output}")
 
 

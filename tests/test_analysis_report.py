@@ -8,6 +8,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import run_files as made
 
@@ -15,6 +16,7 @@ from layerskip.analysis import report, write_report
 from layerskip.analysis.page import escape, escape_markdown
 from layerskip.analysis.runs import load_runs, visible
 from layerskip.analysis.verdict import judge, words
+from layerskip.files import writing
 
 
 def said(tmp_path, lines):
@@ -338,7 +340,9 @@ BAD = {
     "no baseline": (lines_of(made.header(), made.record("self")), "no record of its baseline"),
     "unknown method": (lines_of(made.header(), made.record("other")), "method must be one of"),
     "schema": (lines_of(made.header(schema=2), made.record("plain")), "schema must be 1"),
-    "cut off": (lines_of(made.header(), '{"kind": "rec'), "line 2"),
+    "cut off": (lines_of(made.header(), '{"kind": "rec', made.record("plain")), "line 2"),
+    "two runs": (lines_of(made.header(), made.record("plain"), made.header()),
+                 "line 3: a second header: these are two runs in one file"),
     "not finite": (lines_of(made.header(), json.dumps(made.record("plain")).replace(
         "0.01,", "NaN,")), "finite"),
     "negative": (lines_of(made.header(), made.record("plain", seconds=made.seconds(-1.0))),
@@ -363,6 +367,42 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Reports without plots, where only the folder matters."""
+    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
+    """The last line of such a file is cut off: it is left out, which a warning says."""
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    whole = write_report([run], tmp_path / "whole")
+    with run.open("a") as file:
+        file.write('{"kind": "record", "meth')
+    with pytest.warns(UserWarning, match=r"the last line of .*run\.jsonl is cut off") as caught:
+        assert write_report([run], tmp_path / "report") == whole
+    assert len(caught) == 1
+    for name in ("speedup", "predictions"):
+        kept = [
+            (tmp_path / at / "tables" / f"{name}.csv").read_text() for at in ("whole", "report")
+        ]
+        assert kept[0] == kept[1]
+
+
+def test_an_answer_that_ended_at_its_first_token_is_reported(tmp_path, quick):
+    lines = made.made_up(prompts=2)
+    none = {"drafted": [], "accepted": [], "emitted": [], "confidences": []}
+    short = [line for line in lines if line.get("prompts") == ["code-1"]]
+    for line in short:
+        line |= {"new_tokens": [1], "seconds": made.seconds(0.002, 0.002)}
+        line |= {"rounds": line["rounds"] and none}
+    assert "Self-speculation" in write_report(
+        [made.write(tmp_path / "run.jsonl", lines)], tmp_path / "report"
+    )
+    table = pd.read_csv(tmp_path / "report" / "tables" / "predictions.csv")
+    assert table[table["method"] == "self"]["predicted"].between(0.5, 2).all()
+
+
 def test_missing_and_repeated_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no run file given"):
         write_report([], tmp_path / "report")
@@ -371,12 +411,6 @@ def test_missing_and_repeated_files_are_refused(tmp_path):
     run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
     with pytest.raises(ValueError, match="given twice"):
         write_report([run, tmp_path / "." / "run.jsonl"], tmp_path / "report")
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Reports without plots, where only the folder matters."""
-    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
 
 
 def test_earlier_reports_are_replaced_and_other_folders_refused(tmp_path, quick):
@@ -419,7 +453,7 @@ def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
     replace = os.replace
     monkeypatch.setattr(
-        report.os, "replace", lambda a, b: fails() if Path(a).name == "report" and
+        writing.os, "replace", lambda a, b: fails() if Path(a).name == "report" and
         Path(a).parent != tmp_path else replace(a, b)
     )  # fmt: skip
     with pytest.raises(ValueError, match="No space left on device"):

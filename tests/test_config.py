@@ -169,11 +169,16 @@ def test_resolve_refuses(config, num_layers, message):
         ({"model": 7}, TypeError, "model must be a string, got 7"),
         ({"model_hash": ""}, ValueError, "model_hash must not be empty"),
         ({"decoding": {"enabled": True}}, TypeError, "decoding must be DecodingOptions"),
-        ({"costs": {"draft": 0.2}}, ValueError, "costs must have draft and verify"),
-        ({"costs": {"draft": 0, "verify": [1]}}, ValueError, "costs.draft must be positive"),
-        ({"costs": {"draft": 0.2, "verify": []}}, TypeError, "costs.verify must be a list"),
-        ({"costs": {"draft": 0.2, "verify": ["1"]}}, TypeError, "costs.verify must be a number"),
-        ({"notes": []}, TypeError, "notes must be an object"),
+        ({"costs": {"draft": 0.2}}, ValueError, "costs.verify is missing"),
+        ({"costs": {"draft": 0, "verify": [1]}}, ValueError, "costs.draft must be above 0, got 0"),
+        ({"costs": {"draft": 0.2, "verify": []}}, ValueError, "costs.verify must have at least 1"),
+        ({"costs": {"draft": 0.2, "verify": 1}}, TypeError, "costs.verify must be a list"),
+        (
+            {"costs": {"draft": 0.2, "verify": ["1"]}},
+            TypeError,
+            r"costs.verify\[0\] must be a finite number",
+        ),
+        ({"notes": []}, TypeError, "notes must be a JSON object"),
     ],
 )
 def test_construction_refuses(values, error, message):
@@ -188,8 +193,8 @@ def test_construction_refuses(values, error, message):
         ({"max_draft_length": 0}, ValueError, "max_draft_length must be 1 or more, got 0"),
         ({"max_draft_length": 2.0}, TypeError, "max_draft_length must be an integer, got 2.0"),
         ({"threshold": 1.5}, ValueError, r"threshold must be in 0\.\.1, got 1.5"),
-        ({"threshold": float("nan")}, ValueError, r"threshold must be in 0\.\.1, got nan"),
-        ({"threshold": True}, TypeError, "threshold must be a number, got True"),
+        ({"threshold": float("nan")}, ValueError, "threshold must be a finite number, got nan"),
+        ({"threshold": True}, TypeError, "threshold must be a finite number, got True"),
         ({"enabled": 1}, TypeError, "enabled must be true or false, got 1"),
         ({"acceptance": "exact"}, ValueError, "'coupled' or 'rejection', got 'exact'"),
     ],
@@ -245,7 +250,7 @@ def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("layerskip.config.os.replace", fail)
+    monkeypatch.setattr("layerskip.files.writing.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         EVERYTHING.save(tmp_path / "skip.json")
     assert list(tmp_path.iterdir()) == []
@@ -275,7 +280,7 @@ def test_reads_draft_and_verify_files(tmp_path):
         ("\ufeff\ufeff{}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
-        ('{"attention": [NaN], "mlp": []}', "NaN is not a JSON number"),
+        ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
         ("[3, 9]", "must be a JSON object, got"),
         ("null", "must be a JSON object, got None"),
         ("{}", "must have attention, mlp or exit_layer"),
@@ -283,7 +288,7 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"schema": 2, "sets": []}', "schema must be 1 or lower, got 2: written by a newer"),
         ('{"schema": "1", "mlp": []}', "schema must be an integer, got '1'"),
         ('{"schema": 0, "mlp": []}', "schema must be 1 or more, got 0"),
-        ('{"model_type": "llama"}', "may have the keys attention, .*; got model_type"),
+        ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
         ('{"mlp": [true]}', "mlp index must be an integer, got True"),
         ('{"mlp": [2.0]}', "mlp index must be an integer, got 2.0"),
         ('{"mlp": [1, 1]}', "got 1 twice"),
@@ -291,7 +296,7 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"mlp": {"1": 2}}', "mlp must be a list of layer indices"),
         ('{"exit_layer": "8"}', "exit_layer must be an integer, got '8'"),
         ('{"mlp": [], "decoding": []}', "decoding must be a JSON object"),
-        ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got gamma"),
+        ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
         ('{"mlp": [], "costs": 3}', "costs must be a JSON object, got 3"),
     ],
 )

@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
 # Within the words: what else there is of them that a room may use.
 WORDS = {
     "config": {"files"},
-    "costs": {"config"},
+    "costs": {"config", "files"},
 }
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from layerskip.cli.options import (
 from layerskip.cli.terminal import Talk, search_table
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
+from layerskip.files.writing import write_text
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -164,7 +164,7 @@ def search(
         )
         going.open(asked.storage, study_name, given)
         going.price()
-        _write(output / "cost.json", json.dumps(going.objective.cost, indent=1) + "\n")
+        write_text(output / "cost.json", json.dumps(going.objective.cost, indent=1) + "\n")
         _say_bound(talk, going)
         with cpu_threads(max(1, usable // workers)), sharing(asked, workers - 1, usable // workers):
             _run(going, asked, output, talk)
@@ -229,7 +229,7 @@ def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
 
     def keep() -> int:
         rows = trial_rows(going.study, going.space, step)
-        _write(output / "trials.csv", _csv(rows))
+        write_text(output / "trials.csv", _csv(rows))
         return sum(row["state"] == "complete" for row in rows)
 
     try:
@@ -309,8 +309,8 @@ def _finish(
         "prompts": record["prompts"],
     }
     skip = replace(skip, notes=notes)
-    _write(output / "trials.csv", _csv(record["trials"]))
-    _write(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_text(output / "trials.csv", _csv(record["trials"]))
+    write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
     talk.progress("drawing the report")
     summary = write_report([output / "search.json"], output / "report", talk.progress)
@@ -342,13 +342,3 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
         flat = {kind: " ".join(map(str, layers)) for kind, layers in sets.items()}
         writer.writerow({**row, **flat})
     return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -9,15 +9,34 @@ with "synthetic" is of random weights, and says how their acceptance was set.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from reprlib import repr as shown
 from types import TracebackType
 from typing import Any
+
+from layerskip.files.schema import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    SECONDS,
+    Check,
+    anything,
+    array,
+    flag,
+    has,
+    integer,
+    items,
+    mapping,
+    optional,
+    parse,
+    text,
+    version,
+)
 
 SCHEMA = 1
 
@@ -36,6 +55,7 @@ class Run:
         records: by the order of the file; of records with one key the first.
         traces, costs: the lines of those kinds.
         whole_bytes: length of the file without a last line that was cut off.
+        cut_off: whether there is such a line.
     """
 
     path: Path
@@ -44,6 +64,7 @@ class Run:
     traces: tuple[Line, ...]
     costs: tuple[Line, ...]
     whole_bytes: int
+    cut_off: bool
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -52,50 +73,81 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read and check a run file.
+    """Read and check a run file; a last line that was cut off is left out.
 
     Raises:
-        ValueError: the file cannot be read, is empty or cut off, has another schema, or a line that
-            is not as it must be; names the file and the line.
+        ValueError: the file cannot be read or is empty, has another schema, or a line that is not
+            as it must be; names the file and the line.
     """
-    run = _read(Path(path), cut_off=False)
-    assert run is not None
+    path = Path(path)
+    data = _bytes(path)
+    *lines, rest = data.split(b"\n")
+    cut_off = _is_cut_off(rest)
+    if not cut_off:
+        lines.append(rest)
+    run = _checked(path, lines, len(data) - (len(rest) if cut_off else 0), cut_off)
+    if run is None:
+        raise ValueError(f"records {path} are empty: there is no header")
     return run
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
-    """A run to go on with: like `read_run`, but a last line that was cut off is left out.
+    """A run to go on with: like `read_run`, but a last line without an end is always left out.
 
     Returns:
         None where there is no file, or nothing in it but the start of a header.
     """
-    return _read(Path(path), cut_off=True) if os.path.exists(path) else None
-
-
-def _read(path: Path, *, cut_off: bool) -> Run | None:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read records {path}: {error.strerror}") from error
+    path = Path(path)
+    if not path.exists():
+        return None
+    data = _bytes(path)
     *lines, rest = data.split(b"\n")
-    if rest and not cut_off:
-        lines.append(rest)
-    if not lines and cut_off:
-        if _starts_a_header(rest):
+    if not lines:
+        start = b'{"kind": "header"'
+        if rest.startswith(start) or start.startswith(rest):
             return None
         raise ValueError(f"{path} is no file of records: it does not start with a header")
-    if not any(line.strip() for line in lines):
+    run = _checked(path, lines, len(data) - len(rest), bool(rest))
+    if run is None:
         raise ValueError(f"records {path} are empty: there is no header")
+    return run
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read records {path}: {error.strerror}") from error
+
+
+def _is_cut_off(rest: bytes) -> bool:
+    """Whether what follows the last line break is the start of a line: the run was killed."""
+    try:
+        parse(rest)
+    except ValueError:
+        return bool(rest.strip())
+    return False
+
+
+def _checked(path: Path, lines: list[bytes], whole_bytes: int, cut_off: bool) -> Run | None:
+    """The run that these lines make; None where all of them are blank."""
     header: Line | None = None
     found: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
     seen: set[Key] = set()
     for number, raw in enumerate(lines, 1):
+        if not raw.strip():
+            continue
         try:
-            line = _parse(raw)
+            line = mapping(_parsed(raw), "a line")
             if header is None:
                 header = _header(line)
                 continue
             kind = line.get("kind")
+            if kind == "header":
+                raise ValueError(
+                    "a second header: these are two runs in one file; write each into a file of "
+                    "its own"
+                )
             if kind not in found:
                 allowed = ", ".join(found)
                 raise ValueError(f"kind must be one of {allowed}, got {shown(kind)}")
@@ -105,120 +157,50 @@ def _read(path: Path, *, cut_off: bool) -> Run | None:
                     continue
                 seen.add(key_of(line))
             found[kind].append(line)
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = str(error)
-            if raw is rest:  # no line break behind it: the run was killed while it wrote this
-                reason = (
-                    "the line is cut off; run the benchmark again with the same --output, which "
-                    "goes on from there, or delete the line"
-                )
-            raise ValueError(f"records {path}, line {number}: {reason}") from error
-    assert header is not None
-    whole = len(data) - (len(rest) if cut_off else 0)
-    return Run(
-        path,
-        header,
-        tuple(found["record"]),
-        tuple(found["trace"]),
-        tuple(found["cost"]),
-        whole,
-    )
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"records {path}, line {number}: {error}") from error
+    if header is None:
+        return None
+    records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
+    return Run(path, header, records, traces, costs, whole_bytes, cut_off)
 
 
-def _starts_a_header(data: bytes) -> bool:
-    start = b'{"kind": "header"'
-    return data.startswith(start) or start.startswith(data)
-
-
-def _parse(raw: bytes) -> Line:
+def _parsed(raw: bytes) -> Any:
     try:
-        line = json.loads(raw, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason}") from error
+        return parse(raw)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from error
-    if not isinstance(line, dict):
-        raise ValueError(f"a line must be a JSON object, got {shown(line)}")
-    return line
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"numbers must be finite, got {name}")
 
 
 # ---------------------------------------------------------------------------------------------
 # What the lines must hold.
 
-
-def _get(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name."""
-    found: Any = values
-    for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            raise ValueError(f"{name} is missing")
-        found = found[part]
-    return found
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, got {shown(value)}")
-    return value
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {shown(value)}")
-    return value
-
-
-def _count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer, 0 or more, got {shown(value)}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
-    return value
-
-
-def _seconds(value: Any, name: str) -> float:
-    if _number(value, name) < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-    return float(value)
-
-
-def _items(
-    value: Any, name: str, check: Callable[[Any, str], Any], length: int | None = None
-) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {shown(value)}")
-    if length is not None and len(value) != length:
-        raise ValueError(f"{name} must have {length} items, got {len(value)}")
-    return [check(item, f"{name}[{index}]") for index, item in enumerate(value)]
+_METHOD = has({"name": text, "kind": text})
+_HEADER = has(
+    {
+        "schema": version(SCHEMA),
+        "created": text,
+        "model": has(
+            {"name": text, "architecture": text, "num_layers": COUNT, "parameters": COUNT}
+        ),
+        **dict.fromkeys(("device", "dtype"), text),
+        **dict.fromkeys(("max_new_tokens", "repeats", "warmup"), COUNT),
+        "batch_sizes": items(COUNT),
+        "law": has({"do_sample": flag}),
+        "prompts": has({"count": COUNT}),
+        "environment": mapping,
+        "methods": items(_METHOD),
+        "baseline": text,
+    }
+)
 
 
 def _header(line: Line) -> Line:
     if line.get("kind") != "header":
         raise ValueError(f"the first line must be a header, got kind {shown(line.get('kind'))}")
-    schema = _get(line, "schema")
-    if schema != SCHEMA:
-        raise ValueError(f"schema must be {SCHEMA}, got {shown(schema)}, of another version")
-    for name in ("created", "model.name", "model.architecture", "device", "dtype", "baseline"):
-        _text(_get(line, name), name)
-    for name in ("model.num_layers", "model.parameters", "max_new_tokens", "repeats", "warmup"):
-        _count(_get(line, name), name)
-    _items(_get(line, "batch_sizes"), "batch_sizes", _count)
-    _flag(_get(line, "law.do_sample"), "law.do_sample")
-    _count(_get(line, "prompts.count"), "prompts.count")
-    if line.get("synthetic") is not None:
-        _text(line["synthetic"], "synthetic")
-    if not isinstance(_get(line, "environment"), dict):
-        raise ValueError("environment must be a JSON object")
-    methods = _items(_get(line, "methods"), "methods", _method)
-    names = [method["name"] for method in methods]
+    _HEADER(line, "")
+    optional(text)(line.get("synthetic"), "synthetic")
+    names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")
     if line["baseline"] not in names:
@@ -228,137 +210,101 @@ def _header(line: Line) -> Line:
     return line
 
 
-def _method(value: Any, name: str) -> Line:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {shown(value)}")
-    for part in ("name", "kind"):
-        _text(_get(value, part), f"{name}.{part}")
-    return value
+_DIFFERENCE = has(
+    {
+        **dict.fromkeys(("row", "position"), COUNT),
+        "near_tie": flag,
+        **dict.fromkeys(("margin", "resolution"), optional(NUMBER)),
+    }
+)
+
+
+@cache
+def _record_of(rows: int) -> Check:
+    """What a record of a batch of this size holds."""
+
+    def by_row(check: Check) -> Check:
+        return items(check, rows)
+
+    counts = by_row(COUNT)
+    phases = dict.fromkeys(("draft", "verify", "other"), optional(SECONDS))
+    rounds = {
+        **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
+        "confidences": optional(items(by_row(items(NUMBER)))),
+    }
+    return has(
+        {
+            **dict.fromkeys(("repeat", "order"), COUNT),
+            "prompts": by_row(text),
+            "category": optional(text),
+            **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), counts),
+            "repeated_4grams": by_row(SECONDS),
+            "loops": by_row(flag),
+            "seconds": has({"total": POSITIVE, "first": SECONDS, **phases}),
+            "equal": optional(by_row(flag)),
+            "differences": items(_DIFFERENCE),
+            "peak_memory": optional(COUNT),
+            "rounds": optional(has(rounds)),
+        }
+    )
 
 
 def _record(line: Line, header: Line) -> None:
     names = [method["name"] for method in header["methods"]]
-    if _get(line, "method") not in names:
+    if has({"method": anything})(line, "")["method"] not in names:
         raise ValueError(
             f"method must be one of the header's ({', '.join(names)}), got {shown(line['method'])}"
         )
-    for name in ("batch_size", "repeat", "order"):
-        _count(_get(line, name), name)
-    rows = line["batch_size"]
-    if rows < 1:
-        raise ValueError("batch_size must be at least 1, got 0")
-    _items(_get(line, "prompts"), "prompts", _text, rows)
-    if _get(line, "category") is not None:
-        _text(line["category"], "category")
-    for name in ("prompt_tokens", "new_tokens", "first_tokens"):
-        _items(_get(line, name), name, _count, rows)
-    _items(_get(line, "repeated_4grams"), "repeated_4grams", _seconds, rows)
-    _items(_get(line, "loops"), "loops", _flag, rows)
-    total = _seconds(_get(line, "seconds.total"), "seconds.total")
-    if total == 0:
-        raise ValueError("seconds.total must be above 0, got 0")
-    parts = 0.0
-    for name in ("first", "draft", "verify", "other"):
-        value = _get(line, f"seconds.{name}")
-        if name == "first" or value is not None:
-            parts += _seconds(value, f"seconds.{name}")
+    has({"batch_size": integer(1)})(line, "")
+    _record_of(line["batch_size"])(line, "")
+    parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
+    total = line["seconds"]["total"]
     if parts > total * (1 + 1e-6):
         raise ValueError(f"the parts of seconds must not exceed the total, {total}; got {parts}")
-    if _get(line, "equal") is not None:
-        _items(line["equal"], "equal", _flag, rows)
-    _items(_get(line, "differences"), "differences", _difference)
-    if _get(line, "peak_memory") is not None:
-        _count(line["peak_memory"], "peak_memory")
-    if _get(line, "rounds") is not None:
-        _rounds(line, rows)
+    if line["rounds"] is not None:
+        _rounds(line)
 
 
-def _difference(value: Any, name: str) -> None:
-    _count(_get(value, "row"), f"{name}.row")
-    _count(_get(value, "position"), f"{name}.position")
-    _flag(_get(value, "near_tie"), f"{name}.near_tie")
-    for part in ("margin", "resolution"):
-        if _get(value, part) is not None:
-            _number(value[part], f"{name}.{part}")
-
-
-def _rounds(line: Line, rows: int) -> None:
-    def of_rows(value: Any, name: str) -> list[Any]:
-        return _items(value, name, _count, rows)
-
-    counts: dict[str, list[list[int]]] = {}
-    for part in ("drafted", "accepted", "emitted"):
-        name = f"rounds.{part}"
-        length = len(counts["drafted"]) if counts else None
-        counts[part] = _items(_get(line, name), name, of_rows, length)
-    for row in range(rows):
-        emitted = line["first_tokens"][row]
-        for drafted, accepted, new in zip(*counts.values(), strict=True):
-            if accepted[row] > drafted[row]:
-                raise ValueError("rounds.accepted must not exceed rounds.drafted")
-            emitted += new[row]
-        if emitted != line["new_tokens"][row]:
+def _rounds(line: Line) -> None:
+    drafted, accepted, emitted = (
+        line["rounds"][part] for part in ("drafted", "accepted", "emitted")
+    )
+    for name, counts in (("accepted", accepted), ("emitted", emitted)):
+        items(anything, len(drafted))(counts, f"rounds.{name}")
+    for row, first in enumerate(line["first_tokens"]):
+        if any(a[row] > d[row] for a, d in zip(accepted, drafted, strict=True)):
+            raise ValueError("rounds.accepted must not exceed rounds.drafted")
+        told = first + sum(new[row] for new in emitted)
+        if told != line["new_tokens"][row]:
             raise ValueError(
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
-                f"{line['new_tokens'][row]}; got {emitted}"
+                f"{line['new_tokens'][row]}; got {told}"
             )
-    if _get(line, "rounds.confidences") is not None:
-        _items(line["rounds"]["confidences"], "rounds.confidences", _confidences(rows))
 
 
-def _confidences(rows: int) -> Callable[[Any, str], Any]:
-    """A check of one round's confidences: a list of numbers for every row."""
-
-    def numbers(value: Any, name: str) -> list[Any]:
-        return _items(value, name, _number)
-
-    return lambda value, name: _items(value, name, numbers, rows)
+_EXIT = has(dict.fromkeys(("exit", "agreement", "confidence"), anything) | {"match": NUMBER})
+_AXES = dict.fromkeys(("exits", "draft_lengths", "thresholds"), items(NUMBER))
+_TRACE = has(
+    {"prompts": items(text), "tokens": COUNT, "exits": items(_EXIT), "what_if": has(_AXES)}
+)
 
 
 def _trace(line: Line, _: Line) -> None:
-    _items(_get(line, "prompts"), "prompts", _text)
-    _count(_get(line, "tokens"), "tokens")
-    for number, entry in enumerate(_items(_get(line, "exits"), "exits", lambda v, _: v)):
-        for name in ("exit", "agreement", "match", "confidence"):
-            _get(entry, name)
-        _number(entry["match"], f"exits[{number}].match")
-    axes = [
-        _items(_get(line, f"what_if.{name}"), f"what_if.{name}", _number)
-        for name in ("exits", "draft_lengths", "thresholds")
-    ]
-    shape = [len(axis) for axis in axes]
-    for name in ("rounds", "drafted", "emitted"):
-        _array(_get(line, f"what_if.{name}"), f"what_if.{name}", shape)
-    _array(_get(line, "what_if.lengths"), "what_if.lengths", shape, _counts)
+    _TRACE(line, "")
+    shape = [len(line["what_if"][axis]) for axis in _AXES]
+    tables = dict.fromkeys(("rounds", "drafted", "emitted"), array(*shape, of=NUMBER))
+    has(tables | {"lengths": array(*shape, of=items(COUNT))})(line["what_if"], "what_if")
 
 
 def _cost(line: Line, header: Line) -> None:
-    _count(_get(line, "batch_size"), "batch_size")
-    shape = [len(_items(_get(line, name), name, _count)) for name in ("contexts", "counts")]
-    for name in ("head", "rest", "passes"):
-        _array(_get(line, name), name, shape)
-    for name in ("attention", "mlp"):
-        _array(_get(line, name), name, [*shape, header["model"]["num_layers"]])
+    has({"batch_size": COUNT, "contexts": items(COUNT), "counts": items(COUNT)})(line, "")
+    shape = len(line["contexts"]), len(line["counts"])
+    layers = array(*shape, header["model"]["num_layers"], of=NUMBER)
+    whole = dict.fromkeys(("head", "rest", "passes"), array(*shape, of=NUMBER))
+    has({**whole, "attention": layers, "mlp": layers})(line, "")
 
 
-def _array(
-    value: Any, name: str, shape: Sequence[int], check: Callable[[Any, str], Any] = _number
-) -> None:
-    if not shape:
-        check(value, name)
-        return
-    _items(value, name, lambda item, at: _array(item, at, shape[1:], check), shape[0])
-
-
-def _counts(value: Any, name: str) -> None:
-    _items(value, name, _count)
-
-
-_CHECKS: dict[str, Callable[[Line, Line], None]] = {
-    "record": _record,
-    "trace": _trace,
-    "cost": _cost,
-}
+_CHECKS = {"record": _record, "trace": _trace, "cost": _cost}
 
 
 # ---------------------------------------------------------------------------------------------

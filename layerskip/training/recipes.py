@@ -12,7 +12,6 @@ resumed from a checkpoint is the unbroken run.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from layerskip.files.writing import replacing
 from layerskip.model.sublayers import embed
 
 LayerCall = Callable[..., Tensor]
@@ -297,8 +297,7 @@ def train(
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "step": step,
             }
-            partial = checkpoint.with_suffix(".tmp")
-            torch.save(state, partial)
-            os.replace(partial, checkpoint)
+            with replacing(checkpoint) as partial:
+                torch.save(state, partial)
             saved_at = time.monotonic()
         yield step, loss.item()

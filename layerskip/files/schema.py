@@ -1,0 +1,184 @@
+"""Knows how JSON is parsed and its values checked, by name; knows no file's format.
+
+A check is told a value and its name and returns the value. It raises a TypeError where the kind is
+wrong and a ValueError where the value is; both say the name, what is allowed, and what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from operator import index
+from reprlib import repr as shown
+from typing import Any
+
+Check = Callable[[Any, str], Any]
+
+
+def parse(data: str | bytes) -> Any:
+    """A JSON document: finite numbers, and no key twice in one object.
+
+    Raises:
+        ValueError: it is not one; says why in one line. `json.JSONDecodeError`, a kind of it, where
+            the text is no JSON or is cut off.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(repeated)} occurs twice in one object")
+    return content
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"numbers must be finite, got {name}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Values.
+
+
+def anything(value: Any, name: str) -> Any:
+    return value
+
+
+def text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
+    return value
+
+
+def name_text(value: Any, name: str) -> str:
+    if not text(value, name):
+        raise ValueError(f"{name} must not be empty")
+    return str(value)
+
+
+def flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
+def integer(least: int = 0) -> Check:
+    """An integer from `least`; anything with `__index__` will do, except bool."""
+
+    def check(value: Any, name: str) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, got {shown(value)}")
+        number = index(value)
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, got {number}")
+        return number
+
+    return check
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> Check:
+    """A finite number in `low`..`high`, `low` itself left out with `above`."""
+
+    def check(value: Any, name: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+            wrong = ValueError if isinstance(value, float) else TypeError
+            raise wrong(f"{name} must be a finite number, got {shown(value)}")
+        if not low <= value <= high or (above and value == low):
+            allowed = f"in {low:g}..{high:g}" if high < math.inf else f"{low:g} or more"
+            raise ValueError(
+                f"{name} must be {f'above {low:g}' if above else allowed}, got {value}"
+            )
+        return value
+
+    return check
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a JSON object, got {shown(value)}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks made of checks.
+
+
+def optional(check: Check) -> Check:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+def version(known: int) -> Check:
+    def check(value: Any, name: str) -> int:
+        if isinstance(value, bool) or value != known:
+            raise ValueError(f"{name} must be {known}, got {shown(value)}, of another version")
+        return known
+
+    return check
+
+
+def items(check: Check, length: int | None = None, *, least: int = 0) -> Check:
+    """A list of values of one kind, `length` of them where given, else `least` or more."""
+
+    def check_items(value: Any, name: str) -> list[Any]:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list, got {shown(value)}")
+        if length is not None and len(value) != length:
+            raise ValueError(f"{name} must have {length} items, got {len(value)}")
+        if len(value) < least:
+            raise ValueError(f"{name} must have at least {least} items, got {len(value)}")
+        return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
+
+    return check_items
+
+
+def array(*shape: int, of: Check) -> Check:
+    """Lists in lists, of this shape."""
+    check = of
+    for length in reversed(shape):
+        check = items(check, length)
+    return check
+
+
+def named(check: Check) -> Check:
+    """An object of any keys with values of one kind."""
+
+    def check_named(value: Any, name: str) -> dict[str, Any]:
+        return {
+            key: check(item, f"{name}.{shown(key)}") for key, item in mapping(value, name).items()
+        }
+
+    return check_named
+
+
+def has(checks: Mapping[str, Check]) -> Check:
+    """An object with these keys and perhaps others; its own name is left out where it is empty."""
+
+    def check_keys(value: Any, name: str) -> dict[str, Any]:
+        mapping(value, name)
+        for key, check in checks.items():
+            where = f"{name}.{key}" if name else key
+            if key not in value:
+                raise ValueError(f"{where} is missing")
+            check(value[key], where)
+        found: dict[str, Any] = value
+        return found
+
+    return check_keys
+
+
+COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()
