@@ -17,7 +17,8 @@ if TYPE_CHECKING:
         generate,
     )
     from layerskip.model.joined import joined
-    from layerskip.model.sublayers import UnsupportedModelError, fingerprint
+    from layerskip.model.sublayers import fingerprint
+    from layerskip.model.wrappers import UnsupportedModelError
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,7 @@ _HOME = {
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
     "SkipConfig": "layerskip.config",
-    "UnsupportedModelError": "layerskip.model.sublayers",
+    "UnsupportedModelError": "layerskip.model.wrappers",
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.sublayers",
     "generate": "layerskip.generation",

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from layerskip.config import SkipConfig
-from layerskip.model.sublayers import FAMILIES, UnsupportedModelError
+from layerskip.model.sublayers import FAMILIES
+from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
 
 SHIPPED = ("demo-llama", "demo-gemma2")

@@ -30,6 +30,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.model.wrappers import unwrapped
 from layerskip.served import check_ids, checked_mask, end_tokens, padded, per_step, stop_of, warpers
 from layerskip.timing.tables import analytic, cost_table, stored
 
@@ -237,7 +238,7 @@ class LayerSkipDecoding:
             skip = SkipConfig()
             return Decoder(opened, skip, plain, request, max_draft_length=0), None
         skip = self.skip.resolve(opened.num_layers)
-        _warn_foreign(skip, model)
+        _warn_foreign(skip, opened.model)
         if self.draft_vocabulary is not None:
             opened = opened.trimmed(self.draft_vocabulary)
         costs = self._costs(opened, skip, request)
@@ -385,6 +386,7 @@ def decode(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     check_ids(input_ids)
+    model = unwrapped(model)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]

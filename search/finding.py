@@ -92,8 +92,9 @@ class Search:
                 "must be auto, modules or fused, got 'compiled'; search with 'fused', and decode "
                 "compiled with what it finds"
             )
-        self.model, self.task, self.space, self.progress = model, task, space, progress
+        self.task, self.space, self.progress = task, space, progress
         self.opened = Sublayers(model, execution=task.execution)
+        self.model: Any = self.opened.model  # without an adapter library's wrapper
         if space.num_layers != self.opened.num_layers:
             raise ValueError(
                 f"the space is for {space.num_layers} layers, the model has "

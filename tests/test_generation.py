@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +34,13 @@ from transformers import (
 
 import layerskip
 from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
+from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.model.sublayers import Sublayers
+from layerskip.search.finding import Search
+from layerskip.search.space import Space
 from layerskip.timing.tables import place as where
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
@@ -981,3 +986,97 @@ def test_controller_objects_are_used(llama: Any) -> None:
     out = layerskip.generate(llama, prompt(5), skip=SKIP, controller=Fixed(2), max_new_tokens=12)
     assert out.rounds is not None
     assert max(round_.drafted[0] for round_ in out.rounds) == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# What an adapter library puts around a model.
+
+
+class Wrapper(nn.Module):
+    """Shaped like PEFT's: delegates what it lacks, and lays its own inputs into `generate()`."""
+
+    def __init__(self, model: Any, **config: Any) -> None:
+        super().__init__()
+        self.base_model = model
+        self.peft_config = {"default": SimpleNamespace(**{"is_prompt_learning": False} | config)}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.peft_config["default"].is_prompt_learning:
+            self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.base_model.generate(*args, **kwargs)
+        finally:  # as PEFT does: the bound method stays behind
+            own = type(self.base_model).prepare_inputs_for_generation
+            self.base_model.prepare_inputs_for_generation = MethodType(own, self.base_model)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        prepare = type(self.base_model).prepare_inputs_for_generation
+        return prepare(self.base_model, *args, **kwargs)
+
+
+def every_door(model: Any) -> list[list[int]]:
+    how: dict[str, Any] = {"max_new_tokens": 6}
+    rounds = layerskip.decode(model, prompt(5), skip=SKIP, controller="fixed", **how)
+    settings: dict[str, Any] = {"skip": SKIP, "controller": "fixed"}
+    return [
+        model.generate(prompt(5), custom_generate=decoding(), **how)[0, 5:].tolist(),
+        layerskip.generate(model, prompt(5), **settings, **how).sequences[0, 5:].tolist(),
+        [token for r in rounds for token in r.tokens[0]],
+    ]
+
+
+def test_a_wrapped_model_with_adapted_layers_is_served_by_every_door() -> None:
+    model = lively_model("llama")
+    layer = model.model.layers[1].mlp
+    layer.up_proj = LowRank(layer.up_proj)
+    wrapped = Wrapper(model.eval())
+    want = model.generate(prompt(5), max_new_tokens=6)[0, 5:].tolist()
+    assert every_door(wrapped) == [want] * 3
+    assert every_door(wrapped) == [want] * 3  # also with what PEFT leaves behind
+
+
+@pytest.mark.parametrize("door", ["model.generate", "generate", "decode"])
+def test_virtual_tokens_are_refused_by_every_door(door: str) -> None:
+    tuned = Wrapper(lively_model("llama"), is_prompt_learning=True, peft_type="PROMPT_TUNING")
+    ask: dict[str, Callable[[], Any]] = {
+        "model.generate": lambda: tuned.generate(prompt(5), custom_generate=decoding()),
+        "generate": lambda: layerskip.generate(tuned, prompt(5), skip=SKIP),
+        "decode": lambda: next(layerskip.decode(tuned, prompt(5), skip=SKIP)),
+    }
+    with pytest.raises(UnsupportedModelError, match=r"PROMPT_TUNING|prepare_inputs_for_generation"):
+        ask[door]()
+
+
+def test_a_search_opens_a_wrapped_model() -> None:
+    model = lively_model("llama")
+    space = Space(kind="layer", num_layers=6)
+    found = Search(Wrapper(model), [prompt(5)], task=Task(8), space=space)
+    assert found.model is model
+    assert found.trace.model.model is model
+
+
+def test_adapters_that_act_outside_of_layers_are_named() -> None:
+    for config, words in (
+        ({"is_prompt_learning": True, "peft_type": "PREFIX_TUNING"}, r"PREFIX_TUNING.*virtual"),
+        ({"alora_invocation_tokens": [3]}, "an invocation sequence"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"adapter 'default'.*{words}"):
+            Sublayers(Wrapper(lively_model("llama"), **config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_of_the_librarys_making_are_told_from_others(family: str) -> None:
+    model = lively_model(family)
+    Sublayers(model)  # some families make their inputs in their own way
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: kwargs
+    with pytest.raises(UnsupportedModelError, match="comes from test_generation, not from"):
+        Sublayers(model)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from layerskip.checkpoints import DTYPES, SHIPPED_PROMPTS, encode, load
 from layerskip.config import SkipConfig
-from layerskip.model.sublayers import UnsupportedModelError
+from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt, read_prompts
 
 

@@ -25,14 +25,11 @@ from layerskip.model import lean as fused
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead, spread, trimmed_head
 from layerskip.model.products import Function, Linear, best_linear, compilable, matrices, plain
+from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
 Block = Callable[[Tensor, "Pass"], Tensor]
 EXECUTIONS = ("auto", "modules", "fused", "compiled")
 _HEAD, _DRAFT_HEAD = "head", "draft head"
-
-
-class UnsupportedModelError(ValueError):
-    """The model's architecture, or a setting of it, is not one this engine serves exactly."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Sublayers:
     """A causal language model opened up into its sublayers.
 
     Args:
-        model: a `transformers` causal language model of a family in `FAMILIES`.
+        model: a `transformers` causal language model of a family in `FAMILIES`, or PEFT's wrapper.
         execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
             "compiled" the same in compiled functions, but for the prefill (with a warning the lean
             path where there is no compiler), "auto" the lean path where it can serve the model as
@@ -133,6 +130,7 @@ class Sublayers:
     """
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
+        model = unwrapped(model)
         config: Any = getattr(model, "config", None)
         kind = getattr(config, "model_type", type(model).__name__)
         if kind not in FAMILIES or not hasattr(model, "lm_head"):

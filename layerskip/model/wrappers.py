@@ -1,0 +1,50 @@
+"""From what an adapter library puts around a model to the model inside; knows no such library.
+
+Adapters inside of layers (LoRA and its kind) are part of the model and stay. What changes a prompt
+on its way to the decoder lies outside of everything that is opened up here, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture, or a setting of it, is not one this engine serves exactly."""
+
+
+def unwrapped(model: Any) -> Any:
+    """The `transformers` model in a PEFT wrapper, or the model itself.
+
+    Raises:
+        UnsupportedModelError: virtual tokens, prefixes or the like go in front of the prompt, or a
+            `prepare_inputs_for_generation` that is not the library's makes the inputs.
+    """
+    while True:
+        _check_adapters(getattr(model, "peft_config", None))
+        if not hasattr(model, "get_base_model"):
+            break
+        model = model.get_base_model()
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    maker = getattr(prepare, "__module__", None) or "transformers."
+    if not maker.startswith("transformers."):
+        raise UnsupportedModelError(
+            f"prepare_inputs_for_generation of this {type(model).__name__} comes from {maker}, not "
+            "from transformers, and what it adds (a tuned prompt or prefix, say) would be lost; "
+            "remove it, or leave out layerskip"
+        )
+    return model
+
+
+def _check_adapters(configs: Any) -> None:
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        virtual = getattr(config, "is_prompt_learning", False)
+        if virtual or getattr(config, "alora_invocation_tokens", None):
+            kind = getattr(config, "peft_type", None) or type(config).__name__
+            what = "virtual tokens in front of the prompt" if virtual else "an invocation sequence"
+            raise UnsupportedModelError(
+                f"adapter {name!r} ({getattr(kind, 'value', kind)}) works by {what}, which is not "
+                "supported: supported are adapters of a model's own layers, such as LoRA; decode "
+                "without layerskip, or remove the adapter"
+            )
