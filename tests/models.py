@@ -78,7 +78,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 # the wirings that differ most; the other families are marked slow where all of them take long
-_QUICK = ("llama", "gemma2", "gemma3_text", "phi3")
+_QUICK = ("llama", "gemma2", "gemma3", "phi3")
 FEW_FAMILIES = [
     family if family in _QUICK else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from layerskip import SkipConfig
 from layerskip.bench import runner as benchmark
 from layerskip.decoding.passes import Session
+from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
@@ -110,11 +111,28 @@ def small_model(**changes: Any) -> Any:
 
 def test_no_timed_call_compiles(monkeypatch):
     """A call of the benchmark that compiled something is timed again."""
-    spent = iter([0, 3.0, 3.0, 3.0])
-    monkeypatch.setattr(benchmark, "compile_seconds", lambda: next(spent))
-    calls = iter("ab")
-    monkeypatch.setattr(benchmark, "_once", lambda *_: next(calls))
-    assert benchmark._timed(*5 * [None]) == "b"
+    spent, calls = [0.0], []
+
+    def call(*_: Any) -> int:
+        calls.append(len(calls))
+        if len(calls) < 3:  # the second call has another shape to compile
+            spent[0] += 3.0
+        return calls[-1]
+
+    monkeypatch.setattr(benchmark, "compile_seconds", lambda: spent[0])
+    monkeypatch.setattr(benchmark, "_once", call)
+    assert benchmark._timed(*5 * [None]) == 2
+
+
+@pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
+def test_one_compiled_layer_gives_the_text_of_transformers():
+    """The smallest model that compiled passes have something to do for; others are slow."""
+    model = lively_model("llama", num_hidden_layers=1)
+    before, ids = graphs(), prompt(9)
+    got = decode(model, ids, SkipConfig(attention=(0,)))
+    assert torch.equal(got.sequences, model.generate(ids, max_new_tokens=24, do_sample=False))
+    assert graphs() > before
+    assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.slow

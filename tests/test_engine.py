@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import FAMILIES, VOCABULARY, WINDOW, Erratic, lively_model, prompt, ragged
 from torch import Tensor, nn
 
@@ -107,18 +107,25 @@ class Script(Controller):
 # The cache.
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "skip", "execution"), covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
+)
 def test_cache_after_every_round_equals_a_fresh_prefill(
     family: str, skip: str, execution: str
 ) -> None:
-    model = lively_model(family)
+    check_caches(family, skip, execution)
+
+
+@torch.no_grad()
+def check_caches(family: str, skip: str, execution: str, device: str = "cpu") -> None:
+    """Decode a batch and a row, both with ends, and look at the cache after every round."""
+    model = lively_model(family).to(device)
     text = greedy_text(model, LENGTHS, 5)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model, and its
     # norms are float32, in which compiled code may round otherwise than the prefill did
-    tolerance = 1e-5 if family == "gemma2" or execution == "compiled" else 1e-9
+    # (or kernels on a GPU, by their shapes)
+    exact = family != "gemma2" and execution != "compiled" and device == "cpu"
+    tolerance = 1e-9 if exact else 1e-5
     rejected = ended_early = False
     for asked, controller in (
         (request(new_tokens=14, eos=frozenset({text[1][4]})), Erratic()),
@@ -138,7 +145,7 @@ def test_cache_after_every_round_equals_a_fresh_prefill(
 @pytest.mark.parametrize("skip", ["early exit", "scattered"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_cache_after_every_compiled_round_equals_a_fresh_prefill(family: str, skip: str) -> None:
-    test_cache_after_every_round_equals_a_fresh_prefill(family, skip, "compiled")
+    check_caches(family, skip, "compiled")
 
 
 def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
@@ -146,7 +153,7 @@ def check_cache(run: Decoder, tolerance: float = 1e-9) -> None:
     session = run.session
     for row, place in session.rows.items():
         emitted = run.emitted[row]
-        text = torch.cat([session.prompts[row], torch.tensor(emitted)])
+        text = torch.cat([session.prompts[row].cpu(), torch.tensor(emitted)])
         # the last emitted token is fed by the next pass
         assert session.lengths[row] == len(text) - 1
         fresh = Session(
@@ -367,7 +374,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
     llama: Any, sample: bool, rejection: bool
 ) -> None:
     ended = 0
-    for end in range(0, VOCABULARY, 9):
+    for end in range(0, VOCABULARY, 18):
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
@@ -375,14 +382,14 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
             ended += any(want.finished) and max(want.drafted) > 0
         assert late.stats == once.stats
         assert late.emitted == once.emitted
-    assert ended > 3
+    assert ended > 1
 
 
 @pytest.mark.parametrize("rejection", [False, True])
 def test_the_host_waits_once_a_round(
     llama: Any, rejection: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading single numbers is not seen here, but on a GPU (the next test)."""
+    """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
     reads = []
     read = Decoder._read
     monkeypatch.setattr(
@@ -395,27 +402,6 @@ def test_the_host_waits_once_a_round(
         steps = sum(max(each.drafted) for each in rounds)
         assert steps > 10
         assert len(reads) == len(rounds) + per_step * steps
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rejection", [False, True])
-@pytest.mark.parametrize("execution", ["fused", "compiled"])
-def test_the_host_waits_for_a_gpu_once_a_round(execution: str, rejection: bool) -> None:
-    model = lively_model("llama").cuda()
-    asked = request(sample=True, rejection=rejection)
-    run = decoder(model, asked, controller=Fixed(4), execution=execution)
-    rounds = 0
-    with torch.no_grad(), warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        for each in run.rounds():
-            rounds += 1
-            if rounds == 4:  # captured and compiled by now
-                waits.clear()
-                torch.cuda.set_sync_debug_mode("warn")
-            if each.finished[0]:
-                break
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) <= rounds - 4
 
 
 # ---------------------------------------------------------------------------------------------

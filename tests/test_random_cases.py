@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, VOCABULARY, Erratic, lively_model, ragged
 
@@ -136,15 +136,17 @@ def check(case: dict[str, Any]) -> None:
         seen["accepted"] += out.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_cases(count: int) -> None:
+    """The same cases every time by default, others every time under `-m slow`."""
     torch.manual_seed(0)
     seen.clear()
     settings(
         max_examples=count,
-        derandomize=True,
+        derandomize=count < 100,
+        database=None,
+        print_blob=True,
         deadline=None,
-        phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow],
     )(given(case=cases())(check))()
     assert seen["cases"] >= count

@@ -6,6 +6,7 @@ with another seed.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from itertools import product
@@ -325,15 +326,16 @@ def exact_law(processors: str) -> dict[tuple[int, ...], float]:
 
 @functools.cache
 def sample_texts(
-    processors: str, *, rejection: bool, execution: str = "auto"
+    processors: str, *, rejection: bool, execution: str = "auto", device: str = "cpu"
 ) -> tuple[dict[tuple[int, ...], int], tuple[int, int]]:
     """Counts of texts over seeds 0, 1, ..., in batches; drafted and accepted tokens."""
     counts: dict[tuple[int, ...], int] = {}
     rows = 500
     drafted = accepted = 0
+    model = Sublayers(copy.deepcopy(small_model()).to(device), execution)
     for first in range(0, TEXTS, rows):
         run = Decoder(
-            Sublayers(small_model(), execution),
+            model,
             SKIP.resolve(6),
             Fixed(2),
             Request(

@@ -225,15 +225,14 @@ def test_what_is_repeated_may_be_cheaper() -> None:
 
 
 def test_other_work_and_notes_that_take_time_are_left_out() -> None:
-    """Parts that are slow now and then, and clocks that take time themselves."""
+    """Other work that comes by the clock, and clocks that take time themselves."""
     machine = Machine()
-    readings = [0]
-    asked = machine.now
+    asked, due = machine.now, [0.0]
 
     def now() -> float:
-        readings[0] += 1
-        if readings[0] % 97 == 0:
+        if machine.time > due[0]:
             machine.time += 50.0  # other work
+            due[0] = machine.time + 437.0
         machine.time += 0.05  # reading the clock
         return asked()
 

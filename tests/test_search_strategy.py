@@ -256,9 +256,17 @@ class TestStops:
         assert masks(found).count(0) == 1  # nor is it asked for again
 
     def test_time_over(self, monkeypatch):
-        clock = iter(range(100))
-        monkeypatch.setattr(study.time, "monotonic", lambda: float(next(clock)))
-        assert len(searched(LAYERS, Landscape(4, 0), 8, timeout=3.5).trials) == 3
+        """Trials take a second each; none begins after three and a half."""
+        seconds = [0.0]
+        monkeypatch.setattr(study.time, "monotonic", lambda: seconds[0])
+        found, evaluate = open_study(LAYERS), evaluation_of(LAYERS, Landscape(4, 0))
+
+        def slow(mask):
+            seconds[0] += 1.0
+            return evaluate(mask)
+
+        run(found, LAYERS, slow, trials=8, seeds={}, timeout=3.5)
+        assert len(found.trials) == 4
 
     @pytest.mark.parametrize(
         ("options", "message"),

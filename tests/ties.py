@@ -1,0 +1,51 @@
+"""Texts of two ways to decode that may part at near-ties only; knows models and coupled noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.laws import gumbel_noise
+
+
+def scores_after(model: Any, seen: Tensor, key: int | None, temperature: float) -> Tensor:
+    """What a token is the argmax of after tokens (n,): logits, or log law + noise; (V,)."""
+    with torch.no_grad():
+        logits = model(seen[None]).logits[0, -1].float()  # (V,)
+    if key is None:
+        return logits
+    noise = gumbel_noise([key], [len(seen)], len(logits), device=logits.device)[0]
+    return logits / temperature + noise
+
+
+def partings(
+    model: Any,
+    mask: Tensor,
+    texts: Tensor,
+    others: Tensor,
+    *,
+    keys: Sequence[int] | None = None,
+    temperature: float = 1.0,
+) -> list[float]:
+    """For every row whose texts part: by how much the worse of the two tokens misses the best.
+
+    Args:
+        mask: of the left-padded prompts, (B, W).
+        texts, others: prompts and new tokens, (B, W + n) each.
+        keys: stream keys of rows drawn by the coupled rule; greedy without.
+    """
+    gaps = []
+    for row, (text, other) in enumerate(zip(texts, others, strict=True)):
+        differing = (text != other).nonzero()
+        if not len(differing):
+            continue
+        place, first = int(differing[0]), mask.shape[1] - int(mask[row].sum())
+        assert place >= mask.shape[1]
+        key = None if keys is None else keys[row]
+        scores = scores_after(model, text[first:place], key, temperature)
+        worse = min(scores[int(text[place])], scores[int(other[place])])
+        gaps.append(float(scores.max() - worse))
+    return gaps
