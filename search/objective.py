@@ -19,8 +19,8 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.replay.drafts import Replay
-from layerskip.replay.following import Survival, follow_each
+from layerskip.replay.chains import Survival
+from layerskip.replay.drafts import Replay, follow
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
 from layerskip.search.study import Evaluation
@@ -164,7 +164,7 @@ class Objective:
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
         tables = [self.costs(skip, size) for size in self.sizes]
         limits = [_Limit(table, self.trace.draft_length) for table in tables]
-        each = follow_each(
+        each = follow(
             self.trace,
             skip,
             [self.allowed(size) for size in self.sizes],

@@ -14,11 +14,9 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.laws import Law
-from layerskip.replay import drafts as replay_module
-from layerskip.replay import following as following_module
-from layerskip.replay.chains import ChainCache
-from layerskip.replay.drafts import Replay, astray, replay
-from layerskip.replay.following import follow, follow_each
+from layerskip.replay import chains as chains_module
+from layerskip.replay.chain_cache import ChainCache
+from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, take_trace
 
@@ -70,6 +68,12 @@ def traced(case: str) -> Trace:
     )
 
 
+def followed_alone(trace: Trace, skip: SkipConfig, *length: int, enough: Any = None) -> Replay:
+    """A draft that can draw every token; `enough` is told its survival."""
+    alone = None if enough is None else lambda each: enough(each[0])
+    return follow(trace, skip, [None], *length, enough=alone)[0]
+
+
 @cache
 def replayed(case: str, skip: str) -> Replay:
     return replay(traced(case), SKIPS[skip])
@@ -87,7 +91,6 @@ def agree(followed: Replay, whole: Replay) -> bool:
         return torch.equal(mine, theirs)
 
     names = ["tokens", "matches", "ends", "confidences"]
-    names += ["weights"] if whole.weights is not None else []
     return all(map(same, names)) and followed.survival == whole.survival[:length]
 
 
@@ -100,7 +103,7 @@ def ended_astray(whole: Replay) -> Tensor:
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", CASES)
 def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
-    followed, whole = follow(traced(case), SKIPS[skip]), replayed(case, skip)
+    followed, whole = followed_alone(traced(case), SKIPS[skip]), replayed(case, skip)
     assert agree(followed, whole)
     assert followed.texts == whole.texts
     lost = astray(whole.matches)
@@ -121,7 +124,7 @@ def vocabularies() -> list[Tensor | None]:
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str) -> None:
     trace, each = traced(case), vocabularies()
-    together = follow_each(trace, SKIPS[skip], each)
+    together = follow(trace, SKIPS[skip], each)
     survivals = []
     for followed, allowed in zip(together, each, strict=True):
         whole = replay(trace, SKIPS[skip], allowed=allowed)
@@ -130,7 +133,7 @@ def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str)
     assert survivals == sorted(survivals, reverse=True)
     assert survivals[0] > survivals[1] > survivals[2]
     told = []
-    ended = follow_each(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or True)
+    ended = follow(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or True)
     if skip in ("an odd prefix", "no prefix"):  # the others are exits
         assert [played.draft_length for played in ended] == [1] * 4
         assert [len(survival) for survival in told[0]] == [1] * 4
@@ -151,7 +154,7 @@ def test_the_cases_follow_some_drafts_and_lose_some() -> None:
 @pytest.mark.parametrize("case", ["coupled", "windows, rejection"])
 def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case: str) -> None:
     for skip in ("an exit", "an odd prefix"):
-        followed = follow(traced(case), SKIPS[skip])
+        followed = followed_alone(traced(case), SKIPS[skip])
         for rows, text in zip(followed.texts, followed.trace.texts, strict=True):
             confidences = followed.confidences[rows]
             for start, step in torch.nonzero(astray(followed.matches[rows])).tolist():
@@ -166,12 +169,12 @@ def test_chunks_and_groups_change_nothing(
 ) -> None:
     """Also where groups change after every step, whatever is left of them."""
     chains, groups = sizes
-    monkeypatch.setattr(following_module, "_CHAINS", chains)
-    monkeypatch.setattr(following_module, "_GROUPS", groups)
-    monkeypatch.setattr(following_module, "_REGROUP", 1.0)
-    monkeypatch.setattr(replay_module, "_LOGITS", 700)  # of the noise
+    monkeypatch.setattr(chains_module, "_CHAINS", chains)
+    monkeypatch.setattr(chains_module, "_GROUPS", groups)
+    monkeypatch.setattr(chains_module, "_REGROUP", 1.0)
+    monkeypatch.setattr(chains_module, "_LOGITS", 700)  # of the noise
     for skip in ("an odd prefix", "no prefix", "one MLP"):
-        assert agree(follow(traced(case), SKIPS[skip]), replayed(case, skip))
+        assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
 
 
 def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +185,9 @@ def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(starts.numel())
             super().__init__(known, texts, starts, steps)
 
-    monkeypatch.setattr(following_module, "ChainCache", Watched)
-    monkeypatch.setattr(following_module, "_LOGITS", 40 * 97)  # of 97 tokens: two groups of 16
-    followed = follow(traced("windows"), SKIPS["no prefix"])
+    monkeypatch.setattr(chains_module, "ChainCache", Watched)
+    monkeypatch.setattr(chains_module, "_LOGITS", 40 * 97)  # of 97 tokens: two groups of 16
+    followed = followed_alone(traced("windows"), SKIPS["no prefix"])
     assert max(seen) == 32
     assert agree(followed, replayed("windows", "no prefix"))
 
@@ -205,7 +208,7 @@ RIGHT = ChainCache.regrouped
 @pytest.mark.parametrize("wrong", [swapped, stale])
 def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChainCache, "regrouped", wrong)
-    followed = follow(traced("windows"), SKIPS["no prefix"])
+    followed = followed_alone(traced("windows"), SKIPS["no prefix"])
     assert not agree(followed, replayed("windows", "no prefix"))
 
 
@@ -230,12 +233,12 @@ def test_processors_that_read_the_text(acceptance: str) -> None:
     for skip in ("an exit", "an odd prefix", "no prefix"):
         whole = replay(trace, SKIPS[skip])
         assert 0 < whole.survival[0] < 1
-        assert agree(follow(trace, SKIPS[skip]), whole)
+        assert agree(followed_alone(trace, SKIPS[skip]), whole)
 
 
 @pytest.mark.parametrize("chains", [512, 16])
 def test_following_ends_when_it_is_enough(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following_module, "_CHAINS", chains)
+    monkeypatch.setattr(chains_module, "_CHAINS", chains)
     trace, skip = traced("windows"), SKIPS["an odd prefix"]
     told: list[list[float]] = []
 
@@ -243,20 +246,20 @@ def test_following_ends_when_it_is_enough(chains: int, monkeypatch: pytest.Monke
         told.append(list(survival))
         return len(survival) == 3
 
-    followed = follow(trace, skip, enough=enough)
+    followed = followed_alone(trace, skip, enough=enough)
     assert followed.draft_length == 3
     assert agree(followed, replayed("windows", "an odd prefix"))
     assert [len(survival) for survival in told] == [1, 2, 3]
     if chains == 512:  # one pass holds all starts: the sample is the whole
         assert told[-1] == pytest.approx(followed.survival)
-    assert follow(trace, skip, 2, enough=enough).draft_length == 2
-    assert follow(trace, SKIPS["an exit"], enough=enough).draft_length == LENGTH
+    assert followed_alone(trace, skip, 2, enough=enough).draft_length == 2
+    assert followed_alone(trace, SKIPS["an exit"], enough=enough).draft_length == LENGTH
 
 
 def test_bad_lengths_are_told() -> None:
     trace = traced("greedy")
     for length in (0, LENGTH + 1):
         with pytest.raises(ValueError, match=r"1\.\.6"):
-            follow(trace, SKIPS["no prefix"], length)
+            followed_alone(trace, SKIPS["no prefix"], length)
     with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
-        follow(trace, SkipConfig.early_exit(6))
+        followed_alone(trace, SkipConfig.early_exit(6))

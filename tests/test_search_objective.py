@@ -16,8 +16,7 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.decoding.laws import Law
-from layerskip.replay.drafts import Replay, replay
-from layerskip.replay.following import follow, follow_each
+from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.search import objective as objective_module
 from layerskip.search.objective import (
@@ -104,7 +103,7 @@ def fixed(found: list[Choice]) -> dict[int | None, float]:
 @pytest.mark.parametrize("case", TEXTS)
 def test_fixed_lengths_are_worth_what_counting_by_hand_says(case: str) -> None:
     for skip in drawn(4):
-        whole, followed = replay(traced(case), skip), follow(traced(case), skip)
+        whole, followed = replay(traced(case), skip), follow(traced(case), skip)[0]
         for name in ("reads weights", "dear verification", "cheap ends"):
             costs = Objective(traced(case), MACHINES[name]).costs(skip)
             expected = pytest.approx(by_hand(whole, MACHINES[name]))
@@ -116,7 +115,7 @@ def test_fixed_lengths_are_worth_what_counting_by_hand_says(case: str) -> None:
 def test_the_value_is_that_of_the_best_way_and_never_below_plain(case: str) -> None:
     trace, flat, paying = traced(case), 0, 0
     for skip in drawn(5, seed=1):
-        followed = follow(trace, skip)
+        followed = follow(trace, skip)[0]
         for record in MACHINES.values():
             objective = Objective(trace, record)
             found = objective(skip)
@@ -127,7 +126,7 @@ def test_the_value_is_that_of_the_best_way_and_never_below_plain(case: str) -> N
             assert found.guide is not None
             assert found.guide <= found.value
             assert found.draft_cost == costs.draft
-            drafts = follow_each(trace, skip, [objective.allowed(size)])[0] if size else followed
+            drafts = follow(trace, skip, [objective.allowed(size)])[0] if size else followed
             known = fixed(choices(drafts, costs))
             assert found.value >= max(known.values()) * plain * 0.9999
             if found.value == plain:
@@ -171,11 +170,13 @@ def compared(case: str, configs: int, seed: int, trace: Trace) -> tuple[int, int
     """Limited against unlimited drafts; how many were cut short, and how many of those paid."""
     cut = paid = 0
     for skip in drawn(configs, seed):
-        whole = follow(trace, skip)
+        whole = follow(trace, skip)[0]
         for machine, record in MACHINES.items():
             costs = Objective(trace, record).costs(skip)
             limit = _Limit(costs, trace.draft_length)
-            short = follow(trace, skip, limit.longest, enough=limit)
+            short = follow(
+                trace, skip, [None], limit.longest, enough=lambda each, limit=limit: limit(each[0])
+            )[0]
             if short.draft_length == trace.draft_length:
                 continue
             mine, all_ = (fixed(choices(drafts, costs)) for drafts in (short, whole))
@@ -212,13 +213,13 @@ def test_what_cannot_pay_is_followed_for_one_step() -> None:
     lengths = []
 
     def watched(*arguments: Any, **options: Any) -> list[Replay]:
-        drafts = follow_each(*arguments, **options)
+        drafts = follow(*arguments, **options)
         lengths.extend(each.draft_length for each in drafts)
         return drafts
 
     dear = cost_record() | {"draft_rest": [1.0, 1.0]}  # a draft step costs many plain ones
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objective_module, "follow_each", watched)
+        patch.setattr(objective_module, "follow", watched)
         found = Objective(traced("greedy"), dear)(SkipConfig(attention=(2,)))
     assert lengths == [1]
     assert found.attributes["controller"] is None
@@ -260,9 +261,9 @@ def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(trace: Trace, skip: SkipConfig, *rest: Any, **options: Any) -> list[Replay]:
         calls.append(skip)
-        return follow_each(trace, skip, *rest, **options)
+        return follow(trace, skip, *rest, **options)
 
-    monkeypatch.setattr(objective_module, "follow_each", counted)
+    monkeypatch.setattr(objective_module, "follow", counted)
     objective = Objective(traced("greedy"), MACHINES["reads weights"])
     same = [SkipConfig(attention=(5,), mlp=(5,)), SkipConfig.layers((5,)), SkipConfig.early_exit(5)]
     found = [objective(skip) for skip in (*same, same[0])]

@@ -21,7 +21,8 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS, make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay import drafts as replay_module
+from layerskip.replay import chains as chains_module
+from layerskip.replay import drafts as drafts_module
 from layerskip.replay import trace as trace_module
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.drawing import NOTHING
@@ -294,9 +295,9 @@ def test_drafts_that_find_nothing_to_draw() -> None:
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = replayed(2, "scattered")
-    monkeypatch.setattr(replay_module, "_GROUP", 3)
-    monkeypatch.setattr(replay_module, "_CHAINS", 6)
-    monkeypatch.setattr(replay_module, "_LOGITS", 700)
+    monkeypatch.setattr(chains_module, "_GROUPS", (3,))
+    monkeypatch.setattr(chains_module, "_CHAINS", 6)
+    monkeypatch.setattr(chains_module, "_LOGITS", 700)
     monkeypatch.setattr(trace_module, "_ROWS", 2)
     monkeypatch.setattr(trace_module, "_LOGITS", 1)
     family, temperature, eos = CASES[2]
@@ -317,16 +318,15 @@ def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_an_exit_is_replayed_as_any_other_draft(trimmed: bool) -> None:
+def test_an_exit_is_replayed_as_any_other_draft(
+    trimmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The short way through the trace's own pass gives what the long way gives."""
     _, trace = traced(*CASES[1])
     allowed = (torch.arange(97) % 3 > 0).expand(3, -1) if trimmed else None
     short = replay(trace, SKIPS["exit 4"], allowed=allowed)
-    chains = replay_module.all_starts(trace)
-    with torch.no_grad():
-        long = replay_module._draft(
-            trace, SKIPS["exit 4"].resolve(6), chains, LENGTH, allowed, lambda share: None
-        )
+    monkeypatch.setattr(drafts_module, "_exit_layer", lambda skip: None)
+    long = replay(trace, SKIPS["exit 4"], allowed=allowed)
     assert torch.equal(short.tokens, long.tokens)
     torch.testing.assert_close(short.confidences, long.confidences)
 

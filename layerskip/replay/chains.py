@@ -1,114 +1,266 @@
-"""Many drafts of one text in one pass: their keys and values, and who sees what; runs no model.
+"""Drafts that run on from places of a trace, many of them through the model together.
 
-Letters: B groups, G chains of a group, S places of the text, H key-value heads, D head width.
+A draft's round depends on its start alone: it feeds the start's token, then its own, and sees the
+target's keys and values before the start and its own from there on. So the drafts from all places
+are chains of tokens in a few wide passes through the engine's own sublayers, step by step. Chains
+may be followed until they leave their text: what they would compute in the prefix that they share
+with the target is then taken from the trace, and passes become smaller as chains are left.
+Letters: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
+places of all texts, W vocabularies, V tokens of a whole one, H hidden width.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerskip.model.cache import RowCache
+from layerskip.config import SkipConfig
+from layerskip.decoding.laws import gumbel_noise
+from layerskip.model.sublayers import Pass
+from layerskip.replay.chain_cache import ChainCache
+from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
+from layerskip.replay.trace import Text, Trace
+
+Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
+Survival = Sequence[float]
+Vocabularies = Sequence[Tensor | None]  # tokens to draw on each text, (texts, V) bool; None: all
+Enough = Callable[[Sequence[Survival]], bool]
+
+_GROUPS = (16, 8, 4)  # chains that share one copy of their text's keys and values; copies cost, too
+_CHAINS = 512  # of one pass, at most
+_LOGITS = 2**24  # elements of one pass's logits, or of noise made at once, at most
+_REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
 
-class ChainCache(RowCache):
-    """Keys and values of many drafts at once: a text's up to each start, and each draft's own.
+class Drafts(NamedTuple):
+    """Tokens and confidences of drafts, (C, J) each, as a replay has them."""
 
-    A row of the buffers serves a group of chains that start in one text: first come the text's
-    slots, then G slots for every step. Which of them a chain sees is for the mask to say: its
-    text's places before its start, and its own slot of each step, inside the layer's window.
+    tokens: Tensor
+    confidences: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Drafts]) -> Drafts:
+        """The drafts of several texts, one behind the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Chains:
+    """Drafts of one skip config that run on from given tokens, through the model together.
 
     Args:
-        known: the texts' own keys and values, a row each.
-        texts: row there of each group's text, (B,).
-        starts: place of each chain's first fed token, (B, G).
-        steps: the most tokens a chain feeds.
+        chains: C of them.
+        steps: tokens that each drafts, J.
+        vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
+            same on the text, so that they share everything but the draws; only while followed.
+        follow: whether to leave each draft at its first wrong token.
     """
 
-    def __init__(self, known: RowCache, texts: Tensor, starts: Tensor, steps: int) -> None:
-        rows, self.group = starts.shape
-        self.texts, self.starts, self.source = texts, starts, known
-        self.known = int(starts.max())  # S
-        super().__init__(rows, self.known + steps * self.group, known.windows)
-        self.count = self.group
-        self.in_step = False
+    def __init__(
+        self,
+        trace: Trace,
+        skip: SkipConfig,
+        chains: Sequence[Chain],
+        steps: int,
+        vocabularies: Vocabularies,
+        *,
+        follow: bool = False,
+    ) -> None:
+        self.trace, self.chains, self.steps = trace, chains, steps
+        self.vocabularies, self.follow = vocabularies, follow
+        self.sublayers = skip.kept()
+        self.before: Tensor | None = None
+        layers = skip.shared_prefix() // 2  # whole ones, which the trace has been through
+        if follow and layers:
+            self.sublayers = tuple(index for index in self.sublayers if index >= 2 * layers)
+            self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
+        facts = [
+            (
+                text.number,
+                place,
+                token,
+                trace.offsets[text.number] + place - text.prompt,
+                trace.offsets[text.number] + len(text.following) - 1,
+                0 if text.tokens[place : place + 1].tolist() == [token] else place,
+            )
+            for text, place, token in chains
+        ]
+        table = torch.tensor(facts, dtype=torch.long).view(len(chains), 6)
+        self.text, self.place, self.token = table[:, :3].unbind(1)  # (C,) each
+        self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
+        self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def advance(self, step: int) -> None:
-        """Say that the next pass feeds token `step` of every chain."""
-        self.start = self.known + step * self.group
-        self.end = self.start + self.group
+    def run(
+        self,
+        enough: Enough | None = None,
+        progress: Callable[[float], None] = lambda _share: None,
+    ) -> list[Drafts]:
+        """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing."""
+        shape = len(self.chains), self.steps
+        drafts = [
+            Drafts(torch.zeros(shape, dtype=torch.long), torch.zeros(shape))
+            for _ in self.vocabularies
+        ]
+        if not all(shape):
+            return drafts
+        self.rotary = self.trace.rotary(int(self.place.max()) + self.steps)
+        groups = self._grouped(range(len(self.chains)), _GROUPS[0])
+        vocabulary = self.trace.model.vocabulary
+        together = max(1, min(_CHAINS, _LOGITS // vocabulary) // _GROUPS[0])
+        parts = -(-len(groups) // together)
+        steps = self.steps
+        for part in range(parts):  # each has chains from all over the texts
+            progress(part / parts)
+            steps = self._run(torch.tensor(groups[part::parts]), steps, drafts, enough)
+            enough = None  # the first part has decided for all
+        return [Drafts(*(table[:, :steps] for table in each)) for each in drafts]
 
-    def placed(self, device: Any) -> Tensor:
-        """The places of the tokens fed next, for the rotary angles, (B, G)."""
-        return (self.starts + self._fed() - 1).to(device)
+    def _run(
+        self, layout: Tensor, steps: int, drafts: Sequence[Drafts], enough: Enough | None
+    ) -> int:
+        """Fill in the drafts of chains (B, G); returns after how many steps it was enough."""
+        trace, model = self.trace, self.trace.model
+        texts, starts = self.text[layout[:, 0]], self.place[layout]  # (B,), (B, G)
+        cache = ChainCache(trace.cache, texts.to(model.device), starts.to(model.device), steps)
+        begun = layout.flatten().unique()  # (A,)
+        noise = None
+        if trace.law.do_sample and not trace.rejection:
+            noise = _SharedNoise(trace, [self.chains[chain] for chain in begun.tolist()], steps)
+        fed = self.token[begun][:, None].repeat(1, steps + 1)  # (A, J + 1)
+        left = self.left[begun].repeat(len(drafts), 1)  # (W, A)
+        survivals: list[list[float]] = [[] for _ in drafts]
+        for step in range(steps):
+            flat = layout.flatten()  # (B G,)
+            numbers = torch.searchsorted(begun, flat)  # (B G,) among those begun
+            rows = torch.minimum(self.row[flat] + step, self.last_row[flat])  # (B G,)
+            cache.advance(step)
+            if self.before is None:
+                hidden = model.embed(fed[numbers, step].to(model.device).view(layout.shape))
+            else:
+                hidden = self.before[rows.to(model.device)].unflatten(0, layout.shape)  # (B, G, H)
+            hidden = model.run(hidden, Pass(model, cache, self.rotary), self.sublayers)
+            raw = model.logits(hidden).flatten(0, 1)  # (B G, V)
+            places = self.place[flat] + step + 1  # (B G,) of what is drawn
+            at = _Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
+            shared = None if noise is None else noise.at(step, numbers)
+            wanted = tokens = trace.following[rows]  # (B G,)
+            for mine, allowed, gone, survival in zip(
+                drafts, self.vocabularies, left, survivals, strict=True
+            ):
+                drawn = self._draw(raw, at, allowed, gone[numbers], shared)
+                tokens = drawn.tokens.cpu()
+                mine.tokens[flat, step] = tokens
+                mine.confidences[flat, step] = drawn.confidences.cpu()
+                # behind the last known token of a text no draft is on it
+                wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
+                gone[numbers[wrong]] = places[wrong]
+                survival.append(int((gone == 0).sum()) / len(begun))
+            # behind `NOTHING` anything will do
+            fed[numbers, step + 1] = (wanted if self.follow else tokens).clamp_min(0)
+            if enough is not None and enough(survivals):
+                return step + 1
+            if self.follow:
+                alive = (left == 0).any(0)  # (A,)
+                if not alive.any():
+                    break
+                if int(alive.sum()) <= _REGROUP * layout.numel() and step + 1 < steps:
+                    kept = begun[alive].tolist()
+                    layout, cache = self._regrouped(layout, kept, cache, steps, step + 1)
+        return steps
 
-    def _fed(self) -> int:
-        """Tokens of each chain so far, the one fed next included."""
-        return (self.end - self.known) // self.group
+    def _histories(self, chains: Tensor, fed: Tensor) -> Histories:
+        """What each of some chains has seen, having fed tokens (N, any)."""
+        if not self.trace.law.reads_history:
+            return None
+        device = self.trace.model.device
+        known = [self.chains[chain][:2] for chain in chains.tolist()]
+        return [
+            torch.cat([text.tokens[:place], own]).to(device)
+            for (text, place), own in zip(known, fed, strict=True)
+        ]
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write one step's keys and values (B, H, G, D); return all there are to attend to."""
-        if layer_idx not in self.keys:
-            self._open(layer_idx, keys, values)
-        self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
-        self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
-        return (
-            self.keys[layer_idx].narrow(2, 0, self.end),
-            self.values[layer_idx].narrow(2, 0, self.end),
-        )
-
-    def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Buffers of a layer, like some keys and values (B, H, any, D), with the texts' slots."""
-        for mine, theirs, like in (
-            (self.keys, self.source.keys, keys),
-            (self.values, self.source.values, values),
-        ):
-            shape = (self.rows, like.shape[1], self.slots, like.shape[3])
-            mine[layer] = like.new_empty(shape)  # (B, H, S + J G, D), written before it is read
-            mine[layer][:, :, : self.known] = theirs[layer][self.texts, :, : self.known]
-
-    def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
-        """The same for some of the chains, in other groups, after `fed` tokens of each.
+    def _draw(
+        self, raw: Tensor, at: _Places, allowed: Tensor | None, left: Tensor, noise: Tensor | None
+    ) -> Drawn:
+        """Draw from raw logits (N, V), under the trace's law and accept rule.
 
         Args:
-            chosen: which of the B G chains, (B', G'), of one text in each group.
-            steps: the most tokens a chain feeds in all.
+            left: place of each chain's first token off the text, 0 on it, (N,).
+            noise: Gumbel noise that drafts share with their texts, (N, V), under that rule.
         """
-        texts = self.texts[chosen[:, 0] // self.group]  # (B',)
-        new = ChainCache(self.source, texts, self.starts.flatten()[chosen], steps)
-        rows, group = chosen.shape
-        for layer in self.keys:
-            new._open(layer, self.keys[layer], self.values[layer])
-            for mine, old in ((new.keys, self.keys), (new.values, self.values)):
-                own = old[layer][:, :, self.known : self.known + fed * self.group]
-                heads, width = own.shape[1], own.shape[3]
-                own = own.reshape(self.rows, heads, fed, self.group, width)
-                own = own.permute(0, 3, 1, 2, 4).flatten(0, 1)[chosen]  # (B', G', H, fed, D)
-                own = own.permute(0, 2, 3, 1, 4).reshape(rows, heads, fed * group, width)
-                mine[layer][:, :, new.known : new.known + fed * group] = own
-        return new
+        trace, histories = self.trace, at.histories
+        if allowed is not None:
+            raw = narrowed(raw, allowed[self.text[at.chains]].to(raw.device))
+        if not trace.rejection:
+            return draw(trace.law, raw, noise, histories)
 
-    def needs_mask(self, window: int | None) -> bool:
-        """Always: chains of a group must not see each other."""
-        return True
+        def target(some: Tensor) -> Tensor:
+            few = some.cpu()
+            seen = None if histories is None else [histories[i] for i in few.tolist()]
+            return trace.target_law(at.rows[few], seen)
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """Additive attention mask, (B, 1, G, end): 0 where a chain sees a slot."""
-        steps = self._fed()
-        starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
-        slots = torch.arange(self.known, device=device)  # (S,)
-        text = slots < starts  # (B, G, S)
-        alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
-        own = alone.repeat(1, steps)  # (G, steps G)
-        if window is not None:
-            place = self.placed(device)[:, :, None]  # (B, G, 1)
-            text = text & (slots > place - window)
-            ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
-            own = own & (ages < window)
-        seen = torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)  # (B, 1, G, end)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+        beside = Beside(
+            trace.following[at.rows].to(raw.device),
+            trace.likelihoods[at.rows].to(raw.device),
+            [trace.texts[text].key for text in self.text[at.chains].tolist()],
+            at.places.tolist(),
+            left.tolist(),
+        )
+        return propose(trace.law, raw, histories, beside, target)
+
+    def _regrouped(
+        self, layout: Tensor, kept: Sequence[int], cache: ChainCache, steps: int, fed: int
+    ) -> tuple[Tensor, ChainCache]:
+        """The chains to be kept, in groups of a size that leaves few places empty."""
+        groups = min((self._grouped(kept, size) for size in _GROUPS), key=_places_taken)
+        if _places_taken(groups) > _REGROUP * layout.numel():
+            return layout, cache
+        at = {chain: index for index, chain in enumerate(layout.flatten().tolist())}
+        chosen = torch.tensor([[at[chain] for chain in group] for group in groups])
+        chosen = chosen.to(cache.starts.device)
+        return torch.tensor(groups), cache.regrouped(chosen, steps, fed)
+
+    def _grouped(self, chains: Sequence[int], size: int) -> list[list[int]]:
+        """Groups of chains of one text, short ones filled up with their last."""
+        texts = self.text.tolist()
+        groups: list[list[int]] = []
+        for chain in chains:
+            if not groups or len(groups[-1]) == size or texts[groups[-1][0]] != texts[chain]:
+                groups.append([])
+            groups[-1].append(chain)
+        return [[*group, *[group[-1]] * (size - len(group))] for group in groups]
+
+
+class _Places(NamedTuple):
+    """What chains (N,) draw at: rows among the P places, the places drawn, what they have seen."""
+
+    chains: Tensor
+    rows: Tensor
+    places: Tensor
+    histories: Histories
+
+
+class _SharedNoise:
+    """The Gumbel noise of chains that draw at neighbouring places: each place's is made once."""
+
+    def __init__(self, trace: Trace, chains: Sequence[Chain], steps: int) -> None:
+        vocabulary, device = trace.model.vocabulary, trace.model.device
+        wanted = [(text.key, place + j + 1) for text, place, _ in chains for j in range(steps)]
+        made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
+        self.rows = torch.tensor([made[pair] for pair in wanted]).view(len(chains), steps)  # (A, J)
+        pairs, many = list(made), max(1, _LOGITS // vocabulary)  # making takes room
+        pieces = []
+        for first in range(0, len(pairs), many):
+            keys, places = zip(*pairs[first : first + many], strict=True)
+            pieces.append(gumbel_noise(keys, places, vocabulary, device=device))
+        self.table = torch.cat(pieces)  # (R, V)
+
+    def at(self, step: int, chains: Tensor) -> Tensor:
+        """Noise of the chains so numbered, at a step, (N, V)."""
+        return self.table[self.rows[chains, step].to(self.table.device)]
+
+
+def _places_taken(groups: Sequence[Sequence[int]]) -> int:
+    return len(groups) * len(groups[0])

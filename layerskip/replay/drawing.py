@@ -4,7 +4,14 @@ Under the rejection rule, too, a text follows the target's law p whatever is dra
 goes on with x, a draft of law q has proposed x there, and it was accepted, with probability
 w = min(1, q(x) / p(x)); or else the draft proposed another token, of the law (q - p)+ normalised,
 independently of all that follows. So drafts can be drawn after the text is known.
-Letters: N places, V vocabulary.
+
+The share of drafts whose first j tokens are accepted is the mean of the products of j such w, and
+tests hold the drawn ones to it. Replays draw nevertheless: a controller that looks at confidences
+stops by the drawn token's, accepted or not, and one that learns takes another way after another
+draw, so that both need rounds and not their expectation. Nor are products cheap but for early
+exits: what another draft computes at a place depends on where it started, so that w is to be had
+only by carrying every chain on to the full length, where a drawn chain is left when it is wrong.
+Letters: N places, R of them rejected or off their texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,14 +46,11 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: `NOTHING` where none can be drawn, (N,) int64.
         confidences: their probability under the raw logits at temperature 1, (N,) float32.
-        weights: under the rejection rule the probability w that the text's own token was
-            accepted here, (N,) float32; NaN elsewhere, and off the text.
         likeliest: tokens of the largest scores, (N,) int64.
     """
 
     tokens: Tensor
     confidences: Tensor
-    weights: Tensor
     likeliest: Tensor
 
 
@@ -57,12 +61,15 @@ class Beside(NamedTuple):
         following: the texts' next tokens, `NOTHING` where a text is known no further, (N,) int64.
         likelihoods: probability of each under the target's law, (N,) float32.
         keys, places: noise-stream key of each text, and place of each next token, of length N.
+        left: place of the token with which each draft left its text, 0 while it is on it; all are
+            on their texts by default.
     """
 
     following: Tensor
     likelihoods: Tensor
     keys: Sequence[int]
     places: Sequence[int]
+    left: Sequence[int] | None = None
 
 
 def narrowed(raw: Tensor, allowed: Tensor | None) -> Tensor:
@@ -93,36 +100,43 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     tokens = _largest(scores if noise is None else scores + noise)
-    weights = torch.full(tokens.shape, float("nan"), device=raw.device)
-    return Drawn(tokens, _confidences(raw, tokens), weights, scores.argmax(-1))
+    return Drawn(tokens, _confidences(raw, tokens), scores.argmax(-1))
 
 
 def propose(
     law: Law, raw: Tensor, histories: Histories, beside: Beside, target: Callable[[Tensor], Tensor]
 ) -> Drawn:
-    """What a draft that is on its text proposes there under the rejection rule, given the text.
+    """What drafts propose at places of texts under the rejection rule, given the texts.
 
-    A proposal is accepted where it is the text's next token. Each place has one accept test, of the
-    engine's uniform number, whatever draft is tested: decoding tests a place once, and drafts are
-    compared by the same luck.
+    On its text, a proposal is accepted where it is the text's next token. Each place has one accept
+    test, of the engine's uniform number, whatever draft is tested: decoding tests a place once, and
+    drafts are compared by the same luck. Off its text, a draft just draws.
 
     Args:
-        raw: the draft's raw logits, (N, V).
+        raw: the drafts' raw logits, (N, V).
         target: the target's law, (R, V), at those of the N places that it is asked for.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     q, following = softmax_law(scores), beside.following
+    left = torch.tensor(beside.left or [0] * len(raw), device=raw.device)  # (N,)
     own = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
     weights = acceptance_probability(own, beside.likelihoods)  # with p and q changed over
     lucky = accept_uniform(beside.keys, beside.places, raw.device) < weights  # (N,), not if NaN
-    tokens = torch.where(lucky, following, NOTHING)
-    rejected = torch.nonzero(tokens == NOTHING)[:, 0]  # (R,)
-    if len(rejected):
-        keys = [beside.keys[i] for i in rejected.tolist()]
-        places = [beside.places[i] for i in rejected.tolist()]
-        others = residual(q[rejected], target(rejected)).log()  # (R, V)
-        tokens[rejected] = _largest(others + stray_noise(keys, places, places, others))
-    return Drawn(tokens, _confidences(raw, tokens), weights, scores.argmax(-1))
+    tokens = torch.where(lucky & (left == 0), following, NOTHING)
+    others = torch.nonzero(tokens == NOTHING)[:, 0]  # (R,)
+    if len(others):
+        drawn = scores[others]  # (R, V)
+        rejected = left[others] == 0  # (R,)
+        if rejected.any():
+            which = others[rejected]
+            drawn[rejected] = residual(q[which], target(which)).log()
+        few = others.tolist()
+        keys, places = ([whole[i] for i in few] for whole in (beside.keys, beside.places))
+        origins = [
+            origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
+        ]
+        tokens[others] = _largest(drawn + stray_noise(keys, origins, places, drawn))
+    return Drawn(tokens, _confidences(raw, tokens), scores.argmax(-1))
 
 
 def stray_noise(

@@ -58,8 +58,6 @@ class Text:
             up to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
         confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
             (L, T - prompt) float32.
-        weights: under the rejection rule, the probability that an exit's proposal was accepted,
-            given the text, (L, T - prompt) float32; else NaN.
         likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
         likelihoods: under the rejection rule, the probability of the token behind each emitted one
             under the target's law, (T - prompt,) float32; else NaN.
@@ -73,7 +71,6 @@ class Text:
     key: int
     drafted: Tensor
     confidences: Tensor
-    weights: Tensor
     likeliest: Tensor
     likelihoods: Tensor
     states: Tensor
@@ -152,7 +149,7 @@ class Trace:
         Returns:
             W proposals.
         """
-        tables = (text.drafted, text.confidences, text.weights, text.likeliest)
+        tables = (text.drafted, text.confidences, text.likeliest)
         whole = Drawn(*(table[layer - 1] for table in tables))
         device = self.model.device
         trimmed = [each[text.number].to(device) for each in vocabularies if each is not None]
@@ -177,11 +174,15 @@ class Trace:
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
         return self.model.rotary(slots, min(slots, max(ends)))
 
-    def target_law(self, places: Sequence[tuple[Text, int]], histories: Histories) -> Tensor:
-        """Law of the token behind each place of a text, (N, V)."""
-        states = torch.stack([text.states[-1][place - text.prompt] for text, place in places])
-        raw = self.model.logits(states[None])[0]  # (N, V)
+    def target_law(self, rows: Tensor, histories: Histories) -> Tensor:
+        """Law of the token behind each of the P places so numbered, (N, V)."""
+        raw = self.model.logits(self._states[rows.to(self.model.device)][None])[0]  # (N, V)
         return softmax_law(scores_at(self.law, raw, histories))
+
+    @cached_property
+    def _states(self) -> Tensor:
+        """The target's hidden states at all places, (P, H)."""
+        return torch.cat([text.states[-1] for text in self.texts])
 
 
 @torch.no_grad()
@@ -324,7 +325,7 @@ def _read(
     drawn, likelihoods = _along(
         model, law, tokens, prompt, key, states, states[-1], rejection=rejection
     )
-    drafted, confidences, weights, likeliest = drawn
+    drafted, confidences, likeliest = drawn
     return Text(
         number=number,
         tokens=tokens.cpu(),
@@ -333,7 +334,6 @@ def _read(
         key=key,
         drafted=drafted,
         confidences=confidences,
-        weights=weights,
         likeliest=likeliest,
         likelihoods=likelihoods,
         states=states,
@@ -365,7 +365,7 @@ def _along(
     count = len(tokens) - prompt
     following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
     likelihoods = torch.full((count,), float("nan"), device=model.device)
-    drawn: list[list[Tensor]] = [[] for _ in range(4)]  # by kind, then by chunk (L, places)
+    drawn: list[list[Tensor]] = [[] for _ in Drawn._fields]  # by kind, then by chunk (L, places)
     chunk = max(16, _LOGITS // model.vocabulary)
     for first in range(0, count, chunk):
         places = slice(first, min(first + chunk, count))

@@ -1,0 +1,114 @@
+"""Many drafts of one text in one pass: their keys and values, and who sees what; runs no model.
+
+Letters: B groups, G chains of a group, S places of the text, H key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.model.cache import RowCache
+
+
+class ChainCache(RowCache):
+    """Keys and values of many drafts at once: a text's up to each start, and each draft's own.
+
+    A row of the buffers serves a group of chains that start in one text: first come the text's
+    slots, then G slots for every step. Which of them a chain sees is for the mask to say: its
+    text's places before its start, and its own slot of each step, inside the layer's window.
+
+    Args:
+        known: the texts' own keys and values, a row each.
+        texts: row there of each group's text, (B,).
+        starts: place of each chain's first fed token, (B, G).
+        steps: the most tokens a chain feeds.
+    """
+
+    def __init__(self, known: RowCache, texts: Tensor, starts: Tensor, steps: int) -> None:
+        rows, self.group = starts.shape
+        self.texts, self.starts, self.source = texts, starts, known
+        self.known = int(starts.max())  # S
+        super().__init__(rows, self.known + steps * self.group, known.windows)
+        self.count = self.group
+        self.in_step = False
+
+    def advance(self, step: int) -> None:
+        """Say that the next pass feeds token `step` of every chain."""
+        self.start = self.known + step * self.group
+        self.end = self.start + self.group
+
+    def placed(self, device: Any) -> Tensor:
+        """The places of the tokens fed next, for the rotary angles, (B, G)."""
+        return (self.starts + self._fed() - 1).to(device)
+
+    def _fed(self) -> int:
+        """Tokens of each chain so far, the one fed next included."""
+        return (self.end - self.known) // self.group
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one step's keys and values (B, H, G, D); return all there are to attend to."""
+        if layer_idx not in self.keys:
+            self._open(layer_idx, keys, values)
+        self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
+        self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
+        return (
+            self.keys[layer_idx].narrow(2, 0, self.end),
+            self.values[layer_idx].narrow(2, 0, self.end),
+        )
+
+    def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Buffers of a layer, like some keys and values (B, H, any, D), with the texts' slots."""
+        for mine, theirs, like in (
+            (self.keys, self.source.keys, keys),
+            (self.values, self.source.values, values),
+        ):
+            shape = (self.rows, like.shape[1], self.slots, like.shape[3])
+            mine[layer] = like.new_empty(shape)  # (B, H, S + J G, D), written before it is read
+            mine[layer][:, :, : self.known] = theirs[layer][self.texts, :, : self.known]
+
+    def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+        """The same for some of the chains, in other groups, after `fed` tokens of each.
+
+        Args:
+            chosen: which of the B G chains, (B', G'), of one text in each group.
+            steps: the most tokens a chain feeds in all.
+        """
+        texts = self.texts[chosen[:, 0] // self.group]  # (B',)
+        new = ChainCache(self.source, texts, self.starts.flatten()[chosen], steps)
+        rows, group = chosen.shape
+        for layer in self.keys:
+            new._open(layer, self.keys[layer], self.values[layer])
+            for mine, old in ((new.keys, self.keys), (new.values, self.values)):
+                own = old[layer][:, :, self.known : self.known + fed * self.group]
+                heads, width = own.shape[1], own.shape[3]
+                own = own.reshape(self.rows, heads, fed, self.group, width)
+                own = own.permute(0, 3, 1, 2, 4).flatten(0, 1)[chosen]  # (B', G', H, fed, D)
+                own = own.permute(0, 2, 3, 1, 4).reshape(rows, heads, fed * group, width)
+                mine[layer][:, :, new.known : new.known + fed * group] = own
+        return new
+
+    def needs_mask(self, window: int | None) -> bool:
+        """Always: chains of a group must not see each other."""
+        return True
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
+        """Additive attention mask, (B, 1, G, end): 0 where a chain sees a slot."""
+        steps = self._fed()
+        starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
+        slots = torch.arange(self.known, device=device)  # (S,)
+        text = slots < starts  # (B, G, S)
+        alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
+        own = alone.repeat(1, steps)  # (G, steps G)
+        if window is not None:
+            place = self.placed(device)[:, :, None]  # (B, G, 1)
+            text = text & (slots > place - window)
+            ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
+            own = own & (ages < window)
+        seen = torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)  # (B, 1, G, end)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
