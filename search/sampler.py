@@ -113,6 +113,7 @@ class SublayerSampler(BaseSampler):
         self.seed = seed
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        _set(study, trial, "began", time.time())
         _set(study, trial, "worker", worker())
 
     def infer_relative_search_space(
@@ -202,5 +203,5 @@ class SublayerSampler(BaseSampler):
         _set(study, trial, "skipped", f"{mask:#x}")
 
 
-def _set(study: Study, trial: FrozenTrial, name: str, value: str) -> None:
+def _set(study: Study, trial: FrozenTrial, name: str, value: Any) -> None:
     study._storage.set_trial_user_attr(trial._trial_id, name, value)

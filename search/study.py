@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ LOCK_SECONDS = 5
 """After so long a lock on a journal is that of a process that was killed while it wrote."""
 UNOWNED_SECONDS = 2.0
 """A trial says at once who runs it; one that does not for so long was left by a killed process."""
-OWN_ATTRIBUTES = frozenset({"worker", "origin", "skipped"})
+OWN_ATTRIBUTES = frozenset({"worker", "began", "origin", "skipped"})
 """Attributes that say where a trial comes from; others say what its config is worth."""
 SILENT_SECONDS = 600.0
 """At least so long, and ten times the slowest trial, may a trial of another machine take."""
@@ -179,7 +178,8 @@ def fail_stale(study: Study) -> int:
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
     durations = [t.duration.total_seconds() for t in finished if t.duration is not None]
     longest = max(SILENT_SECONDS, 10 * max(durations, default=0.0))
-    stale = [t for t in trials if t.state is TrialState.RUNNING and _is_stale(t, longest)]
+    running = [t for t in trials if t.state is TrialState.RUNNING]
+    stale = [trial for trial in running if _is_stale(study, trial, longest)]
     for trial in stale:
         with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # another worker was first
             study.tell(trial.number, state=TrialState.FAIL)
@@ -247,12 +247,18 @@ def _value(trial: FrozenTrial) -> float:
     return trial.value
 
 
-def _is_stale(trial: FrozenTrial, longest: float) -> bool:
-    started = trial.datetime_start or datetime.now()
-    seconds = (datetime.now() - started).total_seconds()
+def _is_stale(study: Study, trial: FrozenTrial, longest: float) -> bool:
+    # Optuna's own times are local ones, of machines that may be in other time zones: trials say in
+    # seconds since the epoch when they began, and those that did not, when they were first seen.
+    began = trial.user_attrs.get("began")
+    if began is None:
+        began = time.time()
+        with contextlib.suppress(UpdateFinishedTrialError):
+            study._storage.set_trial_user_attr(trial._trial_id, "began", began)
+    seconds = time.time() - began
     owner = trial.user_attrs.get("worker")
     if owner is None:
-        return seconds > UNOWNED_SECONDS
+        return seconds >= UNOWNED_SECONDS
     host, process, _ = owner.rsplit(":", 2)
     if host != socket.gethostname():
         return seconds > longest

@@ -299,6 +299,26 @@ class TestStops:
         run(found, LAYERS, evaluation_of(LAYERS, Landscape(4, 0)), trials=3, seeds={})
         assert sum(t.state is TrialState.COMPLETE for t in found.trials) == 2  # one still runs
 
+    def test_trials_of_other_time_zones_are_not_stale(self, monkeypatch, tmp_path):
+        found = open_study(LAYERS, storage=tmp_path / "study.log")
+        found.ask().set_user_attr("worker", "far:1:a")  # an older version's, without its time
+        found.sampler = sampler.SublayerSampler(LAYERS, seeds={})
+        found.ask().set_user_attr("worker", "far:2:b")
+        now = time.time()
+        try:
+            for zone in ("EAST-14", "WEST+12"):
+                monkeypatch.setenv("TZ", zone)
+                time.tzset()
+                assert study.fail_stale(open_study(LAYERS, storage=tmp_path / "study.log")) == 0
+                late = now + study.SILENT_SECONDS - 1
+                monkeypatch.setattr(study.time, "time", lambda late=late: late)
+                assert study.fail_stale(found) == 0
+            monkeypatch.setattr(study.time, "time", lambda: now + study.SILENT_SECONDS + 60)
+            assert study.fail_stale(found) == 2
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+
     def test_a_trial_failed_by_another_worker_ends_quietly(self):
         found = open_study(LAYERS)
         evaluate = evaluation_of(LAYERS, Landscape(4, 0))
