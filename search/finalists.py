@@ -27,7 +27,6 @@ from layerskip.replay.trace import Trace
 from layerskip.search.objective import Choice, Objective, best_choice, choices, gain
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
-from layerskip.timing.tables import place
 
 CANDIDATES = 2
 """So many configs are replayed whole for each finalist wanted."""
@@ -118,9 +117,8 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
     ways = [way for way in choices(drafts, costs) if way.controller is not None]
     choice = best_choice(ways)
-    tokens, where = None, place(objective.trace.model, 1)
-    if size is not None:
-        tokens, where = objective.vocabulary(size), where | {"draft_vocabulary": size}
+    tokens = None if size is None else objective.vocabulary(size)
+    where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
     return Finalist(
         name=f"trial-{trial.number}" if depth is None else f"exit-{depth}",
@@ -128,7 +126,7 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
         skip=replace(
             skip,
             decoding=replace(choice.decoding, draft_vocabulary=tokens),
-            costs={**costs.to_dict(), **where},
+            costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
         ),
         alpha=drafts.survival[0],
         choice=choice,

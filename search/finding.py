@@ -34,6 +34,7 @@ from layerskip.search.sampler import claim
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
 from layerskip.timing import sublayers as costs
+from layerskip.timing.tables import machine
 
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
@@ -177,24 +178,49 @@ class Search:
     def price(self, cost: Mapping[str, Any] | None = None) -> Objective:
         """Measure what sublayers cost, unless the study, or the caller, knows; after `open`.
 
+        Costs that a caller gives are taken to hold here, wherever they were measured.
+
         Raises:
-            ValueError: the study's values came from other costs than those given.
+            ValueError: the study's values came from other costs than those given, or from costs
+                measured elsewhere.
         """
-        known = self.study.user_attrs.get("cost")
-        if known is not None and cost is not None and dict(cost) != known:
+        known, mine = self.study.user_attrs.get("cost"), cost
+        if known is None:
+            started = time.perf_counter()
+            if mine is None:
+                mine = self._measured()
+                self.seconds["cost"] = time.perf_counter() - started
+            self.study.set_user_attr("cost", dict(mine))
+            known = self.study.user_attrs["cost"]  # another worker's, if that was later
+        if cost is not None and dict(cost) != known:
             raise ValueError(
                 "the study's trials were priced with other costs than those given; choose another "
                 "study name, or leave the costs out"
             )
-        if known is None:
-            started = time.perf_counter()
-            if cost is None:
-                cost = self._measured()
-                self.seconds["cost"] = time.perf_counter() - started
-            self.study.set_user_attr("cost", dict(cost))
-            known = self.study.user_attrs["cost"]  # another worker's, if that was later
+        if known != mine:
+            self._check_place(known.get("place"))
         self.objective = Objective(self.trace, known)
         return self.objective
+
+    def _check_place(self, there: Mapping[str, Any] | None) -> None:
+        """Refuse a study's costs that were measured elsewhere; warn where no one knows."""
+        here = machine(self.opened)
+        if there is None:
+            warnings.warn(
+                "the study does not say where its costs were measured (an older version made it): "
+                "they are taken to hold here",
+                stacklevel=3,
+            )
+            return
+        differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        if differing:
+            raise ValueError(
+                "the study's trials were priced with costs measured with "
+                + ", ".join(f"{name} {there.get(name)}" for name in differing)
+                + "; here it is "
+                + ", ".join(str(here.get(name)) for name in differing)
+                + ". Go on there, or choose another study name"
+            )
 
     def _measured(self) -> dict[str, Any]:
         """The costs here, measured again where the machine was busy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.files.searches import read_search
+from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.search import SearchResult, finding, sampler, search
@@ -28,6 +30,7 @@ from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
 from layerskip.search.objective import Choice, Objective
 from layerskip.search.space import Space
+from layerskip.timing.tables import machine, stored
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
@@ -398,6 +401,7 @@ class TestResult:
         monkeypatch.setattr(finding.costs, "disturbed", lambda record: False)
         result = find(llama, cost=None, trials=2)
         assert result.record["cost"]["contexts"] == [16]
+        assert result.record["cost"]["place"] == machine(Sublayers(llama))
         assert result.record["seconds"]["cost"] > 0
         assert 0 < result.record["step_seconds"] < 1
 
@@ -474,17 +478,72 @@ class TestStudy:
         assert halves.record["importance"] == whole.record["importance"]
 
     def test_a_study_keeps_its_costs(self, llama: Any, tmp_path: Path) -> None:
-        path = tmp_path / "study.log"
-        find(llama, trials=2, storage=path)
+        path, here = tmp_path / "study.log", COST | {"place": machine(Sublayers(llama))}
+        find(llama, trials=2, storage=path, cost=here)
         other = MACHINES["dear heads"]
         with pytest.raises(ValueError, match="priced with other costs than those given"):
             find(llama, trials=3, storage=path, cost=other)
-        for cost in (None, COST):  # not measured again
+        for cost in (None, here):  # not measured again
             resumed = find(llama, trials=3, storage=path, cost=cost)
-            assert resumed.record["cost"] == COST
+            assert resumed.record["cost"] == here
             assert resumed.record["seconds"]["cost"] == 0
         assert len(resumed.record["trials"]) == 3
         find(llama, trials=2, storage=path, cost=other, study_name="another")
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("hardware", "another one"), ("threads", 99), ("execution", "modules")]
+    )
+    def test_costs_of_another_place_are_refused(
+        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+    ) -> None:
+        measured = []
+
+        def measure(self: Search) -> dict[str, Any]:
+            measured.append(finding.machine(self.opened))
+            return COST | {"place": measured[-1]}
+
+        monkeypatch.setattr(Search, "_measured", measure)
+        path = tmp_path / "study.log"
+
+        def priced(study: str) -> Search:
+            going = steps(llama)
+            going.open(path, study)
+            going.price()
+            return going
+
+        for _ in range(2):
+            assert priced("ours").objective.cost["place"] == measured[0]
+        assert len(measured) == 1
+        there = machine(Sublayers(llama))
+        monkeypatch.setattr(finding, "machine", lambda model: machine(model) | {name: value})
+        words = f"costs measured with {name} {there[name]}; here it is {value}. Go on there"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            priced("ours")
+        assert priced("another").objective.cost["place"][name] == value
+        assert len(measured) == 2
+
+    def test_a_study_that_does_not_say_where_its_costs_are_from(
+        self, llama: Any, tmp_path: Path
+    ) -> None:
+        """As older versions made them: they are gone on with, and one line says so."""
+        find(llama, trials=2, storage=tmp_path / "study.log")
+        with pytest.warns(UserWarning, match="does not say where its costs were measured") as told:
+            result = find(llama, trials=12, storage=tmp_path / "study.log", cost=None)
+        assert len(told) == 1
+        assert len(result.record["trials"]) == 12
+        for finalist in result.finalists:
+            assert finalist.skip.costs is not None
+            assert not {"hardware", "threads", "execution"} & finalist.skip.costs.keys()
+
+    def test_costs_are_stamped_with_where_they_were_measured(self, llama: Any) -> None:
+        place = {"hardware": "elsewhere", "dtype": "float32", "execution": "fused", "threads": 64}
+        result = find(llama, cost=COST | {"place": place}, trials=12)
+        opened = Sublayers(llama)
+        for finalist in result.finalists:
+            assert finalist.skip.costs is not None
+            assert finalist.skip.costs.items() >= place.items()
+            with pytest.warns(UserWarning, match="for hardware elsewhere, .*threads 64; here it"):
+                assert stored(finalist.skip, opened, 1) is None
 
     @pytest.mark.parametrize(
         ("model", "settings", "words"),

@@ -25,7 +25,7 @@ from layerskip.model import lean as fused
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.products import Function
 from layerskip.model.sublayers import Block, Pass, Sublayers
-from layerskip.timing.tables import Stopwatch
+from layerskip.timing.tables import Stopwatch, machine
 
 COUNTS = tuple(range(1, 10))
 """Tokens of the passes timed, per row: those that verify 0 to 8 drafted tokens."""
@@ -166,6 +166,7 @@ def measure(
     law = law or Law(do_sample=False, rows=1)
     record: dict[str, Any] = {
         "kind": "cost",
+        "place": machine(opened),
         "batch_size": batch_size,
         "contexts": fitting,
         "counts": counts,

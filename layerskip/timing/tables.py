@@ -170,15 +170,19 @@ def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
     return CostTable.analytic(skip.kept(model.num_layers), sizes, whole, trimmed)
 
 
+def machine(model: Sublayers) -> dict[str, Any]:
+    """Where and how a model's passes are timed, as JSON values; threads are those of a CPU."""
+    found: dict[str, Any] = {
+        "hardware": hardware(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "execution": model.execution,
+    }
+    return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
+
+
 def place(model: Sublayers, rows: int) -> dict[str, Any]:
     """What a cost table holds for: JSON values that go with it into a skip config."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return {
-        "hardware": hardware(model.device),
-        "dtype": dtype,
-        "batch_size": rows,
-        "draft_vocabulary": model.draft_vocabulary,
-    }
+    return {**machine(model), "batch_size": rows, "draft_vocabulary": model.draft_vocabulary}
 
 
 def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
