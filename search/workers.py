@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from transformers.utils import logging as chatter
 
 from layerskip.bench.methods import Task
-from layerskip.checkpoints import Loaded, encode, load
+from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
+from layerskip.model.joined import join
 from layerskip.prompts import Prompt
 from layerskip.search.finding import Search
 from layerskip.search.space import Space
@@ -29,57 +30,21 @@ from layerskip.search.space import Space
 
 @dataclass(frozen=True)
 class Asked:
-    """What a worker needs to know to take part in the study; pickled for processes of its own."""
+    """What a worker needs to know to take part in a study; pickled for processes of its own."""
 
     model: str
     device: str
     dtype: str
     trust_remote_code: bool
-    execution: str
     traced: tuple[Prompt, ...]
-    space: str
-    allow_ends: bool
-    budget: int | None
+    task: Task
+    space: Space
     trials: int | None
     timeout: float | None
-    given: dict[str, SkipConfig]
+    given: Mapping[str, SkipConfig]
     storage: str
     study_name: str
-    max_new_tokens: int
-    do_sample: bool
-    sampling: dict[str, Any]
-    acceptance: str
-    seed: int
-
-
-def begin(
-    asked: Asked,
-    loaded: Loaded,
-    held_out: Sequence[Any],
-    progress: Callable[[str, float], None] = lambda _what, _share: None,
-) -> Search:
-    """The search, its trace taken."""
-    law = {
-        name: getattr(loaded.model.generation_config, name, None) if value is None else value
-        for name, value in asked.sampling.items()
-        if asked.do_sample
-    }
-    task = Task(
-        asked.max_new_tokens,
-        asked.do_sample,
-        **law,
-        acceptance=asked.acceptance,
-        seed=asked.seed,
-        execution=asked.execution,
-    )
-    where = Space(
-        kind=asked.space,
-        num_layers=loaded.model.config.num_hidden_layers,
-        allow_ends=asked.allow_ends,
-        budget=asked.budget,
-    )
-    traced = [encode(loaded.tokenizer, each) for each in asked.traced]
-    return Search(loaded.model, traced, held_out, task=task, space=where, progress=progress)
+    cost: Mapping[str, Any]
 
 
 def work(asked: Asked, threads: int, parent: int, started: float) -> None:
@@ -104,9 +69,11 @@ def work(asked: Asked, threads: int, parent: int, started: float) -> None:
             dtype=asked.dtype,
             trust_remote_code=asked.trust_remote_code,
         )
-        going = begin(asked, loaded, ())
+        join(loaded.model)  # for good: nobody else has this model
+        traced = [encode(loaded.tokenizer, prompt) for prompt in asked.traced]
+        going = Search(loaded.model, traced, task=asked.task, space=asked.space)
         going.open(asked.storage, asked.study_name, asked.given)
-        going.price()
+        going.price(asked.cost)
         timeout = None if asked.timeout is None else asked.timeout - (time.time() - started)
         if timeout is None or timeout > 0:
             going.run(asked.trials, timeout=timeout, told=look)

@@ -23,11 +23,13 @@ from cost_records import MACHINES
 from models import lively_model
 from test_cli import document, process, refused, run, warned
 
-from layerskip.cli.terminal import Talk
+from layerskip.cli.terminal import Talk, search_verdict
 from layerskip.config import SkipConfig
+from layerskip.environment import hardware
 from layerskip.files.searches import read_search
 from layerskip.search import finding, sampler
 from layerskip.search.objective import Objective
+from layerskip.timing.tables import machine
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
 COST = MACHINES["reads weights"]
@@ -55,7 +57,7 @@ def words(path: Path, count: int, length: int = 6) -> Path:
 
 def fast(patch: pytest.MonkeyPatch) -> None:
     """Costs made up, and TPE: what takes time, and is tested elsewhere."""
-    patch.setattr(finding.Search, "_measured", lambda self: COST)
+    patch.setattr(finding.Search, "_measured", lambda self: COST | {"place": machine(self.opened)})
     patch.setattr(sampler, "LARGEST_GP", 0)
 
 
@@ -109,9 +111,11 @@ def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None
     assert result.exit_code == 0
     assert {path.name for path in output.iterdir()} == FILES
     assert (output / "report" / "index.html").stat().st_size > 1000
-    assert json.loads((output / "cost.json").read_text()) == COST
+    place = {"hardware": hardware(torch.device("cpu")), "dtype": "float32"}
+    place |= {"execution": "fused", "threads": torch.get_num_threads()}
+    assert json.loads((output / "cost.json").read_text()) == COST | {"place": place}
     record = read_search(output / "search.json")
-    assert record["cost"] == COST
+    assert record["cost"] == COST | {"place": place}
     assert record["study"] == {"name": "layerskip", "storage": str(output / "study.log")}
     assert record["prompts"]["traced"] == ["4", "5", "6", "7", "8", "9"]
     assert record["prompts"]["held_out"] == ["1", "2", "3"]
@@ -143,6 +147,76 @@ def test_what_it_says(found: tuple[Path, Any]) -> None:
     assert last["output"] == str(output)
     for key in ("bound", "plain", "finalists", "best_exit", "winner", "seconds"):
         assert last[key] == record[key]
+    assert search_verdict(record, output / "skip.json") in result.stdout
+    drafts = last["skip"].get("decoding", {}).get("enabled") is not False
+    assert drafts is (last["winner"] is not None) is ("use it" in result.output)
+
+
+def seen(held_out: float | None, *clock: Any, draft_cost: float = 0.5) -> dict[str, Any]:
+    """A finalist as the clock had it: speedup, ends of its interval, texts that differ."""
+    names = ("speedup", "low", "high", "faults")
+    return {
+        "name": "exit-3",
+        "skipped": {"attention": [3, 4, 5], "mlp": [3, 4, 5]},
+        "predicted": 1.3,
+        "predicted_held_out": held_out,
+        "draft_cost": draft_cost,
+        "confirmed": dict(zip(names, clock, strict=True)) if clock else None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "won", "expected"),
+    [
+        (
+            seen(1.2, 1.1, 1.05, 1.15, 0),
+            True,
+            [
+                "found    exit-3, which leaves out 6 of 12 sublayers",
+                "gains    exit-3: 1.10x plain decoding (95% interval 1.05-1.15), priced at 1.20x "
+                "on prompts held out",
+                "next     use it: layerskip generate m --skip out/skip.json --prompt TEXT",
+            ],
+        ),
+        (
+            seen(0.93, 1.01, 0.90, 1.26, 0),
+            False,
+            [
+                "found    no draft that gains: skip.json drafts nothing",
+                "best     exit-3: 1.01x plain decoding (95% interval 0.90-1.26), priced at 0.93x "
+                "on prompts held out",
+                "next     decode plainly; or search with more prompts, trials or a wider space",
+            ],
+        ),
+        (
+            seen(None, draft_cost=0.95),
+            True,
+            [
+                "found    exit-3, which leaves out 6 of 12 sublayers",
+                "gains    exit-3: priced at 1.30x on the traced prompts, not timed",
+                "bound    1.05x, were it always right",
+                "next     time it: layerskip benchmark m --skip out/skip.json",
+            ],
+        ),
+        (
+            seen(1.2, 1.1, None, None, 2),
+            True,
+            [
+                "found    exit-3, which leaves out 6 of 12 sublayers",
+                "gains    exit-3: 1.10x plain decoding (no interval), priced at 1.20x on prompts "
+                "held out",
+                "next     2 texts DIFFER from plain decoding's: layerskip check m",
+            ],
+        ),
+    ],
+    ids=["gains", "does not", "not timed", "wrong"],
+)
+def test_the_verdict_is_a_few_short_lines(
+    row: dict[str, Any], won: bool, expected: list[str]
+) -> None:
+    record = {"model": {"name": "m", "num_layers": 6}, "bound": 3.0, "finalists": [row]}
+    record["winner"] = "exit-3" if won else None
+    assert search_verdict(record, Path("out/skip.json")).splitlines() == expected
 
 
 def test_the_skip_config_decodes(folder: Path, found: tuple[Path, Any]) -> None:
@@ -265,6 +339,37 @@ def test_without_a_terminal_there_is_no_progress(searched: Search) -> None:
     assert "\r" not in result.output
     assert "trial 3/3" not in result.output
     assert searched("--trials", 4, "--quiet").stderr == ""
+
+
+def test_without_a_terminal_there_are_words_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A line where a stage begins, and one every half minute."""
+    time_now = 100.0
+    talk, quiet = (Talk(quiet, now=lambda: time_now) for quiet in (False, True))
+    told = []
+    for seconds, text in [
+        (1, "loading m"),  # a short command says nothing
+        (6, " 10% texts of the target"),
+        (7, " 20% texts of the target"),
+        (8, "trial 1/60, best 1.00x"),
+        (11, "trial 2/60, best 1.00x"),
+        (12, ""),
+        (40, "trial 9/60, best 1.01x"),
+        (41, "trial 10/60, best 1.01x"),
+        (42, "trial 11/60, best 1.02x"),
+        (300, "trial 50/60, best 1.02x"),
+    ]:
+        time_now = 100.0 + seconds
+        talk.progress(text)
+        quiet.progress(text)
+        told += [(seconds, line) for line in capsys.readouterr().err.splitlines()]
+    assert told == [
+        (6, "10% texts of the target"),
+        (11, "trial 2/60, best 1.00x"),
+        (41, "trial 10/60, best 1.01x"),
+        (300, "trial 50/60, best 1.02x"),
+    ]
 
 
 @pytest.mark.parametrize("columns", [30, 100])
@@ -397,6 +502,7 @@ def begun(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> tuple
     output, count = tmp_path / "out", getattr(request, "param", 24)
     many = words(tmp_path / "many.txt", count)
     more = ("--no-confirm", "--space", "layer", "--trials", 32, "--quiet", "--positions", 99999)
+    more = (*more, "--threads", 3)
     command = flags(folder, many, output, *more)
 
     def first(*_: Any, **__: Any) -> None:
@@ -465,7 +571,7 @@ def test_workers_end_with_their_parent(
 ) -> None:
     output, command = begun
     log = output / "study.log"
-    child = process(*command, "--workers", 3, "--threads", 3, start_new_session=True)
+    child = process(*command, "--workers", 3, start_new_session=True)
     try:
         if moment == "starting":
             wait_for(lambda: finished_in(log) >= 1, child)

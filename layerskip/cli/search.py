@@ -31,22 +31,19 @@ from layerskip.cli.options import (
     to_json,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, search_table
+from layerskip.cli.terminal import LEAST_BOUND, Talk, search_table, search_verdict
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
 
 if TYPE_CHECKING:
-    from layerskip.checkpoints import Loaded
     from layerskip.prompts import Prompt
-    from layerskip.search.finding import Search, SearchResult
+    from layerskip.search.finding import Search
     from layerskip.search.study import Progress
     from layerskip.search.workers import Asked
 
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
-LEAST_BOUND = 1.1
-"""A draft with a bound under this is hardly worth its trouble."""
 
 
 def search(
@@ -133,39 +130,47 @@ def search(
         check_storage(storage)
     loaded = open_model(loading, talk)
 
+    from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
-    from layerskip.search.workers import Asked, begin, cpu_threads, sharing
+    from layerskip.files.searches import SCHEMA
+    from layerskip.search.finding import Search
+    from layerskip.search.space import Space
+    from layerskip.search.workers import Asked, cpu_threads, sharing
 
-    asked = Asked(
-        model=loading.model,
-        device=loading.device,
-        dtype=loading.dtype,
-        trust_remote_code=loading.trust_remote_code,
-        execution=loading.execution,
-        traced=tuple(chosen),
-        space=space,
-        allow_ends=allow_ends,
-        budget=budget,
-        trials=trials,
-        timeout=timeout,
-        given=given,
-        storage=str(output / "study.log") if storage is None else storage,
-        study_name=study_name,
-        max_new_tokens=max_new_tokens,
-        do_sample=sampling.do_sample,
-        sampling=sampling.settings,
-        acceptance=sampling.acceptance or "coupled",
-        seed=seed,
-    )
-    timed = [] if no_confirm else [encode(loaded.tokenizer, each) for each in held_out]
+    layers = loaded.model.config.num_hidden_layers
+    traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
+    timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
     with cpu_threads(threads) as usable:
-        going = begin(
-            asked, loaded, timed, lambda what, share: talk.progress(f"{share:4.0%} {what}")
+        going = Search(
+            loaded.model,
+            traced,
+            timed,
+            task=sampling.task(
+                loaded.model, max_new_tokens, seed=seed, execution=loading.execution
+            ),
+            space=Space(kind=space, num_layers=layers, allow_ends=allow_ends, budget=budget),
+            progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
         )
-        going.open(asked.storage, study_name, given)
-        going.price()
-        write_text(output / "cost.json", json.dumps(going.objective.cost, indent=1) + "\n")
+        where = str(output / "study.log") if storage is None else storage
+        going.open(where, study_name, given)
+        cost = going.price().cost
+        write_text(output / "cost.json", json.dumps(cost, indent=1) + "\n")
         _say_bound(talk, going)
+        asked = Asked(
+            model=loading.model,
+            device=loading.device,
+            dtype=loading.dtype,
+            trust_remote_code=loading.trust_remote_code,
+            traced=tuple(chosen),
+            task=going.task,
+            space=going.space,
+            trials=trials,
+            timeout=timeout,
+            given=given,
+            storage=where,
+            study_name=study_name,
+            cost=cost,
+        )
         with cpu_threads(max(1, usable // workers)), sharing(asked, workers - 1, usable // workers):
             _run(going, asked, output, talk)
         talk.progress("")
@@ -173,9 +178,15 @@ def search(
         if timed:
             going.confirm(repeats)
         result = going.result()
-        record = _header(loaded, going, asked, chosen, held_out if timed else [], prompts)
-        record |= result.record
-    _finish(output, record, result, loaded.name, talk, as_json)
+    looked_at = [*chosen, *(held_out if timed else [])]
+    header = make_header(loaded, going.opened, going.task, looked_at, prompts)
+    header["prompts"] |= {
+        "traced": [prompt.id for prompt in chosen],
+        "held_out": [prompt.id for prompt in looked_at[len(chosen) :]],
+    }
+    study = {"name": study_name, "storage": redacted(where)}
+    record = {**header, "kind": "search", "schema": SCHEMA, "study": study, **result.record}
+    _finish(output, record, result.skip, loaded.name, talk, as_json)
 
 
 def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -262,67 +273,33 @@ def _say_bound(talk: Talk, going: Search) -> None:
         )
 
 
-def _header(
-    loaded: Loaded,
-    going: Search,
-    asked: Asked,
-    chosen: Sequence[Prompt],
-    held_out: Sequence[Prompt],
-    path: Path | None,
-) -> dict[str, Any]:
-    from layerskip.bench.plans import make_header
-    from layerskip.files.searches import SCHEMA
-
-    header = make_header(loaded, going.opened, going.task, [*chosen, *held_out], path)
-    header["prompts"] |= {
-        "traced": [prompt.id for prompt in chosen],
-        "held_out": [prompt.id for prompt in held_out],
-    }
-    study = {"name": asked.study_name, "storage": redacted(asked.storage)}
-    return {**header, "kind": "search", "schema": SCHEMA, "study": study}
-
-
 def _finish(
-    output: Path,
-    record: dict[str, Any],
-    result: SearchResult,
-    name: str,
-    talk: Talk,
-    as_json: bool,
+    output: Path, record: dict[str, Any], skip: SkipConfig, name: str, talk: Talk, as_json: bool
 ) -> None:
     """Write the files, and say what was found."""
     from layerskip.analysis import write_report
 
-    skip = replace(result.skip, model=name)
-    versions = {"layerskip": record["environment"]["layerskip"]}
-    versions |= record["environment"]["packages"]
+    here = record["environment"]
     notes = {
         **(skip.notes or {}),
         "created": record["created"],
         "hardware": {
-            "cpu": record["environment"]["cpu"],
-            "devices": record["environment"]["devices"],
-            "device": record["device"],
-            "dtype": record["dtype"],
+            **{key: here[key] for key in ("cpu", "devices")},
+            **{key: record[key] for key in ("device", "dtype")},
         },
-        "versions": versions,
+        "versions": {"layerskip": here["layerskip"], **here["packages"]},
         "prompts": record["prompts"],
     }
-    skip = replace(skip, notes=notes)
+    skip = replace(skip, model=name, notes=notes)
     write_text(output / "trials.csv", _csv(record["trials"]))
     write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
     talk.progress("drawing the report")
-    summary = write_report([output / "search.json"], output / "report", talk.progress)
+    write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
     print(search_table(record))
-    print(summary)
-    bound = 1.0 / result.winner.costs.draft if result.winner else None
-    if bound is not None and bound < LEAST_BOUND:
-        warnings.warn(f"the bound of this draft is only {bound:.2f}x", stacklevel=2)
+    print(search_verdict(record, output / "skip.json"))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
-    if result.winner is not None:
-        talk.say(f"use it: layerskip generate {name} --skip {output / 'skip.json'} --prompt TEXT")
     if as_json:
         keys = ("bound", "plain", "finalists", "best_exit", "winner", "seconds")
         document = {"skip": skip.to_dict(), **{key: record[key] for key in keys}}

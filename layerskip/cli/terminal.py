@@ -8,19 +8,27 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerskip.bench.checks import CheckReport, Comparison
 
 
+EVERY, SOON = 30.0, 5.0
+LEAST_BOUND = 1.1
+"""A draft with a bound under this is hardly worth its trouble."""
+
+
 class Talk:
     """Words for the person at the terminal, on standard error."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
         self.quiet = quiet
         self._live = sys.stderr.isatty() and not quiet
+        self._now, self._told, self._stage = now, now(), ""
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -29,9 +37,19 @@ class Talk:
             print(wrap(text) if self._live else text, file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
-        """A line that the next one replaces; nothing where there is no terminal."""
+        """A line that the next one replaces; where there is no terminal, one now and then.
+
+        That is one every EVERY seconds, or SOON where a stage begins: a stage is named by the first
+        word without a digit.
+        """
         if self._live:
             print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
+        elif text and not self.quiet:
+            stage = next((word for word in text.split() if word.isalpha()), "")
+            silent = self._now() - self._told
+            if silent >= (EVERY if stage == self._stage else SOON):
+                print(text.strip(), file=sys.stderr, flush=True)
+                self._told, self._stage = self._now(), stage
 
 
 def width() -> int:
@@ -193,6 +211,58 @@ def search_table(record: Mapping[str, Any]) -> str:
             line.append(same + (f", {timed['faults']} FAULTS" if timed["faults"] else ""))
         lines.append(line)
     return _aligned(lines)
+
+
+def search_verdict(record: Mapping[str, Any], skip: Path) -> str:
+    """What a search found, what that gains, and what to do next: a line each."""
+    rows = {row["name"]: row for row in record["finalists"]}
+    won = rows.get(record["winner"])
+    best = won or max(rows.values(), key=_worth, default=None)
+    lines = ["found    no draft that gains: skip.json drafts nothing"]
+    if won is not None:
+        left_out = sum(map(len, won["skipped"].values()))
+        of = 2 * record["model"]["num_layers"]
+        lines = [f"found    {won['name']}, which leaves out {left_out} of {of} sublayers"]
+    if best is not None:
+        lines.append(f"{'best' if won is None else 'gains':<8} {_gain(best)}")
+    bound = record["bound"] if won is None else 1 / won["draft_cost"]
+    if bound < LEAST_BOUND:
+        lines.append(f"bound    {bound:.2f}x, were it always right")
+    faults = 0 if best is None or best["confirmed"] is None else best["confirmed"]["faults"]
+    name = record["model"]["name"]
+    if faults:
+        lines.append(
+            f"next     {faults} texts DIFFER from plain decoding's: layerskip check {name}"
+        )
+    elif won is None:
+        lines.append(
+            "next     decode plainly; or search with more prompts, trials or a wider space"
+        )
+    elif won["confirmed"] is None:
+        lines.append(f"next     time it: layerskip benchmark {name} --skip {skip}")
+    else:
+        lines.append(f"next     use it: layerskip generate {name} --skip {skip} --prompt TEXT")
+    return "\n".join(lines)
+
+
+def _worth(row: Mapping[str, Any]) -> float:
+    """A finalist's speedup, as far as it is known."""
+    held_out, timed = row["predicted_held_out"], row["confirmed"]
+    known: float = row["predicted"] if held_out is None else held_out
+    return known if timed is None else timed["speedup"]
+
+
+def _gain(row: Mapping[str, Any]) -> str:
+    """A finalist's speedup on the clock, its interval, and its price."""
+    held_out, timed = row["predicted_held_out"], row["confirmed"]
+    on = "the traced prompts" if held_out is None else "prompts held out"
+    price = f"priced at {row['predicted'] if held_out is None else held_out:.2f}x on {on}"
+    if timed is None:
+        return f"{row['name']}: {price}, not timed"
+    interval = "no interval"
+    if timed["low"] is not None:
+        interval = f"95% interval {timed['low']:.2f}-{timed['high']:.2f}"
+    return f"{row['name']}: {timed['speedup']:.2f}x plain decoding ({interval}), {price}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
