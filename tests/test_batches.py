@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
-from test_engine import SKIPS, check_cache, decoder, play, request
+from test_engine import SKIPS, check_cache, decoder, held, play, request
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding
@@ -221,6 +221,14 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     slots = run.session.cache.slots
     assert run.stats.compacted_bytes <= sum(sizes[1:]) * slots * token_bytes
     assert (run.stats.compacted_bytes > 0) == (len(sizes) > 1)
+
+
+def test_what_finished_rows_held_is_freed(llama: Any) -> None:
+    run = scripted(llama, (9, *[2] * 15))
+    with torch.no_grad():
+        before, *_, after = (held(run) for _ in run.rounds())
+    assert len(run.session.rows) == 1
+    assert after == before // 16
 
 
 def test_finished_rows_fill_up_a_power_of_two_the_shortest_first(llama: Any) -> None:

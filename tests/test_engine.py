@@ -19,6 +19,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.decoding.rounds import Round
+from layerskip.model import cache, compiled
 from layerskip.model.sublayers import Sublayers
 
 SKIPS = {
@@ -178,6 +179,141 @@ def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None
         session.commit(0, 1)  # as if the draft's own keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
             check_cache(run)
+
+
+def held(run: Decoder) -> int:
+    """Bytes of all keys and values."""
+    cache = run.session.cache
+    return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
+
+
+def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
+    """Of 32,768 tokens allowed five come: room for some hundred is all that is ever held."""
+    model = lively_model("llama", max_position_embeddings=40_000)
+    text = greedy_text(model, (6,), 5)[0]
+    run = decoder(model, request((6,), new_tokens=32_768, eos=frozenset({text[4]})))
+    play(run)
+    slot = 2 * 6 * 2 * 8 * 8  # keys and values of 6 layers, 2 heads, 8 dimensions of 8 bytes
+    assert len(run.emitted[0]) <= 5
+    assert 0 < held(run) <= 321 * slot
+    assert run.session.cache.slots > 32_768
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@torch.no_grad()
+def test_a_long_text_holds_less_than_twice_its_slots(execution: str) -> None:
+    model = lively_model("llama", max_position_embeddings=40_000, num_hidden_layers=2)
+    asked = request((700,), new_tokens=32_768)
+    run = Decoder(Sublayers(model, execution), SkipConfig(), Fixed(4), asked, max_draft_length=4)
+    rounds, sizes = run.rounds(), set()
+    while len(run.emitted[0]) < 900:
+        next(rounds)
+        sizes.add(run.session.cache.size)
+        assert held(run) <= 2 * (run.session.lengths[0] + 5) * 2 * 2 * 2 * 8 * 8
+    assert len(sizes) == 2  # it grew once: copies are rare
+    want = model.generate(asked.input_ids, max_new_tokens=900, do_sample=False)[0, 700:]
+    assert run.emitted[0][:900] == want.tolist()
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers have next to no room to spare, so that a text crosses many edges."""
+    monkeypatch.setattr(cache, "_MORE", 1)
+    monkeypatch.setattr(cache, "whole", lambda slots: slots)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_texts_across_growing_buffers(family: str, execution: str) -> None:
+    """Ragged rows that draft, fall back and end at and around the edges."""
+    model = lively_model(family)
+    asked = request(
+        (2, 9, 1, 5), new_tokens=60, stop=lambda row, seen: seen.shape[1] > 60 - 9 * row
+    )
+    want = decoder(model, asked, longest=0)
+    sizes: list[int] = []
+    edges = 0  # rounds that fell back across the slots that buffers had before
+    run = decoder(model, asked, skip="scattered", controller=Erratic(), execution=execution)
+    for _ in run.rounds():
+        size = run.session.cache.size
+        if sizes and size > sizes[-1]:
+            edges += max(run.session.lengths) < sizes[-1]
+        sizes.append(size)
+        check_cache(run)
+    play(want)
+    assert run.emitted == want.emitted
+    assert len(set(sizes)) > 4
+    assert edges > 0
+
+
+@pytest.mark.slow
+def test_growing_buffers_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_MORE", 1)
+    model = lively_model("llama", num_hidden_layers=2)
+
+    def run(new_tokens: int) -> Decoder:
+        asked = request((5,), new_tokens=new_tokens)
+        made = Decoder(
+            Sublayers(model, "compiled"),
+            SkipConfig.early_exit(1).resolve(2),
+            Script(3, 0, 4),
+            asked,
+            max_draft_length=4,
+        )
+        play(made)
+        return made
+
+    run(9)
+    before = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    long = run(200)
+    after = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert long.session.cache.size > 200
+    assert after == before
+    want = model.generate(long.request.input_ids, max_new_tokens=200, do_sample=False)
+    assert long.emitted[0] == want[0, 5:].tolist()
+
+
+# ---------------------------------------------------------------------------------------------
+# Masks.
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_layers_may_differ_in_dtype(attention: str) -> None:
+    """As with quantised or adapted layers, which compute in a dtype of their own."""
+    model = lively_model("llama")
+    model.set_attn_implementation(attention)
+    attend = model.model.layers[1].self_attn.float()
+
+    def into(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        angles = tuple(table.float() for table in kwargs["position_embeddings"])
+        hidden = kwargs["hidden_states"].float()
+        return args, kwargs | {"hidden_states": hidden, "position_embeddings": angles}
+
+    attend.register_forward_pre_hook(into, with_kwargs=True)
+    attend.register_forward_hook(lambda module, args, out: (out[0].double(), *out[1:]))
+    run = decoder(model, request(), skip="scattered", controller=Erratic())
+    play(run)
+    assert run.session.model.execution == "modules"
+    for text, emitted in zip(run.session.prompts, run.emitted, strict=True):
+        want = model.generate(text[None], max_new_tokens=20, do_sample=False)
+        assert emitted == want[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_bool_and_additive_masks_give_the_same_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    queries, slots = torch.tensor([[5, 6, 7], [2, 3, 4]]), torch.arange(8)  # rows at two lengths
+    q, k, v = (torch.randn(2, 4, n, 16).to(dtype) for n in (3, 8, 8))
+    for window in (None, 3):
+        seen = cache.causal(queries, slots, window)  # (B, 1, T, S)
+        assert seen.any(-1).all()  # no query without a slot to see: that would be 0 / 0
+        attend = torch.nn.functional.scaled_dot_product_attention
+        assert torch.equal(attend(q, k, v, seen), attend(q, k, v, cache.additive(seen, dtype)))
+        # and a slot that is not seen counts nothing
+        wild = torch.where(seen.any(2)[0, 0, :, None], k, 30 * k)
+        assert torch.equal(attend(q, wild, v, seen)[0], attend(q, k, v, seen)[0])
 
 
 # ---------------------------------------------------------------------------------------------

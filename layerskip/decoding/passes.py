@@ -84,6 +84,7 @@ class Session:
         # gamma + 1 slack slots: rows that drafted less ride along as padding behind their end
         slots = total + max_draft_length + 1
         self.cache = model.new_cache(len(prompts), slots)
+        self.cache.reserve(max(self.prompt_lengths))
         self.rotary = model.rotary(slots, total)
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)

@@ -53,7 +53,7 @@ class DecodingStats:
         num_sequences: rows, each of which got one token from the prefill.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
         num_compactions: times finished rows were left behind, and the cache's other rows moved up.
-        compacted_bytes: keys and values that this copied; nothing else ever copies them.
+        compacted_bytes: keys and values that this copied.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
 

@@ -1,8 +1,10 @@
-"""Static key-value buffers with a length per row; knows nothing of models, tokens or laws.
+"""Key-value buffers with a length per row; knows nothing of models, tokens or laws.
 
 One buffer per attention layer, written by position. Rolling back is forgetting: the engine lowers
-a row's length, and the slots behind it are overwritten before anything reads them. Nothing is ever
-copied but by `keep`, when rows are left behind.
+a row's length, and the slots behind it are overwritten before anything reads them. Keys and values
+are copied when the buffers grow, by half each time and 256 slots at least, and by `keep`, when rows
+are left behind. So buffers hold less than twice the slots in use (beyond the first few hundred),
+and one layer's once more while they are copied.
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -14,10 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MORE = 256  # slots that buffers grow by, at least
+
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
     """Integers as a tensor on a device, for whose pending work the host does not wait."""
     return torch.tensor(values).to(device, non_blocking=True)
+
+
+def whole(slots: int) -> int:
+    """A number of slots rounded up, by a quarter at most beyond 256, to one of few."""
+    unit = 1 << max(6, slots.bit_length() - 3)
+    return -(-slots // unit) * unit
+
+
+def capacity(slots: int) -> int:
+    """Slots to allocate: never are all of them in use, which would be another case to compile."""
+    return whole(slots) + 1
 
 
 class RowCache:
@@ -29,14 +44,18 @@ class RowCache:
 
     Args:
         rows: number of rows B.
-        slots: capacity S of every row.
+        slots: the most slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention. Buffers are
             full length all the same (that is the memory price of rollback); windows are masked.
+
+    Attributes:
+        size: slots S that the buffers have now, more than any pass so far has used.
     """
 
     def __init__(self, rows: int, slots: int, windows: Sequence[int | None]) -> None:
         self.rows = rows
         self.slots = slots
+        self.size = 0
         self.windows = tuple(windows)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -52,6 +71,7 @@ class RowCache:
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
+        self.reserve(self.end)
         self.count = count
         self.start = starts[0]
         self._index.clear()
@@ -59,6 +79,26 @@ class RowCache:
         if not self.in_step:
             first = torch.tensor(starts)[:, None]  # (B, 1)
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
+
+    def reserve(self, slots: int) -> None:
+        """Let the buffers have so many slots; where they have not, half as many again."""
+        if slots >= self.size:
+            length, self.size = self.size, capacity(min(slots + max(slots // 2, _MORE), self.slots))
+            self._renew(slice(None), length)
+
+    def _renew(self, places: slice | list[int], length: int) -> int:
+        """Move rows, up to a length, into new buffers, layer by layer; the bytes this copied."""
+        copied = 0
+        for buffers in (self.keys, self.values):
+            for layer, old in buffers.items():
+                new = old.new_zeros(
+                    self.rows, old.shape[1], self.size, old.shape[3]
+                )  # (B, H, S, D)
+                moved = old[places, :, :length]  # (B, H, length, D)
+                new[:, :, :length] = moved
+                buffers[layer] = new
+                copied += moved.nbytes
+        return copied
 
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
@@ -74,7 +114,7 @@ class RowCache:
         """Write this pass's keys and values (B, H, T, D); return all there are to attend to."""
         if layer_idx not in self.keys:
             # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
-            shape = (self.rows, keys.shape[1], self.slots)
+            shape = (self.rows, keys.shape[1], self.size)
             self.keys[layer_idx] = keys.new_zeros(*shape, keys.shape[3])  # (B, H, S, D)
             self.values[layer_idx] = values.new_zeros(*shape, values.shape[3])  # (B, H, S, D)
         all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
@@ -96,21 +136,13 @@ class RowCache:
     def keep(self, places: Sequence[int], length: int) -> int:
         """Let the rows at `places` (ascending), up to a length, be all there are from now on.
 
-        They move to the front of the buffers, whose other rows are never read again.
+        They move to buffers of their own, so that what the others held is freed.
 
         Returns:
             The bytes copied.
         """
         self.rows = len(places)
-        copied = 0
-        for buffers in (self.keys, self.values):
-            for layer, buffer in buffers.items():
-                kept = buffer[: self.rows]  # (R, H, S, D)
-                moved = buffer[list(places), :, :length]  # (R, H, length, D)
-                kept[:, :, :length] = moved
-                buffers[layer] = kept
-                copied += moved.nbytes
-        return copied
+        return self._renew(list(places), length)
 
     def needs_mask(self, window: int | None) -> bool:
         """Whether attention in this pass needs a mask beyond what `update` already leaves out.
@@ -124,20 +156,28 @@ class RowCache:
             return False
         return self.start > 0 or (window is not None and self.end > window)
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """Additive attention mask, (B or 1, 1, T, end): 0 where a query sees a slot."""
+    def seen(self, window: int | None, device: Any) -> Tensor:
+        """Which slots each query of the pass sees, (B or 1, 1, T, end) bool."""
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
             queries = self.placed(device)  # (B, T)
-        return additive_mask(queries, torch.arange(self.end, device=device), window, dtype)
+        return causal(queries, torch.arange(self.end, device=device), window)
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
+        """`seen` as the attention mask of a dtype: bool as it is, otherwise `additive`."""
+        mask = self.seen(window, device)  # (B or 1, 1, T, end)
+        return mask if dtype is torch.bool else additive(mask, dtype)
 
 
-def additive_mask(queries: Tensor, slots: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(B, 1, T, S) for queries at slots (B, T): 0 where they see each of some slots (S,)."""
+def causal(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
+    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots (S,)."""
     queries = queries[:, None, :, None]  # (B, 1, T, 1)
-    hidden = slots > queries  # (B, 1, T, S)
-    if window is not None:
-        hidden = hidden | (slots <= queries - window)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=queries.device)  # (B, 1, T, S)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+    past = slots <= queries  # (B, 1, T, S)
+    return past if window is None else past & (slots > queries - window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as one to add to scores: 0 where a query sees a slot, else the dtype's least."""
+    out = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return out.masked_fill_(~mask, torch.finfo(dtype).min)

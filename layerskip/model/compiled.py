@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model.cache import RowCache, additive_mask
+from layerskip.model.cache import RowCache, additive, causal, whole
 from layerskip.model.lean import Attention, Block, gathered
 
 Function = Callable[..., Tensor]
@@ -39,17 +39,6 @@ _seconds = 0.0  # spent on compiling, by this process
 def compile_seconds() -> float:
     """Seconds that this process has spent on compiling passes."""
     return _seconds
-
-
-def capacity(slots: int) -> int:
-    """Slots to allocate: never are all of them in use, which would be another case to compile."""
-    return whole(slots) + 1
-
-
-def whole(slots: int) -> int:
-    """A number of slots rounded up, by a quarter at most beyond 256, to one of few."""
-    unit = 1 << max(6, slots.bit_length() - 3)
-    return -(-slots // unit) * unit
 
 
 @cache
@@ -109,7 +98,7 @@ class Compiled:
         layers = [block.layer for block in blocks if isinstance(block, Attention)]
         rows, count, _ = hidden.shape
         captured = hidden.device.type == "cuda"
-        hidden, slots = _padded(hidden, step.slots, cache.slots, powers=captured)
+        hidden, slots = _padded(hidden, step.slots, cache.size, powers=captured)
         arguments = (
             blocks,
             hidden.contiguous(),
@@ -226,7 +215,7 @@ def _pass(
             hidden = block(hidden, None)
             continue
         if block.window not in masks:
-            masks[block.window] = additive_mask(slots, used, block.window, hidden.dtype)
+            masks[block.window] = additive(causal(slots, used, block.window), hidden.dtype)
         q, k, v = block.inputs(hidden, rope[block.kind])
         all_keys, all_values = next(buffers)
         all_keys[rows, :, slots] = k.transpose(1, 2)

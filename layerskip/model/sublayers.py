@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from layerskip.model import compiled
 from layerskip.model import lean as fused
-from layerskip.model.cache import RowCache
+from layerskip.model.cache import RowCache, capacity
 from layerskip.model.draft_head import TrimmedHead, spread, trimmed_head
 from layerskip.model.products import Function, Linear, best_linear, compilable, matrices, plain
 from layerskip.model.wrappers import UnsupportedModelError, unwrapped
@@ -101,8 +101,12 @@ class Pass:
         self.rope: Mapping[str, Any] = rotary.at(cache)
         # the eager kernel knows no causality of its own; sdpa does when it is given no mask
         always = model.eager and cache.count > 1
+        # sdpa takes bool whatever dtype a layer has, and makes of it what `additive` is made of
+        # once for all layers where they have one dtype
+        bool_ = model.execution == "modules" and not model.eager
+        dtype = torch.bool if bool_ else model.dtype
         self.masks: dict[int | None, Tensor | None] = {
-            window: cache.mask(window, model.dtype, model.device)
+            window: cache.mask(window, dtype, model.device)
             if always or cache.needs_mask(window)
             else None
             for window in model.distinct_windows
@@ -301,10 +305,13 @@ class Sublayers:
             if device is not None:
                 hidden = hidden.to(device)
             mask = step.masks[window]
+            if mask is not None:  # an additive one in the layer's own dtype
+                dtype = mask.dtype if mask.dtype is torch.bool else hidden.dtype
+                mask = mask.to(hidden.device, dtype)
             out: Tensor = attend(
                 hidden_states=before(hidden),
                 position_embeddings=step.rope[kind],
-                attention_mask=mask if mask is None or device is None else mask.to(device),
+                attention_mask=mask,
                 past_key_values=step.cache,
             )[0]  # (B, T, H)
             if after is not None:
@@ -332,15 +339,12 @@ class Sublayers:
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
-        return RowCache(rows, self._rounded(slots), self.windows)
-
-    def _rounded(self, slots: int) -> int:
-        return slots if self._compiled is None else compiled.capacity(slots)
+        return RowCache(rows, slots, self.windows)
 
     def rotary(self, slots: int, total: int) -> Rotary | fused.Rotary:
         """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
-        slots = self._rounded(slots)
-        positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
+        size = slots if self._compiled is None else capacity(slots)  # those of padding, too
+        positions = torch.arange(size, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         kinds = dict.fromkeys(self.layer_types)
         if self.family.rope_by_type:

@@ -96,8 +96,8 @@ class ChainCache(RowCache):
         """Always: chains of a group must not see each other."""
         return True
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """Additive attention mask, (B, 1, G, end): 0 where a chain sees a slot."""
+    def seen(self, window: int | None, device: Any) -> Tensor:
+        """Which slots each chain sees, (B, 1, G, end) bool."""
         steps = self._fed()
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
         slots = torch.arange(self.known, device=device)  # (S,)
@@ -109,6 +109,4 @@ class ChainCache(RowCache):
             text = text & (slots > place - window)
             ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
             own = own & (ages < window)
-        seen = torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)  # (B, 1, G, end)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+        return torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
