@@ -6,10 +6,13 @@ Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -31,7 +34,16 @@ from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.sublayers import Sublayers, fingerprint
 from layerskip.model.wrappers import unwrapped
-from layerskip.served import check_ids, checked_mask, end_tokens, padded, per_step, stop_of, warpers
+from layerskip.served import (
+    check_ids,
+    check_one_row,
+    checked_mask,
+    end_tokens,
+    padded,
+    per_step,
+    stop_of,
+    warpers,
+)
 from layerskip.timing.tables import analytic, cost_table, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
@@ -71,6 +83,9 @@ class LayerSkipDecoding:
     One object may serve several models and threads. Greedy output equals
     `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
     is a function of model, prompt, settings and seed alone, whatever is drafted.
+
+    A `streamer` of `model.generate()` is served, but where the library itself refuses the call
+    nobody ends it: use `layerskip.generate`, which does, where something waits for its end.
 
     Many calls on one small model are faster inside of `with layerskip.joined(model)`.
 
@@ -153,31 +168,29 @@ class LayerSkipDecoding:
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig | None = None,
+        streamer: Any = None,
         layerskip_streamer: Any = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
 
-        transformers 5.23 drops `streamer` on this way; it does hand over `layerskip_streamer`,
-        which gets new tokens as 1-D tensors, a round at a time (batch 1).
-
         Raises:
             ValueError: something asked for cannot be served; the message names it.
         """
-        streamer = model_kwargs.pop("streamer", None) or layerskip_streamer
-        try:
+        greeted = streamer or _streamer_of_the_call()  # the library gave it the prompt
+        with _ending(greeted or layerskip_streamer):
+            if greeted is None and layerskip_streamer is not None:
+                check_one_row(input_ids)
+                layerskip_streamer.put(input_ids.cpu())  # (1, W)
             return self._decode(
                 model,
                 input_ids,
                 logits_processor,
                 stopping_criteria,
                 generation_config or model.generation_config,
-                streamer,
-                model_kwargs,
+                greeted or layerskip_streamer,
+                **model_kwargs,
             )
-        finally:
-            if streamer is not None:
-                streamer.end()  # whatever happened: somebody may be waiting for the next token
 
     def _decode(
         self,
@@ -185,14 +198,15 @@ class LayerSkipDecoding:
         input_ids: Tensor,
         logits_processor: LogitsProcessorList | None,
         stopping_criteria: StoppingCriteriaList | None,
-        config: GenerationConfig,
+        generation_config: GenerationConfig,
         streamer: Any,
-        model_kwargs: dict[str, Any],
+        **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
+        config = generation_config  # the library's name for it, as of the others
         attention_mask = checked_mask(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
-        if streamer is not None and rows > 1:
-            raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
+        if streamer is not None:
+            check_one_row(input_ids)
         criteria = list(stopping_criteria or [])
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -280,6 +294,28 @@ class LayerSkipDecoding:
         return [(seed, row) for row in range(rows)]
 
 
+@contextmanager
+def _ending(streamer: Any) -> Iterator[None]:
+    """End the streamer, whatever happens: somebody may be waiting for the next token."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def _streamer_of_the_call() -> Any:
+    """The `streamer` given to the `model.generate()` that is calling.
+
+    transformers 5.23 hands it to no callable, and whoever reads from it would wait for ever.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
+
+
 def _warn_foreign(skip: SkipConfig, model: Any) -> None:
     name = getattr(model, "name_or_path", None) or None
     own_hash = fingerprint(model) if skip.model_hash else None
@@ -309,35 +345,36 @@ def generate(
         model: a supported causal language model.
         inputs: token ids (B, W), left-padded, or a tokenizer's output.
         skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
-        streamer: gets the new tokens as 1-D tensors, a round at a time; batch 1 only.
+        streamer: gets the prompt, then new tokens as 1-D tensors, a round at a time; one row only.
+            It is ended whatever happens.
         tokenizer: needed for `stop_strings`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
-    settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-    decoding = LayerSkipDecoding(skip, **settings)
-    ends = StoppingCriteriaList(stopping_criteria or [])
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
-        ends.append(StopStringCriteria(tokenizer, stop_strings))
-    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    if "input_ids" in given:  # the library says what else it misses
-        check_ids(given["input_ids"])
-    if kwargs.get("synced_gpus"):
-        raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
-    if kwargs.pop("assistant_model", None) is not None:
-        raise ValueError(
-            "assistant_model is not supported: the model drafts for itself; leave it out"
+    with _ending(streamer):
+        settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
+        decoding = LayerSkipDecoding(skip, **settings)
+        ends = StoppingCriteriaList(stopping_criteria or [])
+        if stop_strings is not None:
+            if tokenizer is None:
+                raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
+            ends.append(StopStringCriteria(tokenizer, stop_strings))
+        given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        if "input_ids" in given:  # the library says what else it misses
+            check_ids(given["input_ids"])
+        if kwargs.get("synced_gpus"):
+            raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
+        if kwargs.pop("assistant_model", None) is not None:
+            raise ValueError(
+                "assistant_model is not supported: the model drafts for itself; leave it out"
+            )
+        output = model.generate(
+            **given,
+            custom_generate=partial(decoding._decode, streamer=streamer),
+            streamer=streamer,
+            stopping_criteria=ends,
+            **({"return_dict_in_generate": True} | kwargs),
         )
-    output = model.generate(
-        **given,
-        custom_generate=decoding,
-        streamer=streamer,
-        layerskip_streamer=streamer,
-        stopping_criteria=ends,
-        **({"return_dict_in_generate": True} | kwargs),
-    )
-    return output  # type: ignore[no-any-return]
+        return output  # type: ignore[no-any-return]
 
 
 _SETTINGS = {

@@ -84,12 +84,24 @@ def checked_mask(
     return mask
 
 
-def check_ids(input_ids: Tensor) -> None:
+def check_ids(input_ids: Any) -> None:
+    """Refuse what is not a batch of prompts in token ids, (B, W)."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"prompts must be a tensor of token ids, got {type(input_ids).__name__}; tokenize text "
+            'first and pass what comes out: tokenizer(text, return_tensors="pt")'
+        )
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(
             "input_ids must be (rows, tokens) with at least one token each, "
             f"got shape {tuple(input_ids.shape)}"
         )
+
+
+def check_one_row(input_ids: Tensor) -> None:
+    rows = len(input_ids)
+    if rows > 1:
+        raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
 
 
 def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -633,13 +634,36 @@ def test_streamer_gets_the_prompt_then_new_tokens_then_the_end(llama: Any) -> No
     check_stream(recorder.events, ids, out.sequences)
 
 
-def test_layerskip_streamer_reaches_through_generate(llama: Any) -> None:
-    """`model.generate()` keeps `streamer` to itself on the custom path."""
+@pytest.mark.parametrize("name", ["streamer", "layerskip_streamer"])
+def test_streamers_reach_through_the_librarys_generate(llama: Any, name: str) -> None:
+    """It hands a callable no `streamer` on, and gives the prompt to no other."""
     ids, recorder = prompt(6), Recorder()
-    out = llama.generate(
-        ids, custom_generate=decoding(), layerskip_streamer=recorder, max_new_tokens=12
-    )
-    check_stream([ids, *recorder.events], ids, out)
+    out = llama.generate(ids, custom_generate=decoding(), max_new_tokens=12, **{name: recorder})
+    check_stream(recorder.events, ids, out)
+
+
+def test_a_streamer_given_twice_gets_everything_once(llama: Any) -> None:
+    ids, recorder = prompt(6), Recorder()
+    both = {"streamer": recorder, "layerskip_streamer": recorder}
+    out = llama.generate(ids, custom_generate=decoding(), max_new_tokens=12, **both)
+    check_stream(recorder.events, ids, out)
+
+
+def test_generate_ends_a_streamer_that_nobody_got_to(llama: Any) -> None:
+    ask: list[dict[str, Any]] = [
+        {"max_new_tokens": 0},  # refused by the library
+        {"unknown": 1},
+        {"seed": 1.5},  # by the settings
+        {"stop_strings": ["x"]},
+        {"inputs": "text"},
+    ]
+    for how in ask:
+        recorder = Recorder()
+        with pytest.raises((ValueError, TypeError)):
+            layerskip.generate(
+                llama, **({"inputs": prompt(6), "skip": SKIP, "streamer": recorder} | how)
+            )
+        assert recorder.events.count("end") == 1, how
 
 
 def test_streamer_ends_exactly_once_whatever_fails(llama: Any) -> None:
@@ -764,6 +788,25 @@ def test_prompts_that_are_none(llama: Any) -> None:
             next(layerskip.decode(llama, wrong, skip=SKIP))
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         next(layerskip.decode(llama, ids, mask, skip=SKIP, max_new_tokens=0))
+
+
+def test_text_is_refused_with_the_next_step(llama: Any) -> None:
+    for wrong in ("text", ["text"], [1, 2], {"input_ids": [[1, 2]]}):
+        with pytest.raises(
+            TypeError, match=r"must be a tensor .*: tokenizer\(text, return_tensors"
+        ):
+            layerskip.generate(llama, wrong, skip=SKIP)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a tensor of token ids, got str"):
+        next(layerskip.decode(llama, "text", skip=SKIP))  # type: ignore[arg-type]
+
+
+def test_a_decoding_can_be_copied_and_pickled(llama: Any) -> None:
+    shared = decoding(seed=3, draft_vocabulary=range(2, 60), max_draft_length=4)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True}
+    want = llama.generate(prompt(6), custom_generate=shared, **how).tolist()
+    for twin in (copy.copy(shared), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
+        assert vars(twin) == vars(shared)
+        assert llama.generate(prompt(6), custom_generate=twin, **how).tolist() == want
 
 
 def test_lengths_past_the_positions_are_refused(llama: Any) -> None:
@@ -1067,8 +1110,10 @@ def test_a_wrapped_model_with_adapted_layers_is_served_by_every_door() -> None:
 def test_virtual_tokens_are_refused_by_every_door(door: str) -> None:
     tuned = Wrapper(lively_model("llama"), is_prompt_learning=True, peft_type="PROMPT_TUNING")
     ask: dict[str, Callable[[], Any]] = {
-        "model.generate": lambda: tuned.generate(prompt(5), custom_generate=decoding()),
-        "generate": lambda: layerskip.generate(tuned, prompt(5), skip=SKIP),
+        "model.generate": lambda: tuned.generate(
+            prompt(5), custom_generate=decoding(), max_length=9
+        ),
+        "generate": lambda: layerskip.generate(tuned, prompt(5), skip=SKIP, max_new_tokens=4),
         "decode": lambda: next(layerskip.decode(tuned, prompt(5), skip=SKIP)),
     }
     with pytest.raises(UnsupportedModelError, match=r"PROMPT_TUNING|prepare_inputs_for_generation"):
