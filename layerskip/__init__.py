@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from layerskip.model.joined import joined
     from layerskip.model.sublayers import fingerprint
     from layerskip.model.wrappers import UnsupportedModelError
+    from layerskip.shelf import shipped
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOME = {
     "fingerprint": "layerskip.model.sublayers",
     "generate": "layerskip.generation",
     "joined": "layerskip.model.joined",
+    "shipped": "layerskip.shelf",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "fingerprint",
     "generate",
     "joined",
+    "shipped",
 ]
 
 

@@ -15,15 +15,9 @@ from layerskip.config import SkipConfig
 from layerskip.model.sublayers import FAMILIES
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
-
-SHIPPED = ("demo-llama", "demo-gemma2")
-"""Models that come with the package."""
+from layerskip.shelf import SHIPPED, shipped
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-
-_SHELF = Path(__file__).parent / "models"
-SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
-"""Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +152,11 @@ def _folder(name: str) -> Path | None:
     """The folder that a name means; None where it can only be a Hub id."""
     if not name.strip():
         raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
-    folder = _SHELF / name if name in SHIPPED else Path(name)
+    folder = shipped(name) if name in SHIPPED else Path(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
         return folder
-    if name in SHIPPED:
-        raise ValueError(f"the shipped model {name} is missing from this installation")
     if folder.exists():
         raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

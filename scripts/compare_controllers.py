@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import layerskip
-from layerskip.checkpoints import SHIPPED_PROMPTS, Loaded, encode, load
+from layerskip.checkpoints import Loaded, encode, load
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS, Controller, make_controller
@@ -31,6 +31,7 @@ from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.simulation import count_rounds, simulate
 from layerskip.replay.trace import take_trace
+from layerskip.shelf import SHIPPED_PROMPTS
 
 EXITS = {"demo-llama": 3, "demo-gemma2": 12}
 HELD_OUT = 8  # prompts of each kind

@@ -26,7 +26,7 @@ import optuna
 import torch
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
-from layerskip.checkpoints import SHIPPED, SHIPPED_PROMPTS, Loaded, encode, load
+from layerskip.checkpoints import Loaded, encode, load
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt, read_prompts
 from layerskip.replay.exits import law_of
@@ -36,6 +36,7 @@ from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.search.study import Evaluation
 from layerskip.served import end_tokens
+from layerskip.shelf import SHIPPED, SHIPPED_PROMPTS
 
 HELD_OUT = 4  # prompts of each kind that are left alone
 NEW_TOKENS = 64

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom: the packages (and single files) of every floor. A file imports from its own
 # package and from floors below; packages of one floor do not see each other.
 FLOORS: list[set[str]] = [
-    {"config", "prompts", "environment", "costs", "files"},  # words
+    {"config", "prompts", "shelf", "environment", "costs", "files"},  # words
     {"model", "vocabulary"},
     {"decoding", "training"},
     {"timing"},
@@ -189,6 +189,7 @@ def loaded_by(*arguments: str) -> set[str]:
         ("layerskip", HEAVY),
         ("layerskip.config", HEAVY),
         ("layerskip.prompts", HEAVY),
+        ("layerskip.shelf", HEAVY),
         ("layerskip.environment", HEAVY),
         ("layerskip.search", HEAVY),
         ("layerskip.analysis", {"torch", "transformers"}),

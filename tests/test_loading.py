@@ -8,10 +8,12 @@ from checkpoints import save_checkpoint, tiny_tokenizer
 from models import prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
-from layerskip.checkpoints import DTYPES, SHIPPED_PROMPTS, encode, load
+import layerskip
+from layerskip.checkpoints import DTYPES, encode, load
 from layerskip.config import SkipConfig
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt, read_prompts
+from layerskip.shelf import SHIPPED, SHIPPED_PROMPTS
 
 
 @pytest.fixture
@@ -116,3 +118,13 @@ def test_prompts_are_shipped():
     prompts = read_prompts(SHIPPED_PROMPTS)
     assert len(prompts) >= 60
     assert len({prompt.category for prompt in prompts}) == 3
+
+
+def test_shipped_models_have_a_folder(monkeypatch, tmp_path):
+    for name in SHIPPED:
+        assert (layerskip.shipped(name) / "config.json").exists()
+    with pytest.raises(ValueError, match="one of demo-llama, demo-gemma2, got 'demo'"):
+        layerskip.shipped("demo")
+    monkeypatch.setattr("layerskip.shelf._SHELF", tmp_path)
+    with pytest.raises(ValueError, match="demo-llama is missing from this installation"):
+        load("demo-llama")

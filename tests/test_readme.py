@@ -16,8 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_program_runs(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_the_program_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside of a checkout
     exec(compile(PROGRAMS[0], "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed.startswith("def fib(n):")

@@ -230,8 +230,8 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     """The prompts of a file, else those shipped with the model."""
-    from layerskip.checkpoints import SHIPPED
     from layerskip.prompts import read_prompts
+    from layerskip.shelf import SHIPPED
 
     if path is not None:
         return read_prompts(path)
@@ -245,8 +245,8 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
 
 def shipped_prompts(per_category: int | None) -> list[Prompt]:
     """The first few prompts of each category; None takes all."""
-    from layerskip.checkpoints import SHIPPED_PROMPTS
     from layerskip.prompts import read_prompts
+    from layerskip.shelf import SHIPPED_PROMPTS
 
     return first_of_each(read_prompts(SHIPPED_PROMPTS), per_category)
 
