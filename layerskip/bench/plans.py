@@ -140,14 +140,12 @@ class Plan:
 
     def _best_exit(self) -> tuple[str, SkipConfig]:
         """The exit of the highest predicted speedup, from a trace of a few prompts."""
-        best = best_exit(
+        layer, speedup = best_exit(
             self.trace["what_if"],
-            lambda layer: cost_table(self.sublayer_costs, SkipConfig.early_exit(layer)),
+            lambda exit_: cost_table(self.sublayer_costs, SkipConfig.early_exit(exit_)),
         )
-        self.talk.say(
-            f"best exit of a quick trace: {best.exit_layer} (predicted {best.speedup:.2f}x)"
-        )
-        return f"exit-{best.exit_layer}", SkipConfig.early_exit(best.exit_layer)
+        self.talk.say(f"best exit of a quick trace: {layer} (predicted {speedup:.2f}x)")
+        return f"exit-{layer}", SkipConfig.early_exit(layer)
 
     def methods(
         self,

@@ -6,7 +6,7 @@ Knows traces, replays and counts; no clock: prices come from the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,32 +111,34 @@ def agreement(trace: Trace) -> list[dict[str, Any]]:
     likeliest = all_starts("likeliest")
     agrees = likeliest == likeliest[-1] if trace.law.do_sample else matches  # (L, N)
     confidences = all_starts("confidences").double()
-    exits = []
-    for row in range(trace.model.num_layers - 1):
-        sure, matched = confidences[row], matches[row]  # (N,) each
-        which = (sure * BINS).long().clamp(0, BINS - 1)
-        bins = []
-        for number in range(BINS):
-            mine = (which == number) & sure.isfinite()
-            count = int(mine.sum())
-            bins.append(
-                {
-                    "low": number / BINS,
-                    "high": (number + 1) / BINS,
-                    "count": count,
-                    "mean": float(sure[mine].mean()) if count else None,
-                    "matched": int(matched[mine].sum()),
-                }
-            )
-        exits.append(
-            {
-                "exit": row + 1,
-                "agreement": float(agrees[row].double().mean()),
-                "match": float(matched.double().mean()),
-                "confidence": bins,
-            }
-        )
-    return exits
+    bins = (confidences * BINS).long().clamp(0, BINS - 1)
+    bins[~confidences.isfinite()] = BINS  # in none
+    return [
+        {
+            "exit": row + 1,
+            "agreement": float(agrees[row].double().mean()),
+            "match": float(matches[row].double().mean()),
+            "confidence": [
+                _bin(number, confidences[row], matches[row], bins[row] == number)
+                for number in range(BINS)
+            ],
+        }
+        for row in range(trace.model.num_layers - 1)
+    ]
+
+
+def _bin(
+    number: int, confidences: torch.Tensor, matches: torch.Tensor, mine: torch.Tensor
+) -> dict[str, Any]:
+    """A bin's entry of the calibration table, of those tokens (N,) that are in it."""
+    count = int(mine.sum())
+    return {
+        "low": number / BINS,
+        "high": (number + 1) / BINS,
+        "count": count,
+        "mean": float(confidences[mine].mean()) if count else None,
+        "matched": int(matches[mine].sum()),
+    }
 
 
 def default_exits(num_layers: int) -> tuple[int, ...]:
@@ -163,60 +165,43 @@ def what_if(
         cost table needs for the exact price.
     """
     exits = default_exits(trace.model.num_layers) if exits is None else exits
-    table: dict[str, Any] = {
-        "exits": list(exits),
-        "draft_lengths": list(draft_lengths),
-        "thresholds": list(thresholds),
-        "rounds": [],
-        "drafted": [],
-        "emitted": [],
-        "lengths": [],
-    }
-    emitted = trace.starts  # whatever is drafted: the text is the target's
+    lengths = []
     for number, layer in enumerate(exits):
         progress("what-if table", number / len(exits))
         replayed = replay(trace, SkipConfig.early_exit(layer), max(draft_lengths))
-        lengths = [[count_rounds(replayed, d, t) for t in thresholds] for d in draft_lengths]
-        table["lengths"].append(lengths)
-        table["rounds"].append([[sum(counts) for counts in row] for row in lengths])
-        table["drafted"].append(
-            [[sum(d * n for d, n in enumerate(counts)) for counts in row] for row in lengths]
-        )
-        table["emitted"].append([[emitted for _ in row] for row in lengths])
-    return table
+        lengths.append([[count_rounds(replayed, d, t) for t in thresholds] for d in draft_lengths])
+
+    def each(total: Callable[[Sequence[int]], int]) -> list[list[list[int]]]:
+        return [[[total(counts) for counts in row] for row in rows] for rows in lengths]
+
+    return {
+        "exits": list(exits),
+        "draft_lengths": list(draft_lengths),
+        "thresholds": list(thresholds),
+        "rounds": each(sum),
+        "drafted": each(lambda counts: sum(d * n for d, n in enumerate(counts))),
+        "emitted": each(lambda _: trace.starts),  # whatever is drafted: the text is the target's
+        "lengths": lengths,
+    }
 
 
-@dataclass(frozen=True)
-class BestExit:
-    """A cell of the what-if table and the speedup over plain decoding it predicts."""
+def best_exit(table: Mapping[str, Any], costs: Callable[[int], CostTable]) -> tuple[int, float]:
+    """The exit of the what-if cell of the highest predicted speedup, and that speedup.
 
-    exit_layer: int
-    draft_length: int
-    threshold: float
-    speedup: float
-
-
-def best_exit(table: Mapping[str, Any], costs: Callable[[int], CostTable]) -> BestExit:
-    """The what-if cell of the highest predicted speedup; of equals the first, the shallowest exit.
+    Of equals the first, the shallowest exit.
 
     Args:
         table: a `what_if` table, or the record's.
         costs: the cost table of each exit layer, say `lambda e: layer_costs.table(early_exit(e))`.
     """
-    best: BestExit | None = None
-    for layer, by_length, totals in zip(
+    found = []
+    for layer, lengths, emitted in zip(
         table["exits"], table["lengths"], table["emitted"], strict=True
     ):
         prices = costs(layer)
-        for length, by_threshold, sums in zip(
-            table["draft_lengths"], by_length, totals, strict=True
-        ):
-            for threshold, counts, emitted in zip(
-                table["thresholds"], by_threshold, sums, strict=True
-            ):
-                cost = sum(n * prices.round_cost(d) for d, n in enumerate(counts))
-                if best is None or emitted / cost > best.speedup:
-                    best = BestExit(layer, length, threshold, emitted / cost)
-    if best is None:
+        for counts, tokens in zip(chain(*lengths), chain(*emitted), strict=True):
+            spent = sum(n * prices.round_cost(drafted) for drafted, n in enumerate(counts))
+            found.append((layer, tokens / spent))
+    if not found:
         raise ValueError("the what-if table has no exits; give at least one")
-    return best
+    return max(found, key=lambda pair: pair[1])
