@@ -764,19 +764,19 @@ def mean_regret(cells: tuple[Cell, ...] | list[Cell]) -> float:
 
 def test_expected_gain_ties_the_best_fixed_length_on_400_tokens() -> None:
     """The best of 0..8 is found by sweep on the very texts; expected-gain sweeps nothing."""
-    cells = regrets(400, texts=12)
+    cells = regrets(400, texts=8)
     assert mean_regret(cells) <= 0.0
     worst = max(cells, key=lambda cell: cell.regret)
     assert worst.regret <= 0.05, worst
 
 
 def test_expected_gain_never_loses_3_percent_to_plain_decoding_on_400_tokens() -> None:
-    worst = max(regrets(400, texts=12), key=lambda cell: cell.worst)
+    worst = max(regrets(400, texts=8), key=lambda cell: cell.worst)
     assert worst.worst <= 1 / 0.97, worst
 
 
 def test_expected_gain_beats_every_fixed_length_on_easy_and_hard_stretches() -> None:
-    cells = [cell for cell in regrets(400, texts=12) if cell.kind == "stretches 0.65"]
+    cells = [cell for cell in regrets(400, texts=8) if cell.kind == "stretches 0.65"]
     assert len(cells) == len(TABLES)
     cheap = [cell for cell in cells if cell.c <= 0.35]
     assert max(cell.regret for cell in cheap) <= -0.03
@@ -785,7 +785,7 @@ def test_expected_gain_beats_every_fixed_length_on_easy_and_hard_stretches() -> 
 
 @pytest.mark.parametrize(("length", "allowed"), [(64, 0.01), (128, 0.0)])
 def test_expected_gain_starts_well(length: int, allowed: float) -> None:
-    cells = regrets(length, texts=12)
+    cells = regrets(length, texts=8)
     assert mean_regret(cells) <= allowed
     assert max(cell.ours for cell in cells) <= 1.07  # plain decoding is 1
     informative = [cell for cell in cells if cell.kind.split()[0] in ("calibrated", "stretches")]

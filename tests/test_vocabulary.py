@@ -188,19 +188,21 @@ def wanted(family: str, sample: bool) -> list[list[int]]:
 @pytest.mark.parametrize("tokens", VOCABULARIES)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -> None:
-    for sample in (False, True):
-        for controller, execution in (("expected-gain", "modules"), (Erratic(), "fused")):
-            text, stats = decode(
-                family,
-                sample=sample,
-                skip=SKIP,
-                controller=controller,
-                draft_vocabulary=VOCABULARIES[tokens],
-                execution=execution,
-                seed=5 if sample else None,
-            )
-            assert text == wanted(family, sample)
-            assert stats.num_draft_tokens > 0
+    ways: list[tuple[Any, str]] = [("expected-gain", "modules"), (Erratic(), "fused")]
+    if tokens == "some":  # each way meets both
+        ways.reverse()
+    for sample, (controller, execution) in zip((False, True), ways, strict=True):
+        text, stats = decode(
+            family,
+            sample=sample,
+            skip=SKIP,
+            controller=controller,
+            draft_vocabulary=VOCABULARIES[tokens],
+            execution=execution,
+            seed=5 if sample else None,
+        )
+        assert text == wanted(family, sample)
+        assert stats.num_draft_tokens > 0
 
 
 def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
