@@ -9,7 +9,7 @@ import torch
 from cost_records import cost_record
 from models import FEW_FAMILIES, prompt, tiny_model
 from test_fused import assert_agree
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import layerskip
@@ -265,17 +265,21 @@ def test_some_matrices_of_every_shape_are_timed(monkeypatch):
 @pytest.mark.parametrize("way", ["plain", "onednn"])
 def test_products_are_judged_by_the_clock(monkeypatch, way):
     """One way takes 2 seconds, the others 3, but for the counts where all take the same."""
-    ways = [products.plain, products.onednn]
-    disturbed = 0
-    readings = [0.0]
-    for count in products._COUNTS:
-        for _ in range(products._SWEEPS):
-            for each in ways:
-                quick = each.__name__ == way and count != 4
-                disturbed += 1  # now and then a pass takes far longer
-                seconds = 50.0 if disturbed % 7 == 0 else 2.0 if quick else 3.0
-                readings += [readings[-1], readings[-1] + seconds]
-    monkeypatch.setattr(products.time, "perf_counter", iter(readings[1:]).__next__)
+    clock = {"now": 0.0, "other work": 10.0}
+
+    def taking_time(name: str) -> Any:
+        def product(x: Tensor) -> Tensor:
+            clock["now"] += 2.0 if name == way and x.shape[1] != 4 else 3.0
+            if clock["now"] > clock["other work"]:  # now and then a pass takes far longer
+                clock["now"] += 50.0
+                clock["other work"] = clock["now"] + 17.0
+            return x
+
+        return lambda weight, bias: product
+
+    for name in ("plain", "onednn"):
+        monkeypatch.setattr(products, name, taking_time(name))
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock["now"])
     chosen = products._measure([torch.ones(4, 4)])
     quick = getattr(products, way)
     assert chosen == (quick, quick, products.plain, quick, quick)
