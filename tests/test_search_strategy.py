@@ -15,6 +15,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from covering import covering
 from landscapes import Landscape, best_by_long_search
 from optuna.trial import TrialState
 
@@ -94,10 +95,12 @@ class TestQuality:
         assert best_trial(found).value >= 0.99 * optimum
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("exits", [False, True])
-    @pytest.mark.parametrize("seed", range(3))
-    @pytest.mark.parametrize(("num_layers", "trials"), [(16, 200), (24, 250), (32, 300)])
-    def test_comes_near_long_searches(self, num_layers, trials, seed, exits):
+    @pytest.mark.parametrize(
+        ("size", "seed", "exits"),
+        covering(((16, 200), (24, 250), (32, 300)), range(3), (False, True)),
+    )
+    def test_comes_near_long_searches(self, size, seed, exits):
+        num_layers, trials = size
         space = Space(kind="sublayer", num_layers=num_layers)
         landscape = Landscape(num_layers, seed, exits=exits)
         _, optimum = best_by_long_search(landscape, space)
