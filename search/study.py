@@ -112,7 +112,8 @@ def open_study(
         if not study.user_attrs and not study.get_trials(deepcopy=False):
             study.set_user_attr("layerskip", made_with)
         found = study.user_attrs.get("layerskip", {})
-    differing = [k for k in {**made_with, **found} if found.get(k) != made_with.get(k)]
+    known = _comparable(found, made_with)
+    differing = [k for k in {**made_with, **known} if known.get(k) != made_with.get(k)]
     if differing:
         raise ValueError(
             f"the study {name!r} was made with another {' and '.join(differing)}: "
@@ -120,6 +121,18 @@ def open_study(
             + ". Choose another study name or storage"
         )
     return study
+
+
+def _comparable(found: Mapping[str, Any], made_with: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a study was made with; a model's hash of another kind than today's counts as equal.
+
+    The word before its dash says of which kind a hash is; older versions wrote none.
+    """
+    then, now = found.get("model"), made_with.get("model")
+    if not isinstance(then, str) or not isinstance(now, str):
+        return found
+    alike = then.rpartition("-")[0] == now.rpartition("-")[0]
+    return found if alike else {**found, "model": now}
 
 
 def run(

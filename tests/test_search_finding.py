@@ -590,6 +590,26 @@ class TestStudy:
         assert weights.keys() == study.trials[0].params.keys()
 
 
+def test_a_model_in_a_wrapper_is_searched(llama: Any) -> None:
+    class Wrapper(torch.nn.Module):
+        """Shaped like PEFT's, which passes on what it lacks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = llama
+
+        def __getattr__(self, name: str) -> Any:
+            own = vars(self)["_modules"]
+            return own[name] if name in own else getattr(own["base_model"], name)
+
+        def get_base_model(self) -> Any:
+            return llama
+
+    wrapped, bare = (find(model, trials=3, held_out=HELD_OUT) for model in (Wrapper(), llama))
+    assert story(wrapped) == story(bare)
+    assert wrapped.skip.model_hash == bare.skip.model_hash
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "words"),

@@ -364,6 +364,17 @@ class TestStorage:
                 open_study(space, storage=path, identity=identity)
         open_study(other, storage=path, identity={"model": "a"}, name="another")
 
+    def test_a_model_hash_of_another_kind_says_nothing(self, tmp_path):
+        path = tmp_path / "study.log"
+        open_study(LAYERS, storage=path, identity={"model": "0f1e", "law": "a"})
+        open_study(LAYERS, storage=path, identity={"model": "weights-77", "law": "a"})
+        for identity in ({"model": "weights-77", "law": "b"}, {"model": "99", "law": "a"}):
+            with pytest.raises(ValueError, match=r"was made with another (law|model): "):
+                open_study(LAYERS, storage=path, identity=identity)
+        open_study(LAYERS, storage=path, identity={"model": "weights-1"}, name="new")
+        with pytest.raises(ValueError, match="another model: model 'weights-1' then, 'weights-2'"):
+            open_study(LAYERS, storage=path, identity={"model": "weights-2"}, name="new")
+
     def test_a_study_of_other_hands_is_refused(self, tmp_path):
         url = f"sqlite:///{tmp_path}/study.db"
         optuna.create_study(storage=url, study_name="layerskip").add_trial(
