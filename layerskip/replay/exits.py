@@ -100,17 +100,14 @@ def agreement(trace: Trace) -> list[dict[str, Any]]:
     Calibration: of the drafted tokens whose confidence lies in a bin, how many, their mean
     confidence, and how many matched.
     """
-    spans = [slice(0, text.starts) for text in trace.texts]
-    following = torch.cat([t.following[s] for t, s in zip(trace.texts, spans, strict=True)])  # (N,)
-
-    def all_starts(name: str) -> torch.Tensor:
-        tables = [getattr(t, name)[:, s] for t, s in zip(trace.texts, spans, strict=True)]
-        return torch.cat(tables, dim=1)  # (L, N)
-
-    matches = all_starts("drafted") == following  # (L, N)
-    likeliest = all_starts("likeliest")
+    following = torch.cat([text.following[: text.starts] for text in trace.texts])  # (N,)
+    tables = zip(*(text.exits for text in trace.texts), strict=True)  # by kind, then by text
+    drafted, sure, likeliest = (
+        torch.cat([t[:, : text.starts] for t, text in zip(table, trace.texts, strict=True)], dim=1)
+        for table in tables
+    )  # (L, N) each
+    matches, confidences = drafted == following, sure.double()
     agrees = likeliest == likeliest[-1] if trace.law.do_sample else matches  # (L, N)
-    confidences = all_starts("confidences").double()
     bins = (confidences * BINS).long().clamp(0, BINS - 1)
     bins[~confidences.isfinite()] = BINS  # in none
     return [

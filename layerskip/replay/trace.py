@@ -54,11 +54,8 @@ class Text:
         prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
         emitted: tokens the request emits, EOS included.
         key: of the text's noise stream.
-        drafted: entry (e - 1, i) is the token an exit after layer e proposes having seen the text
-            up to and with emitted token i, (L, T - prompt) int64; the last row is the target's own.
-        confidences: the drawn tokens' probability under the exit's raw logits at temperature 1,
-            (L, T - prompt) float32.
-        likeliest: the largest score's token of each exit, without noise, (L, T - prompt) int64.
+        exits: entry (e - 1, i) is what an exit after layer e proposes having seen the text up to
+            and with emitted token i, (L, T - prompt) each; the last row is the target's own.
         likelihoods: under the rejection rule, the probability of the token behind each emitted one
             under the target's law, (T - prompt,) float32; else NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
@@ -69,9 +66,7 @@ class Text:
     prompt: int
     emitted: int
     key: int
-    drafted: Tensor
-    confidences: Tensor
-    likeliest: Tensor
+    exits: Drawn
     likelihoods: Tensor
     states: Tensor
 
@@ -149,8 +144,7 @@ class Trace:
         Returns:
             W proposals.
         """
-        tables = (text.drafted, text.confidences, text.likeliest)
-        whole = Drawn(*(table[layer - 1] for table in tables))
+        whole = Drawn(*(table[layer - 1] for table in text.exits))
         device = self.model.device
         trimmed = [each[text.number].to(device) for each in vocabularies if each is not None]
         found: Iterator[Drawn] = iter(())
@@ -322,19 +316,16 @@ def _read(
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
         after.append(hidden[0, prompt:])  # (N, H)
     states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
-    drawn, likelihoods = _along(
+    exits, likelihoods = _along(
         model, law, tokens, prompt, key, states, states[-1], rejection=rejection
     )
-    drafted, confidences, likeliest = drawn
     return Text(
         number=number,
         tokens=tokens.cpu(),
         prompt=prompt,
         emitted=emitted,
         key=key,
-        drafted=drafted,
-        confidences=confidences,
-        likeliest=likeliest,
+        exits=exits,
         likelihoods=likelihoods,
         states=states,
     )
