@@ -275,11 +275,6 @@ SHOWN: Mapping[str, tuple[str, str, Mapping[str, tuple[str, Cell]]]] = {
         },
     ),
 }
-BRIEF = (
-    "comparison", "repeatability", "speedup", "losslessness", "acceptance", "predictions",
-    "search-finalists", "search-origins",
-)  # fmt: skip
-"""Tables that the Markdown summary has."""
 LONG = 20  # rows from which on a table is folded away
 
 

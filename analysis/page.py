@@ -1,4 +1,4 @@
-"""Knows how a report is laid out, as one HTML page and as Markdown; computes and draws nothing.
+"""Knows how a report is laid out, as one HTML page; computes and draws nothing.
 
 All text that comes from records is escaped here, invisible characters (line breaks, control and
 bidirectional ones) shown by their code points.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerskip.analysis.canvas import INK, LINE, MUTED, PAPER
-from layerskip.analysis.columns import BRIEF, LONG, SHOWN, Table, cells_of
+from layerskip.analysis.columns import LONG, SHOWN, Table, cells_of
 from layerskip.analysis.runs import visible
 from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
@@ -22,8 +22,6 @@ from layerskip.analysis.verdict import Verdict
 class Picture:
     """A plot as the page shows it."""
 
-    name: str
-    """Its file's path in the report's folder, without ending."""
     title: str
     alt: str
     svg: str
@@ -113,15 +111,6 @@ def escape(text: str, *, lines: bool = False) -> str:
     return html.escape(visible(text, lines=lines), quote=True)
 
 
-def escape_markdown(text: str) -> str:
-    """Text for one line of Markdown, cells of tables included."""
-    shown = visible(text)
-    shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    shown = re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", shown).replace("://", "&#58;//")
-    # what would begin a list at the start of a line, and what alone on a line would be a rule
-    return re.sub(r"^(\d*)([-+.)](?=\s|$)|[-=](?=[-=\s]*$))", r"\1\\\2", shown)
-
-
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     """The whole page: nothing outside it is needed to show it."""
     faults = [(s, text) for s in sections if s.verdict for text in s.verdict.faults]
@@ -149,8 +138,8 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(name)}</li>" for name in files)
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
-        "<code>report.md</code>, every table as CSV in <code>tables/</code>, and every plot as PNG "
-        f"and SVG in <code>plots/</code>.</p><ul>{items}</ul></section>"
+        "every table as CSV in <code>tables/</code> and every plot as SVG in <code>plots/</code>."
+        f"</p><ul>{items}</ul></section>"
     )
     body = "\n".join(parts)
     return (
@@ -159,43 +148,6 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def markdown(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
-    """The same in brief: verdicts, the main tables, and the plots' words."""
-    parts = [f"# {escape_markdown(title)}"]
-    verdicts = [section for section in sections if section.verdict is not None]
-    for section in verdicts:
-        assert section.verdict is not None
-        where = f"{escape_markdown(section.title)}: " if len(verdicts) > 1 else ""
-        parts += [f"**{where}{escape_markdown(fault)}**" for fault in section.verdict.faults]
-    for section in verdicts:
-        assert section.verdict is not None
-        if len(verdicts) > 1:
-            parts.append(f"**{escape_markdown(section.title)}**")
-        parts.append(escape_markdown(" ".join(section.verdict.result)))
-        parts.append(escape_markdown(" ".join(section.verdict.reasons)))
-        if section.verdict.advice:
-            parts.append(_lines(f"- {escape_markdown(text)}" for text in section.verdict.advice))
-    for section in sections:
-        parts.append(f"## {escape_markdown(section.title)}")
-        parts.append(
-            _lines(
-                f"- {escape_markdown(name)}: {escape_markdown(value)}"
-                for name, value in section.facts
-            )
-        )
-        for picture in section.pictures:
-            alt = escape_markdown(picture.title)
-            parts.append(f"![{alt}]({picture.name}.png)\n\n{escape_markdown(picture.alt)}")
-        for table in section.tables:
-            if table.name in BRIEF and len(table.frame):
-                parts += _markdown_table(table)
-    parts.append("## Words")
-    parts.append(_lines(f"- **{word}**: {means}" for word, means in GLOSSARY))
-    parts.append("## Files")
-    parts.append(_lines(f"- {escape_markdown(name)}" for name in files))
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
@@ -281,16 +233,3 @@ def _html_table(table: Table, *, heading: bool = True) -> str:
     )
     words = f'<p class="note">{escape(note)}</p>'
     return f"<h3>{escape(title)}</h3>{words}{grid}" if heading else grid
-
-
-def _markdown_table(table: Table) -> list[str]:
-    title, note, _ = SHOWN[table.name]
-    heads, rows = cells_of(table)
-    lines = ["| " + " | ".join(escape_markdown(head) for head, _ in heads) + " |"]
-    lines.append("|" + "|".join("---" if text else "---:" for _, text in heads) + "|")
-    lines += ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
-    return [f"### {title}", note, "\n".join(lines)]
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "\n".join(lines)

@@ -20,7 +20,7 @@ import pandas as pd
 from layerskip.analysis import plots, predictions, search_tables, search_verdict, tables, verdict
 from layerskip.analysis.canvas import STYLE, Plot
 from layerskip.analysis.columns import Table
-from layerskip.analysis.page import Picture, Section, markdown, page
+from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import (
     Run,
     count_words,
@@ -69,7 +69,7 @@ TRIALS = 20  # on the page, the best; all are in the CSV file
 def write_report(
     files: Sequence[Path], output: Path, progress: Callable[[str], None] = lambda _: None
 ) -> str:
-    """Write a report about files: index.html, report.md, tables as CSV, plots as PNG and SVG.
+    """Write a report about files: index.html, tables as CSV, plots as SVG.
 
     It is built in a folder beside `output` and then renamed, so that `output` is never half there.
     An earlier report is replaced; any other folder that holds something is refused.
@@ -179,7 +179,6 @@ def _build(
             _write_table(Table(name, frame), folder)
     title = _title(runs, searches)
     _write(folder / "index.html", page(title, sections, files))
-    _write(folder / "report.md", markdown(title, sections, files))
     own_files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     _write(folder / MARK, json.dumps({"files": own_files}, indent=0) + "\n")
 
@@ -195,18 +194,15 @@ def _title(runs: Sequence[Run], searches: Sequence[Search]) -> str:
 
 
 def _draw(plot: Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
-    """Save a plot as PNG and SVG; nothing in the files depends on when they were made."""
+    """Save a plot as SVG; nothing in the file depends on when it was made."""
     progress(f"drawing {plot.title}")
-    name = f"plots/{prefix}{plot.name}"
     drawing = io.StringIO()
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # names in scripts the font lacks
         plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
-        plot.figure.set_layout_engine("none")  # it has been laid out
-        plot.figure.savefig(folder / f"{name}.png", dpi=160)
     svg = drawing.getvalue()
-    _write(folder / f"{name}.svg", svg)
-    return Picture(name, plot.title, plot.alt, svg)
+    _write(folder / "plots" / f"{prefix}{plot.name}.svg", svg)
+    return Picture(plot.title, plot.alt, svg)
 
 
 def _write_table(table: Table, folder: Path) -> None:

@@ -22,7 +22,7 @@ FEW_PROMPTS = 8
 WIDE = 0.2  # interval's width over the speedup
 LOW_BOUND = 1.2  # speedup that no acceptance can exceed, above which drafting may pay
 BETTER = 1.03  # what a priced alternative must promise to be worth naming
-OFF = 0.1  # distance of measured / predicted from 1 that asks for a reason
+MOST_ADVICE = 2  # sentences: who reads more changes nothing
 
 
 @dataclass
@@ -50,14 +50,17 @@ def judge(run: Run) -> Verdict:
     if run.synthetic:
         verdict.result.append(
             f"Synthetic acceptance ({run.synthetic}): the times are real, but how often drafts are "
-            "right was set, and no trained model's acceptance follows from it."
+            "right was set."
         )
     speedups = tables.speedup(run).query(f"category == '{tables.ALL}'")
     sizes = speedups[speedups["over"] == run.baseline]
     table = sizes[sizes["batch_size"] == run.batch_sizes[0]].set_index("method")
     drafting = [method for method in run.drafting if method in table.index]
     if not drafting:
-        verdict.result.append(_others(run, table))
+        found = [f"{m} {_ratio(row)}" for m, row in table.iterrows() if m != run.baseline]
+        verdict.result.append(
+            f"Speed relative to {run.baseline}: {', '.join(found) or 'nothing else was measured'}."
+        )
         verdict.advice.append(
             "No self-speculative method was measured; add one with --method self."
         )
@@ -65,17 +68,23 @@ def judge(run: Run) -> Verdict:
     method = str(table.loc[drafting, "speedup"].idxmax())
     row = table.loc[method]
     verdict.result.append(_headline(run, method, row, len(drafting)))
-    _over_library(run, method, speedups, verdict)
-    faster = _faster_peers(run, method, verdict)
-    _unfinished(run, row, verdict)
+    for over in tables.comparisons(run)[1:]:
+        library = _row(speedups[speedups["over"] == over], run, method)
+        if library is not None:
+            verdict.result.append(f"Over transformers' generate() it is {_ratio(library)}.")
+    faster = _faster_peer(run, method, verdict)
+    planned = run.header["prompts"]["count"]
+    if run.batch_sizes[0] == 1 and row["prompts"] < planned:
+        verdict.result.append(f"The run is unfinished: {row['prompts']} of {planned} prompts.")
     forecast = _row(predictions.predictions(run), run, method)
-    shares = _shares(run, method)
     _limits(run, method, forecast, verdict)
-    _time(shares, forecast, verdict)
     _repetition(run, method, verdict)
-    _batches(sizes[sizes["method"] == method], verdict)
+    by_size = sizes[sizes["method"] == method]
+    if len(by_size) > 1:
+        shown = (f"{row['speedup']:.2f} at {row['batch_size']}" for _, row in by_size.iterrows())
+        verdict.reasons.append(f"By batch size it was {', '.join(shown)}.")
     if not run.synthetic:  # what was set asks for no change
-        _advise(run, method, row, forecast, shares, faster, verdict)
+        verdict.advice += _advice(run, method, row, forecast, faster)[:MOST_ADVICE]
     return verdict
 
 
@@ -93,9 +102,8 @@ def _faults(run: Run, verdict: Verdict) -> None:
         if row["faults"]:
             verdict.faults.append(
                 f"FAULT: {row['faults']} of {row['compared']} texts of {row['method']} differ from "
-                f"{run.baseline}'s by more than rounding can explain. That method was not lossless "
-                "here, and its speed means nothing until it is: run `layerskip check` on this "
-                "model and machine."
+                f"{run.baseline}'s by more than rounding can explain: its speed means nothing; run "
+                "`layerskip check`."
             )
 
 
@@ -112,186 +120,97 @@ def _headline(run: Run, method: str, row: Any, candidates: int) -> str:
     details = (
         f"(95% interval {row['low']:.2f} to {row['high']:.2f}, {row['prompts']} prompts; {where})"
     )
-    if row["high"] < 1:
+    if row["low"] > 1:
         return (
-            f"Self-speculation{which} was slower than {run.baseline} decoding: {name} ran {times} "
-            f"as fast {details}."
+            f"Self-speculation{which} made {name} {times} as fast as {run.baseline} decoding "
+            f"{details}."
         )
-    if row["low"] <= 1:
-        return (
-            f"Self-speculation{which} is not distinguishable from {run.baseline} decoding: {name} "
-            f"ran {times} as fast {details}."
-        )
+    was = "was slower than" if row["high"] < 1 else "is not distinguishable from"
     return (
-        f"Self-speculation{which} made {name} {times} as fast as {run.baseline} decoding {details}."
+        f"Self-speculation{which} {was} {run.baseline} decoding: {name} ran {times} as fast "
+        f"{details}."
     )
 
 
-def _over_library(run: Run, method: str, speedups: pd.DataFrame, verdict: Verdict) -> None:
-    for over in tables.comparisons(run)[1:]:
-        row = _row(speedups[speedups["over"] == over], run, method)
-        if row is not None:
-            verdict.result.append(f"Over transformers' generate() it is {_ratio(row)}.")
-
-
-def _others(run: Run, table: pd.DataFrame) -> str:
-    found = [f"{m} {_ratio(row)}" for m, row in table.iterrows() if m != run.baseline]
-    return f"Speed relative to {run.baseline}: {', '.join(found) or 'nothing else was measured'}."
-
-
-def _faster_peers(run: Run, method: str, verdict: Verdict) -> list[str]:
-    """Names of other libraries' methods whose paired interval lies above the draft's speed."""
+def _faster_peer(run: Run, method: str, verdict: Verdict) -> str | None:
+    """The fastest of other libraries' methods whose paired interval lies above the draft's."""
     frame = typical(run)
     frame = frame[frame["batch_size"] == run.batch_sizes[0]]
     ours = frame[frame["method"] == method].set_index("unit")["total"]
-    faster = []
+    best, name = (1.0, math.nan, math.nan), None
     for peer in run.measured:
         if peer == run.baseline or run.methods[peer]["kind"] in ("self", "generate"):
             continue
         theirs = frame[frame["method"] == peer].set_index("unit")["total"]
         units = [unit for unit in ours.index if unit in theirs.index]
-        ratio, low, high = ratio_of_totals(ours.loc[units].to_numpy(), theirs.loc[units].to_numpy())
-        if low > 1 or (math.isnan(low) and ratio > 1):
-            faster.append(peer)
-            interval = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
-            verdict.result.append(f"{peer} was faster still: {ratio:.2f} times as fast{interval}.")
-    return faster
-
-
-def _unfinished(run: Run, row: Any, verdict: Verdict) -> None:
-    planned = run.header["prompts"]["count"]
-    if run.batch_sizes[0] == 1 and row["prompts"] < planned:
-        verdict.result.append(
-            f"The run is unfinished: {row['prompts']} of {planned} prompts have been measured with "
-            "both methods; run the benchmark again with the same --output to complete it."
-        )
+        ratio = ratio_of_totals(ours.loc[units].to_numpy(), theirs.loc[units].to_numpy())
+        clearly = math.isnan(ratio[1]) or ratio[1] > 1
+        if clearly and ratio[0] > best[0]:
+            best, name = ratio, peer
+    if name is not None:
+        found = dict(zip(("speedup", "low", "high"), best, strict=True))
+        verdict.result.append(f"{name} was faster still: {_ratio(found)}.")
+    return name
 
 
 def _limits(run: Run, method: str, forecast: Any, verdict: Verdict) -> None:
     accepted = _row(tables.acceptance(run), run, method)
-    if forecast is not None:
-        verdict.reasons.append(
-            f"No draft of this kind can gain more than {forecast['bound']:.1f} times (1/c, with c "
-            f"= {forecast['draft_cost']:.2f}, the cost of a draft step in target steps)."
-        )
-    if accepted is not None and not math.isnan(accepted["alpha"]):
-        verdict.reasons.append(
-            f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha), which "
-            f"gave {accepted['tokens_per_pass']:.2f} tokens per target pass."
-        )
-    elif accepted is not None and not accepted["drafted"]:
+    if accepted is not None and not accepted["drafted"]:
         verdict.reasons.append("It drafted nothing: its controller expected no gain.")
-
-
-def _time(shares: dict[str, float], forecast: Any, verdict: Verdict) -> None:
-    if shares:
-        names = {"draft": "drafting", "verify": "verification", "prefill": "the prefill",
-                 "other": "accepting, drawing and other work"}  # fmt: skip
-        order = sorted(shares, key=lambda name: -shares[name])
-        most, next_ = order[:2]
+    elif accepted is not None:
         verdict.reasons.append(
-            f"{shares[most]:.0%} of its time goes to {names[most]}, {shares[next_]:.0%} to "
-            f"{names[next_]}."
+            f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha): "
+            f"{accepted['tokens_per_pass']:.2f} tokens per target pass."
         )
     if forecast is not None:
         verdict.reasons.append(
-            f"Its rounds, priced with the cost table, promised {forecast['predicted']:.2f} times "
-            f"for decoding without prefill; measured were {forecast['measured']:.2f} "
-            f"({forecast['efficiency']:.0%} efficiency)."
+            f"No draft at c = {forecast['draft_cost']:.2f} target steps gains more than "
+            f"{forecast['bound']:.1f} times; this one's rounds promised "
+            f"{forecast['predicted']:.2f} without prefill, measured {forecast['measured']:.2f}."
         )
 
 
 def _repetition(run: Run, method: str, verdict: Verdict) -> None:
     table = tables.repetition(run)
     row = table[(table["category"] == tables.ALL) & (table["method"] == method)].iloc[0]
-    sentence = f"{row['repeated_4grams']:.0%} of the 4-grams in its texts had occurred before"
     if row["loops"] > MANY_LOOPS * row["texts"]:
-        sentence += (
-            f", and {row['loops']} of {row['texts']} texts loop: text that repeats itself is easy "
-            "to draft, and flatters this speedup"
-        )
+        easy = f"{row['loops']} of {row['texts']} texts loop"
     elif row["repeated_4grams"] > MUCH_REPEATED:
-        sentence += ": text that repeats itself is easy to draft, and flatters this speedup"
-    verdict.reasons.append(sentence + ".")
+        easy = f"{row['repeated_4grams']:.0%} of the 4-grams in its texts had occurred before"
+    else:
+        return
+    verdict.reasons.append(f"{easy}: such text is easy to draft, and flatters this speedup.")
 
 
-def _batches(rows: pd.DataFrame, verdict: Verdict) -> None:
-    if len(rows) > 1:
-        by_size = (f"{row['speedup']:.2f} at {row['batch_size']}" for _, row in rows.iterrows())
-        verdict.reasons.append(f"By batch size it was {', '.join(by_size)}.")
-
-
-def _advise(
-    run: Run,
-    method: str,
-    row: Any,
-    forecast: Any,
-    shares: dict[str, float],
-    faster: list[str],
-    verdict: Verdict,
-) -> None:
-    advice = verdict.advice
-    gains = not math.isnan(row["low"]) and row["low"] > 1
-    settings = run.methods[method]
+def _advice(run: Run, method: str, row: Any, forecast: Any, faster: str | None) -> list[str]:
+    """What to change, what helps most first."""
+    advice = []
     if faster:
-        advice.append(f"For prompts like these, prefer {faster[0]}.")
+        advice.append(f"For prompts like these, prefer {faster}.")
+    if row["high"] < 1:
+        advice.append("Decode plainly (--no-draft): that was the faster way here.")
     if forecast is not None and forecast["bound"] < LOW_BOUND:
         advice.append(
-            f"The draft is too dear: at c = {forecast['draft_cost']:.2f} even perfect acceptance "
-            "could hardly pay. Exit earlier or skip more sublayers."
+            f"The draft is too dear at c = {forecast['draft_cost']:.2f}: exit earlier or skip more "
+            "sublayers."
         )
     elif forecast is not None and forecast["best_length"] == 0:
         advice.append(
             f"At alpha {forecast['alpha']:.2f} and c {forecast['draft_cost']:.2f} no fixed draft "
-            "length pays: this draft is wrong too often for its price. Take another exit layer, "
-            "search for sublayers to skip, or a checkpoint trained with early exits."
+            "length pays: take another exit layer, `layerskip search`, or a checkpoint trained "
+            "with early exits."
         )
-    better = _better_exit(run, settings)
+    better = _better_exit(run, run.methods[method])
     if better:
         advice.append(better)
     elif not run.traces:
-        advice.append(
-            "Add --trace to the benchmark: it prices every exit layer and draft length at once."
-        )
-    if forecast is not None and not math.isnan(forecast["formula"]):
-        length, best = forecast["formula_length"], forecast["best_length"]
-        if best > 0 and forecast["best_formula"] > BETTER * forecast["formula"]:
-            advice.append(
-                f"At this acceptance a draft length of {best:.0f} should do better than "
-                f"{length:.0f} ({forecast['best_formula']:.2f} against "
-                f"{forecast['formula']:.2f} by formula); or let --controller expected-gain choose."
-            )
-    costs = run.cost_table(method, run.batch_sizes[0])
-    if costs is not None and shares.get("verify", 0) > 0.5 and costs.verify_cost(4) > 1.25:
-        advice.append(
-            f"Verifying 4 tokens costs {costs.verify_cost(4):.2f} plain steps here, where it would "
-            "cost about 1 on a machine limited by reading weights: try more threads or a GPU, or "
-            "shorter drafts."
-        )
-    elif shares.get("draft", 0) > 0.5:
-        advice.append("Most time goes to drafting: an earlier exit or shorter drafts would cut it.")
-    if forecast is not None and abs(forecast["efficiency"] - 1) > OFF:
-        if forecast["efficiency"] < 1:
-            advice.append(
-                f"{1 - forecast['efficiency']:.0%} of the promised speed is missing: other work on "
-                "the machine, longer contexts than those the costs were measured at, or overhead "
-                "between the passes; measure again on a quiet machine."
-            )
-        else:
-            advice.append(
-                "It did better than its costs promise: they were measured on a busier machine or "
-                "at other contexts; measure again on a quiet one."
-            )
-    if settings.get("controller") != "expected-gain" and not gains:
-        advice.append("Try --controller expected-gain, which stops drafting where it does not pay.")
-    if not gains and not math.isnan(row["high"]) and row["high"] < 1:
-        advice.append("Until then decode plainly (--no-draft): that was the faster way here.")
+        advice.append("Add --trace to the benchmark: it prices every exit layer.")
     wide = (row["high"] - row["low"]) / row["speedup"] > WIDE
-    if row["prompts"] < FEW_PROMPTS or wide or (not gains and row["high"] >= 1):
-        advice.append(
-            f"Measure more prompts: {row['prompts']} leave the interval "
-            + ("unknown." if math.isnan(row["low"]) else f"{row['low']:.2f} to {row['high']:.2f}.")
-        )
+    if row["prompts"] < FEW_PROMPTS or wide or row["low"] <= 1 <= row["high"]:
+        unknown = math.isnan(row["low"])
+        interval = "unknown" if unknown else f"{row['low']:.2f} to {row['high']:.2f}"
+        advice.append(f"Measure more prompts: {row['prompts']} leave the interval {interval}.")
+    return advice
 
 
 def _better_exit(run: Run, settings: dict[str, Any]) -> str:
@@ -302,31 +221,17 @@ def _better_exit(run: Run, settings: dict[str, Any]) -> str:
     best = table.loc[table["speedup"].idxmax()]
     if best["speedup"] <= 1:
         return (
-            "The trace prices every exit layer and draft length below plain decoding: an early "
-            "exit cannot pay on this text; search for sublayers to skip (`layerskip search`), or "
-            "decode plainly."
+            "The trace prices every exit layer and draft length below plain decoding: search for "
+            "sublayers to skip (`layerskip search`), or decode plainly."
         )
     early_exit = settings["num_kept"] % 2 == 0 and settings.get("prefix") == settings["num_kept"]
     now = table[table["exit"] == settings["num_kept"] // 2] if early_exit else table.iloc[:0]
     if not len(now) or best["speedup"] <= BETTER * now["speedup"].max():
         return ""
-    threshold = f", threshold {best['threshold']:g}" if best["threshold"] else ""
     return (
-        f"Try --exit-layer {best['exit']:.0f}: with up to {best['draft_length']:.0f} drafted tokens"
-        f"{threshold} the trace prices it at {best['speedup']:.2f}, against "
-        f"{now['speedup'].max():.2f} for exit {settings['num_kept'] // 2}."
+        f"Try --exit-layer {best['exit']:.0f}: the trace prices it at {best['speedup']:.2f}, "
+        f"against {now['speedup'].max():.2f} for exit {settings['num_kept'] // 2}."
     )
-
-
-def _shares(run: Run, method: str) -> dict[str, float]:
-    """Shares of a method's time by phase; empty where it does not tell phases apart."""
-    table = tables.phases(run)
-    row = table[(table["method"] == method) & (table["batch_size"] == run.batch_sizes[0])].iloc[0]
-    if pd.isna(row["draft"]) or pd.isna(row["verify"]):
-        return {}
-    parts = {name: float(row[name]) for name in ("prefill", "draft", "verify")}
-    parts["other"] = float(row["total"]) - sum(parts.values())
-    return {name: value / float(row["total"]) for name, value in parts.items()}
 
 
 def _row(table: pd.DataFrame, run: Run, method: str) -> Any:

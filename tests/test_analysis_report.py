@@ -13,7 +13,7 @@ import pytest
 import run_files as made
 
 from layerskip.analysis import report, write_report
-from layerskip.analysis.page import escape, escape_markdown
+from layerskip.analysis.page import escape
 from layerskip.analysis.runs import load_runs, visible
 from layerskip.analysis.verdict import judge, words
 from layerskip.files import writing
@@ -100,14 +100,10 @@ def test_the_folder_holds_tables_and_plots(written):
         "speedup", "phases", "acceptance-by-position", "predicted-measured", "surface", "what-if",
         "calibration", "skip-map", "draft-length",
     }  # fmt: skip
-    assert plots == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
+    assert plots == {f"{name}.svg" for name in names}
     tables = {path.stem: path.read_text() for path in (folder / "tables").iterdir()}
     assert tables.keys() == report.TABLES.keys()
     assert tables["speedup"].startswith("run,batch_size,category,method,over,prompts,")
-    markdown = (folder / "report.md").read_text()
-    for link in re.findall(r"!\[.*?\]\((.*?)\)", markdown):
-        assert (folder / link).is_file()
-    assert "| ratio of totals |" in markdown
     own = json.loads((folder / report.MARK).read_text())["files"]
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert files == {*own, report.MARK}
@@ -121,7 +117,7 @@ def test_the_same_records_give_the_same_files(written, tmp_path, monkeypatch):
     run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.trace(), made.cost()])
     with plots.mpl.rc_context(plots.STYLE):
         write_report([run], tmp_path / "again")
-    for name in ("plots/surface.svg", "plots/phases.png", "tables/speedup.csv"):
+    for name in ("plots/surface.svg", "plots/phases.svg", "tables/speedup.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
@@ -143,29 +139,15 @@ def test_text_from_records_is_escaped(tmp_path):
     page = Page(text)
     assert "alert(1)" in page.text
     assert not {"script", "b"} & set(page.tags)
-    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "<script" not in markdown
-    assert not re.search(r"(?<!\\)\[l\]", markdown)
-    for shown in (text, markdown, summary):
+    for shown in (text, summary):
         assert not re.search("[\u202e\u2066\ud800]", shown)
         assert "\\u202e" in shown.replace("\\\\u202e", "\\u202e")
-    rows = [line for line in markdown.splitlines() if line.startswith("|")]
-    widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
-    assert widths <= {6, 10, 11, 13, 15}, widths  # as many cells as the tables have columns
 
 
 def test_escaping():
     assert visible("a\nb\u202e\x00") == "a\\u000ab\\u202e\\u0000"
     assert visible("a\r\nb\x1b[1m", lines=True) == "a\nb\\u001b[1m"
     assert escape("<a href='x'>&") == "&lt;a href=&#x27;x&#x27;&gt;&amp;"
-    assert escape_markdown("1. x") == "1\\. x"
-    assert escape_markdown("- x-y 1.2") == "\\- x-y 1.2"
-    for marker in ("12)", "1.", "+ x", "---", "- - -", "==="):  # of a list, of a rule
-        assert escape_markdown(marker) == re.sub(r"([-+=.)])", r"\\\1", marker, count=1)
-    for number in ("1.40", "-0.3", "+5%", ".5", "1.40 (1.31-1.52)", "x = 1. y - 2) + 3"):
-        assert escape_markdown(number) == number
-    assert escape_markdown("[a](http://b)") == "\\[a\\](http&#58;//b)"
-    assert escape_markdown("a|b`c`<d>\n") == "a\\|b\\`c\\`&lt;d&gt;\\\\u000a"
 
 
 def test_a_gain_in_words(tmp_path):
@@ -175,11 +157,10 @@ def test_a_gain_in_words(tmp_path):
         "decoding (95% interval 1.09 to 1.23, 8 prompts; sampled at T=0.8, float32 on cpu, 1 "
         "thread). Over transformers' generate() it is 1.60 times as fast"
     )
-    assert "can gain more than 6.7 times (1/c, with c = 0.15" in text
-    assert "67% of its time goes to verification, 22% to drafting." in text
-    assert "15% of the 4-grams" in text
-    assert "Try --exit-layer 3: with up to 4 drafted tokens, threshold 0.4" in text
-    assert "Verifying 4 tokens costs 1.45 plain steps here" in text
+    assert "No draft at c = 0.15 target steps gains more than 6.7 times" in text
+    assert "tokens per target pass" in text
+    assert "Try --exit-layer 3: the trace prices it at" in text
+    assert text.count(". ") <= 6  # headline, limit, what to change
 
 
 def only(*methods, **changes):
@@ -231,7 +212,7 @@ def test_looping_texts_flatter(tmp_path):
     assert "flatters" not in said(tmp_path, lines)
     for line in lines[1:]:
         line["loops"] = [True]
-    assert "16 of 16 texts loop: text that repeats itself is easy" in said(tmp_path, lines)
+    assert "16 of 16 texts loop: such text is easy to draft" in said(tmp_path, lines)
 
 
 def test_a_faster_peer_is_named(tmp_path):
@@ -276,13 +257,9 @@ def test_dear_drafts_and_bad_lengths_are_told(tmp_path):
     dear = made.drafting("self", controller="fixed", max_draft_length=4,
                          costs={"1": made.COSTS | {"draft": 0.9}})  # fmt: skip
     text = said(tmp_path, made.made_up(speed=2.0, head=only("plain", dear)))
-    assert "The draft is too dear: at c = 0.90" in text
-    assert "Try --controller expected-gain" in text
-    text = said(tmp_path, made.made_up(alpha=0.45, head=only("plain", "self:fixed-4")))
-    assert "a draft length of 1 should do better than 4" in text
+    assert "The draft is too dear at c = 0.90" in text
     text = said(tmp_path, made.made_up(alpha=0.05, head=only("plain", "self:fixed-4")))
     assert "and c 0.15 no fixed draft length pays" in text
-    assert "should do better" not in text
 
 
 def test_a_trace_without_hope_is_told(tmp_path):
@@ -325,8 +302,8 @@ def test_several_runs_on_one_page(tmp_path, monkeypatch):
     assert len(page.ids) == len(set(page.ids))
     drawn = {path.name for path in (tmp_path / "report" / "plots").iterdir()}
     assert {
-        "overview.svg", "predicted-measured-all.png", "tiny-sampled-at-t-0.8-batch-sizes.svg",
-        "tiny-sampled-at-t-0.8-speedup-batch-2.png", "tiny-greedy-speedup.svg",
+        "overview.svg", "predicted-measured-all.svg", "tiny-sampled-at-t-0.8-batch-sizes.svg",
+        "tiny-sampled-at-t-0.8-speedup-batch-2.svg", "tiny-greedy-speedup.svg",
     } <= drawn  # fmt: skip
 
 
@@ -443,7 +420,7 @@ def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "markdown", fails)
+    monkeypatch.setattr(report, "page", fails)
     with pytest.raises(ValueError, match="No space left on device"):
         write_report([run], tmp_path / "report")
     with pytest.raises(ValueError, match="No space left on device"):

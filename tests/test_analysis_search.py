@@ -280,15 +280,13 @@ def test_a_winner_in_words(tmp_path):
     assert text.startswith(
         "The search found trial-87, a draft that leaves out 18 of 24 sublayers of tiny: on the "
         "clock it was 1.33 times as fast as plain decoding (95% interval 1.25 to 1.42, the fastest "
-        "of 5 timed, 6 prompts, 2 repeats; sampled at T=0.8, float32 on cpu, 1 thread). The best "
-        "early exit, exit-4, was 1.20 times as fast (95% interval 1.12 to 1.28): the intervals "
-        "overlap."
+        "of 5 timed, 6 prompts; sampled at T=0.8, float32 on cpu, 1 thread). The best "
+        "early exit, exit-4, was 1.20 times as fast (95% interval 1.12 to 1.28). Its draft step "
+        "costs c = "
     )
-    assert "No set of this space can be more than 5.9 times as fast" in text
-    assert "120 trials in the sublayer space of 2,097,151 sets: 9% seeds, 18% single" in text
-    assert "the winner came from the local moves. 1 trial failed." in text
+    assert "120 trials (1 failed) in the sublayer space of 2,097,151 sets; the winner came" in text
     assert "skip.json" in text
-    assert "The early exit exit-4 may be as good" in text
+    assert text.count(". ") <= 6  # headline, limit, what to do
     assert "--no-draft" not in text
     assert "nan" not in text
 
@@ -305,16 +303,14 @@ def changed(**parts):
 
 def test_a_clear_winner_is_told_from_a_doubtful_one(tmp_path):
     clear = said(tmp_path, changed(speedup=1.9, low=1.8, high=2.0, prompts=20))
-    assert "the intervals are apart" in clear
     assert "may be as good" not in clear
     assert "more prompts" not in clear
-    assert "Measured is 149% of predicted" in clear
     doubtful = said(tmp_path, changed(low=0.98))
     assert "but it is not distinguishable from plain decoding" in doubtful
     assert "skip.json" not in doubtful
     assert "Time the finalists on more prompts: 6 leave the interval 0.98 to 1.42" in doubtful
     one = said(tmp_path, changed(low=None, high=None, prompts=1))
-    assert "(the fastest of 5 timed, 1 prompt, 2 repeats; " in one
+    assert "(no interval, the fastest of 5 timed, 1 prompt; " in one
     assert "one leaves the interval unknown" in one
     assert "nan" not in one
     fitted = said(tmp_path, changed(predicted_held_out=1.1))
@@ -330,7 +326,7 @@ def test_an_exit_that_wins_is_called_one(tmp_path):
     document["space"]["kind"] = "exit"
     text = said(tmp_path, document)
     assert "no other set" not in text
-    assert "search the others with --space sublayer" in text
+    assert "may be as good" not in text
 
 
 def test_faults_come_first(tmp_path):
@@ -343,14 +339,9 @@ def test_nothing_found_says_why(tmp_path):
     text = said(tmp_path, made.made_up(pays=False))
     assert text.startswith("Nothing beat plain decoding of tiny on the clock (sampled")
     assert "the fastest of 5 finalists, exit-4, was 0.91 times as fast (95% interval" in text
-    assert "trial 8, would run 0.90 times as fast as plain decoding if it had to draft" in text
     assert "can be more than 5.9 times" in text
     assert "Decode plainly" in text
     assert "wrong too often for their price" in text
-    idle = made.made_up(pays=False)  # a draft of everything is plain decoding, whatever it is worth
-    none = next(trial for trial in idle["trials"] if not any(trial["skipped"].values()))
-    none["forced_speedup"] = 1.0
-    assert "trial 8, would run 0.90 times as fast" in said(tmp_path, idle)
     close = made.made_up(pays=False)
     close["finalists"][0]["confirmed"] |= {"speedup": 1.02, "low": 0.99, "high": 1.05}
     text = said(tmp_path, close)
@@ -372,7 +363,7 @@ def test_what_was_not_timed_is_not_promised(tmp_path):
     document["winner"] = document["finalists"][0]["name"]
     text = said(tmp_path, document)
     assert "it has not been timed" in text
-    assert "is priced at 1.23, against 1.27" in text
+    assert "is priced at 1.23." in text
     assert "on the clock" not in text
 
 
@@ -413,21 +404,17 @@ def test_a_report_on_a_search(tmp_path):
     names = ("history", "pareto", "skip-map", "sublayers", "forecasts")
     tables = ("finalists", "origins", "sublayers", "trials")
     assert files_of(tmp_path / "report") == {
-        "index.html", "report.md", report.MARK,
+        "index.html", report.MARK,
         *(f"tables/search-{name}.csv" for name in tables),
-        *(f"plots/search-{name}.{ending}" for name in names for ending in ("png", "svg")),
+        *(f"plots/search-{name}.svg" for name in names),
     }  # fmt: skip
     trials = pd.read_csv(tmp_path / "report" / "tables" / "search-trials.csv")
     assert len(trials) == 120
     assert trials["search"].unique().tolist() == ["Search of tiny, sampled at T=0.8"]
-    best = re.search(r"<h3>Best trials</h3>.*?</table>", (tmp_path / "report" / "index.html")
-                     .read_text(), re.DOTALL)  # fmt: skip
+    text = (tmp_path / "report" / "index.html").read_text()
+    best = re.search(r"<h3>Best trials</h3>.*?</table>", text, re.DOTALL)
     assert best[0].count("<tr>") == 21
-    markdown = (tmp_path / "report" / "report.md").read_text()
-    assert "### Finalists" in markdown
-    assert "### Where the trials came from" in markdown
-    for link in re.findall(r"!\[.*?\]\((.*?)\)", markdown):
-        assert (tmp_path / "report" / link).is_file()
+    assert {"Finalists", "Where the trials came from"} <= set(re.findall("<h3>(.*?)</h3>", text))
 
 
 def test_searches_and_runs_on_one_page(tmp_path, quick):
@@ -451,7 +438,7 @@ def test_searches_and_runs_on_one_page(tmp_path, quick):
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
     assert "searched and measured" in page.text
     found = files_of(tmp_path / "report")
-    drawn = [name for name in found if name.endswith("search-forecasts.png")]
+    drawn = [name for name in found if name.endswith("search-forecasts.svg")]
     assert len(drawn) == 3
     assert "tables/speedup.csv" in found
     trials = pd.read_csv(tmp_path / "report" / "tables" / "search-trials.csv")
@@ -491,16 +478,11 @@ def test_text_from_searches_is_escaped(tmp_path):
     page = Page(text)
     assert "alert(1)" in page.text
     assert not {"script", "b"} & set(page.tags)
-    markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "<script" not in markdown
-    assert not re.search(r"(?<!\\)\[l\]", markdown)
     tables = [path.read_text() for path in (tmp_path / "report" / "tables").iterdir()]
     assert "alert(1)" in "".join(tables)
-    for shown in (text, markdown, summary, *tables):
+    for shown in (text, summary, *tables):
         assert not re.search("[\u202e\u2066\ud800]", shown)
         assert "hunter2" not in shown
-    rows = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {23, 9}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from layerskip.costs.roofline import DecoderShape, bandwidth_limit, ridge, verify_costs
-from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup
+from layerskip.costs.roofline import DecoderShape, bandwidth_limit
 
 
 def shape(
@@ -56,7 +55,7 @@ def test_sizes_of_known_models(row: tuple[str, *tuple[float, ...]]) -> None:
     assert whole / 1e6 == pytest.approx(layer, abs=0.06)
     assert 100 * model.attention / whole == pytest.approx(attention, abs=0.06)
     assert 100 * model.head / model.weights == pytest.approx(head, abs=0.06)
-    assert model.step_bytes() / 1e9 == pytest.approx(gigabytes, rel=0.001)
+    assert 2 * model.weights / 1e9 == pytest.approx(gigabytes, rel=0.001)
     for part, cost in ((4, quarter), (8, eighth)):
         below, rest = divmod(layers, part)  # the published numbers divide layers, too
         between = (model.draft_cost(below), model.draft_cost(below + 1))
@@ -77,7 +76,6 @@ def test_a_trimmed_head_cheapens_the_draft_of_a_small_model() -> None:
 def test_keys_and_values() -> None:
     model = SHAPES["Llama-3.1-8B"]
     assert model.kv_bytes(1) == 128 * 1024
-    assert model.step_bytes(1000) == model.step_bytes() + 1000 * 128 * 1024
     assert model.kv_bytes(1, bytes_per_value=4) == 2 * model.kv_bytes(1)
 
 
@@ -96,53 +94,12 @@ def test_gpt_fast_bytes_identity(speed: float, bandwidth: float, gigabytes: floa
 
 
 def test_gpt_fast_reads_little_beyond_the_weights() -> None:
-    computed = SHAPES["Llama-2-7B"].step_bytes() / 1e9
+    computed = 2 * SHAPES["Llama-2-7B"].weights / 1e9
     assert 1.0 < 1397.31 / 104.9 / computed < 1.01
     # the loop that LayerSkip's paper calls its baseline runs at a quarter of this limit
-    limit = bandwidth_limit(SHAPES["Llama-2-7B"].step_bytes(), 3350e9)
+    limit = bandwidth_limit(2 * SHAPES["Llama-2-7B"].weights, 3350e9)
     assert limit == pytest.approx(254, abs=0.5)
     assert 62.7 / limit == pytest.approx(0.25, abs=0.005)
-
-
-def test_ridge() -> None:
-    assert ridge(989e12, 3350e9) == pytest.approx(295, abs=0.5)  # H100, bf16
-    assert ridge(989e12, 3350e9, bytes_per_value=1) == pytest.approx(147.6, abs=0.1)
-
-
-def table(draft: float, **roofline: float) -> CostTable:
-    return CostTable(draft, verify_costs(**roofline), "analytic")  # type: ignore[arg-type]
-
-
-def test_verify_costs_are_flat_below_the_ridge_and_rise_above() -> None:
-    costs = table(0.2, ridge=16, longest=32)
-    assert costs.verify[:16] == (1.0,) * 16
-    assert costs.verify_cost(32) == 2.0
-    assert costs.verify_cost(64) == 4.0  # extrapolated along the same line
-    assert len(costs.verify) == 32
-    batch = table(0.2, ridge=16, batch_size=8)
-    assert batch.verify_cost(2) == 1.0
-    assert batch.verify_cost(8) == 4.0
-    beyond = table(0.2, ridge=16, batch_size=32)  # a plain step is above the ridge, too
-    assert beyond.verify_cost(5) == pytest.approx(5.0)
-
-
-def test_a_shared_prefix_is_not_verified_again() -> None:
-    costs = table(0.25, ridge=1, prefix=0.25)
-    assert costs.verify_cost(13) == pytest.approx(0.25 + 0.75 * 13)
-    # LayerSkip's layer-tokens with and without reuse: 8 of 32 layers, 12 drafts
-    assert costs.verify_cost(13) / 13 == pytest.approx(0.769, abs=0.0005)
-
-
-def test_the_best_draft_gets_shorter_as_the_batch_grows() -> None:
-    lengths, gains = [], []
-    for batch_size in (1, 2, 4, 8, 16, 64):
-        costs = table(0.1, ridge=16, batch_size=batch_size)
-        lengths.append(optimal_draft_length(0.8, costs))
-        gains.append(speedup(0.8, lengths[-1], costs.draft, costs.verify_cost))
-    assert lengths == sorted(lengths, reverse=True)
-    assert gains == sorted(gains, reverse=True)
-    assert lengths[0] > 4
-    assert lengths[-1] == 0
 
 
 def test_sizes_from_a_configuration() -> None:
@@ -167,10 +124,6 @@ def test_sizes_from_a_configuration() -> None:
         (lambda: SHAPES["Llama-2-7B"].draft_cost(1, head_fraction=0.0), "head_fraction"),
         (lambda: bandwidth_limit(0.0, 1.0), "must be positive"),
         (lambda: bandwidth_limit(1.0, float("-inf")), "must be positive"),
-        (lambda: ridge(1.0, 0.0), "must be positive"),
-        (lambda: verify_costs(ridge=0.0), "ridge positive"),
-        (lambda: verify_costs(ridge=1.0, batch_size=0), "batch_size"),
-        (lambda: verify_costs(ridge=1.0, prefix=1.0), "prefix"),
         (lambda: shape(0, 1, 1, 1, 1, 1, 1), "num_layers must be at least 1"),
     ],
 )

@@ -29,7 +29,6 @@ from transformers import (
 )
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import coupled_acceptance_bound
 from layerskip.decoding import engine
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
@@ -231,7 +230,8 @@ def test_coupled_acceptance_reaches_its_bound(shift: float) -> None:
     distance = float((softmax_law(target) - softmax_law(draft)).abs().sum() / 2)
     agreed = float((coupled_draws(target, count) == coupled_draws(draft, count)).double().mean())
     error = 5 * math.sqrt(0.25 / count)
-    assert coupled_acceptance_bound(distance) - error <= agreed <= 1 - distance + error
+    bound = (1 - distance) / (1 + distance)  # Daliri, Musco, Suresh 2024, arXiv 2408.07978
+    assert bound - error <= agreed <= 1 - distance + error
 
 
 # ---------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_the_report_says_that_acceptance_was_set(studied, monkeypatch):
     assert words.startswith("Synthetic acceptance (random weights, exits from layer 1 on accepted")
     assert "Try --exit-layer" not in words
     assert "Add --trace" not in words
-    page = (studied / "report" / "report.md").read_text()
+    page = (studied / "report" / "index.html").read_text()
     assert "tiny shape, sampled at T=1, synthetic acceptance" in page
     assert page.count("random weights, exits from layer 1 on accepted about 0.6, 0.9") == 2
 

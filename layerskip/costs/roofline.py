@@ -1,9 +1,9 @@
-"""Bytes, arithmetic and bandwidth of a decoder, from its sizes alone; refuses to know torch.
+"""Bytes and bandwidth of a decoder, from its sizes alone; refuses to know torch.
 
 At batch 1 a decoding step reads every weight once and does two operations with each, so that the
 time of a step is at least bytes / bandwidth. These formulas say what that limit is for a model of
-given sizes, what a draft costs under it, and from how many tokens on arithmetic, not reading, sets
-the pace. Machines measured are below it: compare, do not substitute.
+given sizes, and what a draft costs under it. Machines measured are below it: compare, do not
+substitute.
 """
 
 from __future__ import annotations
@@ -70,10 +70,6 @@ class DecoderShape:
         """Bytes of the keys and values of `tokens` cached tokens."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * bytes_per_value
 
-    def step_bytes(self, context: int = 0, bytes_per_value: float = 2.0) -> float:
-        """Bytes that one decoding step reads at batch 1: weights, keys and values."""
-        return self.weights * bytes_per_value + self.kv_bytes(context, bytes_per_value)
-
     def draft_cost(
         self, attention: int, mlp: int | None = None, head_fraction: float = 1.0
     ) -> float:
@@ -103,35 +99,3 @@ def bandwidth_limit(step_bytes: float, bandwidth: float) -> float:
             f"step_bytes and bandwidth must be positive, got {step_bytes} and {bandwidth}"
         )
     return bandwidth / step_bytes
-
-
-def ridge(operations_per_second: float, bandwidth: float, bytes_per_value: float = 2.0) -> float:
-    """Tokens in one pass above which arithmetic takes longer than reading the weights.
-
-    Each weight costs 2 operations a token and `bytes_per_value` bytes a pass.
-    """
-    if operations_per_second <= 0.0 or bandwidth <= 0.0:
-        raise ValueError(
-            "operations_per_second and bandwidth must be positive, "
-            f"got {operations_per_second} and {bandwidth}"
-        )
-    return operations_per_second / bandwidth * bytes_per_value / 2.0
-
-
-def verify_costs(
-    ridge: float, batch_size: int = 1, *, prefix: float = 0.0, longest: int = 32
-) -> tuple[float, ...]:
-    """v(1) .. v(`longest`) at the roofline, relative to a plain step at that batch size.
-
-    A pass over n positions of B rows takes max(1, B n / ridge) readings of the weights. `prefix` is
-    the share of the weights in the shared prefix: verification runs it over one position only, the
-    other n - 1 were carried through it by the draft. (A draft step has one position a row, as a
-    plain step has, so that its cost c does not depend on the batch.)
-    """
-    if batch_size < 1 or longest < 1 or ridge <= 0.0 or not 0.0 <= prefix < 1.0:
-        raise ValueError(
-            "batch_size and longest must be at least 1, ridge positive and prefix in [0, 1); got "
-            f"batch_size={batch_size}, longest={longest}, ridge={ridge}, prefix={prefix}"
-        )
-    readings = [max(1.0, batch_size * n / ridge) for n in range(1, longest + 1)]
-    return tuple(prefix + (1.0 - prefix) * reading / readings[0] for reading in readings)

@@ -11,10 +11,12 @@ Pure Python: the controllers, the search's simulator and the analysis all call t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+from layerskip.files.schema import POSITIVE, has, items, text
 
 SOURCES = ("measured", "analytic", "given")
 
@@ -43,26 +45,6 @@ def expected_tokens(alpha: float, draft_length: int) -> float:
     _check_length(draft_length)
     # The sum of the series is exact at and near alpha = 1, where the quotient is 0 / 0.
     return math.fsum(alpha**position for position in range(draft_length + 1))
-
-
-def acceptance_rate(alpha: float, draft_length: int) -> float:
-    """Expected accepted / drafted tokens: a (1 - a^g) / ((1 - a) g)."""
-    _check_length(draft_length, least=1)
-    return (expected_tokens(alpha, draft_length) - 1.0) / draft_length
-
-
-def alpha_from_acceptance_rate(rate: float, draft_length: int) -> float:
-    """The alpha whose `acceptance_rate` at this draft length is `rate` (by bisection)."""
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"rate must be in [0, 1], got {rate}")
-    low, high = 0.0, 1.0
-    for _ in range(60):  # halves the interval below float64's resolution
-        middle = (low + high) / 2
-        if acceptance_rate(middle, draft_length) < rate:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def speedup(
@@ -97,25 +79,6 @@ def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> i
     """
     _check_length(longest)
     return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
-
-
-def operations_factor(alpha: float, draft_length: int, draft_operations: float) -> float:
-    """Arithmetic done per token relative to plain decoding: (g c^ + g + 1) / E[tokens].
-
-    Leviathan et al. 2023, theorem 3.11; `draft_operations` is c^, the draft's arithmetic per token
-    over the target's. Without reuse of a shared prefix.
-    """
-    return (draft_length * (draft_operations + 1.0) + 1.0) / expected_tokens(alpha, draft_length)
-
-
-def coupled_acceptance_bound(total_variation: float) -> float:
-    """Least probability that draft and target draw one token from shared noise: (1-TV) / (1+TV).
-
-    Daliri, Musco, Suresh 2024, arXiv 2408.07978.
-    """
-    if not 0.0 <= total_variation <= 1.0:
-        raise ValueError(f"total_variation must be in [0, 1], got {total_variation}")
-    return (1.0 - total_variation) / (1.0 + total_variation)
 
 
 def round_sublayer_tokens(drafted: int, kept: int, prefix: int, sublayers: int) -> int:
@@ -193,20 +156,10 @@ class CostTable:
         return {"draft": self.draft, "verify": list(self.verify), "source": self.source}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CostTable:
+    def from_dict(cls, data: Any) -> CostTable:
         """The table in `to_dict`'s form; ValueError or TypeError where it is not one."""
-        if not isinstance(data, Mapping):
-            raise TypeError(f"a cost table must be a mapping, got {type(data).__name__}")
-        fields = {"draft", "verify", "source"}
-        if set(data) != fields:
-            raise ValueError(f"a cost table has the keys {sorted(fields)}, got {sorted(data)}")
-        verify = data["verify"]
-        if not isinstance(verify, Sequence) or isinstance(verify, str):
-            raise TypeError(f"verify must be a list of numbers, got {type(verify).__name__}")
-        for value in (data["draft"], *verify):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"costs must be numbers, got {value!r}")
-        return cls(float(data["draft"]), tuple(float(cost) for cost in verify), data["source"])
+        has({"draft": POSITIVE, "verify": items(POSITIVE, least=1), "source": text})(data, "costs")
+        return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     @classmethod
     def analytic(

@@ -1,0 +1,92 @@
+"""Files of the version before the rooms open and mean the same: runs, a study, skip configs.
+
+They lie in fixtures/before; the tables there are those that version's report made of the files.
+"""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from layerskip.analysis import report, write_report
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.search import study
+from layerskip.search.space import Space
+
+BEFORE = Path(__file__).parent / "fixtures" / "before"
+
+
+def test_reports_of_files_from_before_have_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
+    monkeypatch.setattr(report.plots, "overview_plots", lambda runs: [])
+    monkeypatch.setattr(report, "search_plots", lambda search: [])
+    files = [BEFORE / name for name in ("run.jsonl", "gemma2.jsonl", "search.json")]
+    write_report(files, tmp_path / "report")
+    tables = {path.name for path in (BEFORE / "tables").iterdir()}
+    assert tables == {path.name for path in (tmp_path / "report" / "tables").iterdir()}
+    for name in tables:
+        expected, found = (
+            (folder / name).read_text().strip()
+            for folder in (BEFORE / "tables", tmp_path / "report" / "tables")
+        )
+        if not expected:
+            assert not found
+            continue
+        pd.testing.assert_frame_equal(
+            pd.read_csv(tmp_path / "report" / "tables" / name),
+            pd.read_csv(BEFORE / "tables" / name),
+            rtol=1e-9,
+            check_dtype=False,
+        )
+
+
+def test_skip_configs_from_before_are_read_the_same():
+    config = SkipConfig.load(BEFORE / "skip.json")
+    assert config == SkipConfig(attention=(3, 5, 9), mlp=(4, 9), exit_layer=20)
+    assert (config.num_layers, config.model) == (24, "demo-llama")
+    assert config.decoding == DecodingOptions(
+        controller="expected-gain",
+        max_draft_length=8,
+        threshold=0.4,
+        enabled=True,
+        acceptance="rejection",
+        draft_vocabulary=(7, 3, 2047),
+    )
+    assert config.costs["verify"] == [1.0, 1.18, 1.31]
+    assert config.to_dict() == json.loads((BEFORE / "skip.json").read_text())
+    found = SkipConfig.load(BEFORE / "found-skip.json")
+    assert found.decoding == DecodingOptions(enabled=False)
+    assert found.notes["max_new_tokens"] == 16
+
+
+def test_a_journal_study_from_before_goes_on(tmp_path):
+    """Its trials are read with the values they had, and none of them is evaluated again."""
+    shutil.copy(BEFORE / "study.log", tmp_path / "study.log")
+    made_with = next(
+        line["user_attr"]["layerskip"]
+        for line in map(json.loads, (BEFORE / "study.log").read_text().splitlines())
+        if "layerskip" in line.get("user_attr", {})
+    )
+    space = Space("exit", 24)
+    identity = {key: value for key, value in made_with.items() if key != "space"}
+    opened = study.open_study(space, storage=tmp_path / "study.log", identity=identity)
+    rows = list(csv.DictReader((BEFORE / "trials.csv").open()))
+    trials = opened.get_trials()
+    assert [trial.value for trial in trials] == [float(row["value"]) for row in rows]
+    for trial, row in zip(trials, rows, strict=True):
+        assert trial.user_attrs["draft_cost"] == pytest.approx(float(row["draft_cost"]), rel=1e-12)
+    asked = []
+
+    def evaluate(config):
+        asked.append(config.resolve(24).attention)
+        return study.Evaluation(value=1.0)
+
+    seeds = {name: int(mask, 16) for name, mask in opened.user_attrs["seeds"].items()}
+    study.run(opened, space, evaluate, trials=len(rows) + 1, seeds=seeds)
+    assert len(asked) == 1
+    known = [tuple(map(int, row["attention"].split())) for row in rows]
+    assert asked[0] not in known
+    assert study.best_trial(opened).value == max(float(row["value"]) for row in rows)
