@@ -215,7 +215,7 @@ def _shown(table: Table) -> str:
 
 
 def _html_table(table: Table, *, heading: bool = True) -> str:
-    title, note, _ = SHOWN[table.name]
+    title, note, *_ = SHOWN[table.name]
     heads, rows = cells_of(table)
     aligned = [' class="t"' if text else "" for _, text in heads]
     head = "".join(

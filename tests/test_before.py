@@ -70,7 +70,7 @@ def test_a_journal_study_from_before_goes_on(tmp_path):
         for line in map(json.loads, (BEFORE / "study.log").read_text().splitlines())
         if "layerskip" in line.get("user_attr", {})
     )
-    space = Space("exit", 24)
+    space = Space(kind="exit", num_layers=24)
     identity = {key: value for key, value in made_with.items() if key != "space"}
     opened = study.open_study(space, storage=tmp_path / "study.log", identity=identity)
     rows = list(csv.DictReader((BEFORE / "trials.csv").open()))
