@@ -73,7 +73,7 @@ def test_a_journal_study_from_before_goes_on(tmp_path):
     space = Space(kind="exit", num_layers=24)
     identity = {key: value for key, value in made_with.items() if key != "space"}
     opened = study.open_study(space, storage=tmp_path / "study.log", identity=identity)
-    rows = list(csv.DictReader((BEFORE / "trials.csv").open()))
+    rows = list(csv.DictReader((BEFORE / "trials.csv").read_text().splitlines()))
     trials = opened.get_trials()
     assert [trial.value for trial in trials] == [float(row["value"]) for row in rows]
     for trial, row in zip(trials, rows, strict=True):
