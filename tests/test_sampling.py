@@ -30,6 +30,7 @@ from transformers import (
 
 from layerskip.config import SkipConfig
 from layerskip.decoding import engine
+from layerskip.decoding import laws as room
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import (
@@ -198,6 +199,40 @@ def test_noise_is_the_same_today_as_ever() -> None:
 
 
 NOISE_OF_SEED_0 = [-0.0548966, 0.7982703, -0.8432406, -0.6967998]
+
+
+def earlier_noise(key: int, position: int, purpose: int, vocabulary: int) -> Tensor:
+    """The noise of one row (V,) as the first versions made it, whole and by itself."""
+    base = room._signed(room._mix(key ^ room._mix(position * 4 + purpose)))
+    x = base + torch.arange(vocabulary) * room._signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * room._signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * room._signed(0x94D049BB133111EB)
+    uniform = ((x >> 32) & 0xFFFFFFFF).float().add(0.5).mul(2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 97, 2047, 49_152, 262_144])
+@pytest.mark.parametrize("purpose", [TARGET, DRAFT])
+def test_noise_is_bit_by_bit_what_it_was(vocabulary: int, purpose: int) -> None:
+    """However many rows and places are made at once, and in whatever tiles."""
+    keys = [stream_key(seed, row) for seed in (0, 7, 2**40) for row in range(2)]
+    places = [0, 1, 5, 131_071, 40, 7]
+    noise = gumbel_noise(keys, places, vocabulary, purpose=purpose)  # (6, V)
+    for row, key, place in zip(noise, keys, places, strict=True):
+        assert torch.equal(row, earlier_noise(key, place, purpose, vocabulary))
+
+
+def test_noise_of_a_large_vocabulary_is_that_of_earlier_versions() -> None:
+    """Values that the code before this one printed."""
+    noise = gumbel_noise([stream_key(5, row) for row in range(3)], [2, 9, 4], 262_144)
+    assert noise.argmax(-1).tolist() == NOISE_ARGMAX
+    torch.testing.assert_close(
+        noise.double().sum(-1), torch.tensor(NOISE_SUMS).double(), rtol=0, atol=0.01
+    )
+
+
+NOISE_ARGMAX = [51773, 233220, 84509]
+NOISE_SUMS = [151425.555, 151390.611, 152077.767]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -414,6 +449,33 @@ def test_the_two_rules_share_one_law_but_not_one_text() -> None:
     coupled, _ = sample_texts("none", rejection=False)
     rejection, _ = sample_texts("none", rejection=True)
     assert coupled != rejection
+
+
+def test_rows_and_places_are_made_together_and_memory_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight rows at their own pace: few calls, and never more than a few blocks held."""
+    size, rows = 2**15, 8
+    calls: list[int] = []
+
+    def counted(keys: Any, *rest: Any, **how: Any) -> Tensor:
+        calls.append(len(keys))
+        return gumbel_noise(keys, *rest, **how)
+
+    monkeypatch.setattr(room, "gumbel_noise", counted)
+    blocks = NoiseBlocks()
+    keys = [stream_key(1, row) for row in range(rows)]
+    places, scores = [0] * rows, torch.zeros(rows, size)
+    for step in range(40):
+        blocks.at(keys, places, scores)
+        for row in range(rows):
+            places[row] += 1 + (step + row) % 3
+            blocks.forget(keys[row], places[row])
+        held = [noise for made in blocks._made.values() for noise in made.values()]
+        stores = {noise.untyped_storage().data_ptr(): noise.untyped_storage() for noise in held}
+        assert sum(store.nbytes() for store in stores.values()) <= 2 * 8 * rows * size * 4
+    assert len(calls) <= 40
+    assert max(calls) <= 8 * rows
 
 
 def test_noise_made_in_blocks_is_the_same_noise() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -288,13 +288,19 @@ class Decoder:
     def _read(*values: Tensor) -> list[list[float]]:
         """Numbers (n,) each on the host: the one place where it waits for the device.
 
-        They travel together, as float32, which holds every token id below 2^24.
+        They travel together, as int64: whole numbers as they are, others as the bits of float32.
         """
         if len(values) == 1:
             return [values[0].tolist()]
-        sizes = [len(each) for each in values]
-        numbers = iter(torch.cat([each.float() for each in values]).tolist())
-        return [list(islice(numbers, size)) for size in sizes]
+        bits = [
+            each.float().view(torch.int32).long() if each.is_floating_point() else each.long()
+            for each in values
+        ]
+        pieces = torch.cat(bits).cpu().split([len(each) for each in values])
+        return [
+            (piece.int().view(torch.float32) if each.is_floating_point() else piece).tolist()
+            for each, piece in zip(values, pieces, strict=True)
+        ]
 
     def _remember(self, row: int, offset: int, token: int) -> None:
         """Write a token `offset` places behind the row's emitted ones into its history."""

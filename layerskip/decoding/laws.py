@@ -183,16 +183,17 @@ def stream_key(seed: int, row: int = 0) -> int:
     return _mix(_mix(seed & _MASK64) ^ row)
 
 
-def _uniform(
-    keys: Sequence[int], positions: Sequence[int], purpose: int, size: int, device: Any
-) -> Tensor:
-    """Uniform numbers in (0, 1 - 2^-24], fine-grained (2^-32) near zero, (N, size) float32."""
+def _starts(keys: Sequence[int], positions: Sequence[int], purpose: int, device: Any) -> Tensor:
+    """Where each of N streams begins, (N, 1) int64."""
     bases = [
         _signed(_mix(key ^ _mix(position * 4 + purpose)))
         for key, position in zip(keys, positions, strict=True)
     ]
-    x = torch.tensor(bases, dtype=torch.int64).to(device, non_blocking=True)[:, None]  # (N, 1)
-    x = x + _steps(size, torch.device(device))  # (N, size)
+    return torch.tensor(bases, dtype=torch.int64).to(device, non_blocking=True)[:, None]
+
+
+def _uniform(x: Tensor) -> Tensor:
+    """Uniform float32 in (0, 1 - 2^-24], fine-grained (2^-32) near zero, of int64, overwritten."""
     # splitmix64 in wrapping int64; the masks turn the arithmetic shift into a logical one
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
     x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
@@ -224,19 +225,28 @@ def gumbel_noise(
         positions: position of the token drawn, counted without pads.
         purpose: TARGET, DRAFT or ACCEPT: independent streams of one key.
     """
+    starts = _starts(keys, positions, purpose, device)  # (N, 1)
+    steps = _steps(vocabulary, torch.device(device))  # (V,)
+    # On a GPU launches are what counts; a CPU makes few rows at a time, which stay in its caches.
+    few = max(1, _TILE // vocabulary if starts.device.type == "cpu" else len(keys))
+    pieces = [_gumbel(some + steps) for some in starts.split(few)]  # (up to few, V) each
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # (N, V)
+
+
+def _gumbel(x: Tensor) -> Tensor:
     # -log1p(-u) is Exponential(1) with its resolution where it matters: near zero, at the winner
-    uniform = _uniform(keys, positions, purpose, vocabulary, device)
-    return uniform.neg_().log1p_().neg_().log_().neg_()  # (N, V)
+    return _uniform(x).neg_().log1p_().neg_().log_().neg_()
 
 
-_BLOCK = 2**18  # elements of noise made ahead for a row, at most: a megabyte
+_TILE = 2**18  # elements of noise that a CPU makes at once
+_AHEAD, _BLOCK = 8, 2**21  # places made ahead for a row, elements for all rows: at most
 
 
 class NoiseBlocks:
     """The noise that draft and target of one decoding share, made once for every place.
 
-    Blocks of places are made ahead, because one call for several costs little more than for one,
-    and are held until they are forgotten.
+    Where a place is missing, those of all rows that ask are made, with some ahead, in one call
+    (on a GPU: as many launches for many rows as for one). They are held until they are forgotten.
     """
 
     def __init__(self) -> None:
@@ -244,17 +254,24 @@ class NoiseBlocks:
 
     def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> Tensor:
         """`gumbel_noise` of purpose TARGET for scores (N, V), on their device."""
-        vocabulary = scores.shape[-1]
-        rows = []
-        for key, place in zip(keys, places, strict=True):
-            made = self._made.setdefault(key, {})
-            if place not in made:
-                count = max(1, min(8, _BLOCK // vocabulary))
-                block = range(place, place + count)
-                noise = gumbel_noise([key] * count, block, vocabulary, device=scores.device)
-                made.update(zip(block, noise.unbind(), strict=True))
-            rows.append(made[place])  # (V,)
-        return torch.stack(rows)
+        asked = [
+            (self._made.setdefault(key, {}), key, place)
+            for key, place in zip(keys, places, strict=True)
+        ]
+        if any(place not in made for made, _, place in asked):
+            vocabulary = scores.shape[-1]
+            ahead = max(1, min(_AHEAD, _BLOCK // (vocabulary * len(set(keys)))))
+            missing = dict.fromkeys(
+                (key, later)
+                for made, key, place in asked
+                for later in range(place, place + ahead)
+                if later not in made
+            )
+            owners, later_ones = zip(*missing, strict=True)
+            noise = gumbel_noise(owners, later_ones, vocabulary, device=scores.device)  # (M, V)
+            for (key, place), row in zip(missing, noise.unbind(), strict=True):  # (V,)
+                self._made[key][place] = row
+        return torch.stack([made[place] for made, _, place in asked])
 
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.
@@ -268,7 +285,7 @@ class NoiseBlocks:
 
 def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:
     """The uniform number each accept test uses, (N,) float32."""
-    return _uniform(keys, positions, ACCEPT, 1, device)[:, 0]
+    return _uniform(_starts(keys, positions, ACCEPT, device))[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------
