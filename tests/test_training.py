@@ -18,49 +18,6 @@ SHIPPED = Path(layerskip.__file__).parent / "models"
 FAMILIES = ["llama", "gemma", "gemma2"]
 
 
-# Formulas of LayerSkip
-
-
-def test_dropout_grows_with_depth_and_time():
-    rates = training.layer_dropout_rates(5, 0.2)
-    assert rates[0] == 0.0
-    assert rates[2] == pytest.approx(0.2 * (math.sqrt(2) - 1))
-    assert rates[-1] == pytest.approx(0.2)
-    assert training.layer_dropout_rates(5, 0.2, step=0, total_steps=101) == [0.0] * 5
-    half = training.layer_dropout_rates(5, 0.2, step=50, total_steps=101)
-    assert half == pytest.approx([rate * (math.sqrt(2) - 1) for rate in rates])
-    assert training.layer_dropout_rates(5, 0.2, step=100, total_steps=101) == pytest.approx(rates)
-
-
-def test_exit_loss_scales():
-    assert training.exit_loss_scales(4, 0.5) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
-    assert training.exit_loss_scales(4, 0.0) == [0.0, 0.0, 0.0, 3.0]
-
-
-def test_the_rotation_gives_every_layer_one_turn_per_period():
-    turns = [training.rotational_curriculum(12, 4, step) for step in range(4)]
-    assert [sum(turn[:-1]) for turn in turns] == [3, 3, 3, 2]  # 11 layers below the last
-    assert [sum(on) for on in zip(*turns, strict=True)] == [1] * 11 + [4]
-    assert [i for i, on in enumerate(turns[1]) if on] == [1, 5, 9, 11]
-    assert training.rotational_curriculum(12, 4, 5) == turns[1]
-
-
-def test_the_gradual_curriculum_has_every_layer_on_at_half_time():
-    enabled = [sum(training.gradual_curriculum(8, step, 160)) for step in range(160)]
-    assert enabled[:10] == [1] * 10  # T / (2L) = 10 steps each
-    assert enabled[10] == 2
-    assert enabled[69] == 7
-    assert enabled[70:] == [8] * 90
-    assert training.gradual_curriculum(4, 1, 8) == [False, False, True, True]
-
-
-def test_exit_weights_are_normalised_over_what_is_enabled():
-    scales = training.exit_loss_scales(4, 1.0)  # 0, 1, 3, 6
-    assert training.exit_weights(scales, [True, True, False, True]) == {2: 1 / 7, 4: 6 / 7}
-    with pytest.raises(ValueError, match="at least one enabled layer"):
-        training.exit_weights(scales, [True, False, False, False])
-
-
 # The forward pass
 
 
@@ -92,45 +49,7 @@ def test_layers_past_the_last_exit_do_not_run():
     assert calls == [0, 1, 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_leaves_a_layer_out_for_its_own_samples(family):
-    model = tiny_model(family)
-    tokens = prompt(12, rows=6)
-    rates = [0.0, 0.0, 0.5, 0.0, 1.0, 0.0]
-    keep = training.dropout_masks(rates, 6, seed=3)
-    assert keep[[0, 1, 3, 5]].all()
-    assert not keep[4].any()
-    assert 0 < keep[2].sum() < 6
-    states = training.hidden_states(model, tokens, range(1, 7), dropout=rates, seed=3)
-    full = training.hidden_states(model, tokens, [3])[3]
-    torch.testing.assert_close(states[3][keep[2]], full[keep[2]])
-    torch.testing.assert_close(states[3][~keep[2]], states[2][~keep[2]])
-    torch.testing.assert_close(states[5], states[4])
-
-
-def test_dropout_masks_follow_their_rates_and_seed():
-    keep = training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=1)
-    assert keep.shape == (3, 4000)
-    shares = keep.float().mean(1).tolist()
-    assert shares[0] == 1.0
-    assert shares[1] == pytest.approx(0.75, abs=0.03)
-    assert shares[2] == 0.0
-    assert torch.equal(keep, training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=1))
-    assert not torch.equal(keep, training.dropout_masks([0.0, 0.25, 1.0], 4000, seed=2))
-
-
 # Losses
-
-
-def test_the_early_exit_loss_is_the_weighted_sum():
-    model = tiny_model("gemma2")
-    tokens = prompt(10, rows=2)
-    states = training.hidden_states(model, tokens[:, :-1], [2, 6])
-    labels = tokens[:, 1:]
-    each = {e: training.label_loss(training.exit_logits(model, states[e]), labels) for e in states}
-    loss = training.early_exit_loss(model, states, labels, {2: 0.25, 6: 0.75})
-    assert loss.item() == pytest.approx(0.25 * each[2].item() + 0.75 * each[6].item())
-    assert each[6].item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
 
 
 def test_distillation_is_kl_and_total_variation():
@@ -308,15 +227,9 @@ def test_the_shipped_prompts_are_of_three_kinds():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: training.layer_dropout_rates(4, 1.5), r"p_max must be in \[0, 1\], got 1.5"),
-        (lambda: training.rotational_curriculum(4, 0, 1), "period must be at least 1, got 0"),
         (
             lambda: training.hidden_states(tiny_model("llama"), prompt(4), [7]),
             r"exits must be in 1\.\.6 for a 6-layer model, got 7",
-        ),
-        (
-            lambda: training.hidden_states(tiny_model("llama"), prompt(4), [6], dropout=[0.1]),
-            "dropout must hold 6 rates, got 1",
         ),
         (
             lambda: training.hidden_states(tiny_model("qwen3"), prompt(4), [6]),

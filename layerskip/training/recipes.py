@@ -1,19 +1,17 @@
 """Training recipes: knows losses over early exits and a loop that survives a kill; knows no data.
 
-Two recipes share the forward pass of this module. **LayerSkip** (Elhoushi et al. 2024, arXiv
-2404.16710): layer dropout that grows with depth and time, and a cross-entropy at several exits,
-enabled by a curriculum. **Exit self-distillation**: the law of an early exit is trained towards the
-model's own final law, held fixed, which raises the acceptance of its drafts directly.
+**Exit self-distillation**: the law of an early exit is trained towards the model's own final law,
+held fixed, which raises the acceptance of its drafts directly; beside it the cross-entropy at an
+exit, as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 
-Layers are counted as in the paper, l = 0..L-1. Exit E = 1..L means the hidden state after E layers,
-read through the shared final norm and head; so layer l of the paper's loss is exit l + 1 here.
-Nothing random has a state: masks and batches are functions of a seed and the step, so that a run
-resumed from a checkpoint is the unbroken run.
+Exit E = 1..L means the hidden state after E layers, read through the shared final norm and head.
+Nothing random has a state: batches are functions of a seed and the step, so that a run resumed from
+a checkpoint is the unbroken run.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,65 +27,6 @@ LayerCall = Callable[..., Tensor]
 FAMILIES = ("llama", "gemma", "gemma2")
 
 
-def layer_dropout_rates(
-    num_layers: int, p_max: float, step: int = 0, total_steps: int | None = None
-) -> list[float]:
-    """Probability of leaving each layer out, p(l, t) = S(t) D(l) p_max (LayerSkip section 4.1).
-
-    D(l) = exp(l ln2 / (L-1)) - 1 is 0 at the first layer and 1 at the last. S(t) = exp(t ln2 /
-    (T-1)) - 1 when training from scratch for `total_steps` = T, and 1 (`None`) when continuing
-    from a trained model. Returns L floats.
-    """
-    if not 0.0 <= p_max <= 1.0:
-        raise ValueError(f"p_max must be in [0, 1], got {p_max}")
-    time_scale = 1.0 if total_steps is None else 2.0 ** (step / max(total_steps - 1, 1)) - 1.0
-    return [
-        time_scale * (2.0 ** (layer / max(num_layers - 1, 1)) - 1.0) * p_max
-        for layer in range(num_layers)
-    ]
-
-
-def exit_loss_scales(num_layers: int, e_scale: float) -> list[float]:
-    """The scale e(l) of the loss after each layer (LayerSkip section 4.1.2), L floats.
-
-    e(l) = e_scale * (0 + 1 + ... + l) below the last layer, and L - 1 + e_scale * (0 + ... + L-2)
-    at the last.
-    """
-    scales = [e_scale * layer * (layer + 1) / 2 for layer in range(num_layers - 1)]
-    return [*scales, num_layers - 1 + e_scale * (num_layers - 2) * (num_layers - 1) / 2]
-
-
-def rotational_curriculum(num_layers: int, period: int, step: int) -> list[bool]:
-    """C_rot: every `period`-th layer has a loss, moving on by one layer each step; L booleans.
-
-    The last layer is always on: it is the model.
-    """
-    if period < 1:
-        raise ValueError(f"period must be at least 1, got {period}")
-    return [(layer - step) % period == 0 for layer in range(num_layers - 1)] + [True]
-
-
-def gradual_curriculum(num_layers: int, step: int, total_steps: int) -> list[bool]:
-    """C_grad: from the last layer downwards, one more layer every T / (2L) steps; L booleans.
-
-    All layers have a loss from step T / 2 on.
-    """
-    enabled = min(num_layers, 1 + step * 2 * num_layers // total_steps)
-    return [layer >= num_layers - enabled for layer in range(num_layers)]
-
-
-def exit_weights(scales: Sequence[float], enabled: Sequence[bool]) -> dict[int, float]:
-    """Exit -> normalised weight C(t, l) e(l) / sum_i C(t, i) e(i), where that is above zero."""
-    total = sum(scale for scale, on in zip(scales, enabled, strict=True) if on)
-    if total <= 0.0:
-        raise ValueError("at least one enabled layer must have a positive scale")
-    return {
-        layer + 1: scale / total
-        for layer, (scale, on) in enumerate(zip(scales, enabled, strict=True))
-        if on and scale > 0.0
-    }
-
-
 def call_layer(layer: nn.Module, hidden: Tensor, **inputs: Any) -> Tensor:
     """Run one decoder layer; a top-level function so that a script can compile it once for all."""
     output: Tensor = layer(hidden, **inputs)
@@ -99,22 +38,17 @@ def hidden_states(
     input_ids: Tensor,
     exits: Sequence[int],
     *,
-    dropout: Sequence[float] | None = None,
-    seed: int = 0,
     run_layer: LayerCall = call_layer,
 ) -> dict[int, Tensor]:
     """Exit -> hidden states (B, T, D) before the final norm, by one pass of the model's own layers.
 
     `model` is a Llama, Gemma or Gemma 2 causal LM of transformers, used through its own modules and
-    left as found; `input_ids` is (B, T) without pads. `dropout` holds L probabilities: each sample
-    leaves each layer out by its own coin, and the layer runs on the samples that keep it only.
+    left as found; `input_ids` is (B, T) without pads.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {FAMILIES}, got {model.config.model_type!r}")
     decoder, config = model.model, model.config
     layers = decoder.layers
-    if dropout is not None and len(dropout) != len(layers):
-        raise ValueError(f"dropout must hold {len(layers)} rates, got {len(dropout)}")
     for exit_layer in exits:
         if not 1 <= exit_layer <= len(layers):
             raise ValueError(
@@ -135,7 +69,6 @@ def hidden_states(
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     if "sliding_attention" in layer_types:
         masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_inputs)
-    keep = dropout_masks(dropout, len(input_ids), seed) if dropout is not None else None  # (L, B)
 
     states = {}
     for index, layer in enumerate(layers[: max(exits)]):
@@ -144,21 +77,10 @@ def hidden_states(
             "position_embeddings": rotary,
             "position_ids": positions,
         }
-        if keep is None or bool(keep[index].all()):
-            hidden = run_layer(layer, hidden, **inputs)
-        elif bool(keep[index].any()):
-            rows = keep[index].nonzero()[:, 0].to(hidden.device)  # (kept,)
-            hidden = hidden.index_copy(0, rows, run_layer(layer, hidden[rows], **inputs))
+        hidden = run_layer(layer, hidden, **inputs)
         if index + 1 in exits:
             states[index + 1] = hidden
     return states
-
-
-def dropout_masks(rates: Sequence[float], batch_size: int, seed: int) -> Tensor:
-    """Booleans (L, B), true where a sample keeps a layer; equal seeds give equal masks."""
-    generator = torch.Generator().manual_seed(seed)
-    coins = torch.rand(len(rates), batch_size, generator=generator)
-    return coins >= torch.tensor(rates)[:, None]
 
 
 def exit_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -171,14 +93,6 @@ def exit_logits(model: Any, hidden: Tensor) -> Tensor:
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy in nats of logits (B, T, V) at labels (B, T)."""
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def early_exit_loss(
-    model: Any, states: Mapping[int, Tensor], labels: Tensor, weights: Mapping[int, float]
-) -> Tensor:
-    """LayerSkip's J: the weighted sum over exits of the cross-entropy at `labels` (B, T)."""
-    losses = [w * label_loss(exit_logits(model, states[e]), labels) for e, w in weights.items()]
-    return torch.stack(losses).sum()
 
 
 def distillation_loss(
