@@ -450,6 +450,20 @@ def refused_bench(folder, prompts, output, *flags):
     return refused("benchmark", folder, *flags)
 
 
+def test_a_run_refused_before_it_measured_binds_nobody(folder, two_prompts, tmp_path):
+    output = tmp_path / "run.jsonl"
+    larger = tiny_model("llama", dtype=torch.float32, vocab_size=120)
+    other = save_checkpoint(tmp_path / "other", larger)
+    flags = ("--method", "generate-assistant", "--assistant")
+    refused_bench(folder, two_prompts, output, *flags, other)  # by transformers, as it decodes
+    assert not output.exists()
+    result = bench(folder, two_prompts, output, *flags, folder)
+    assert result.exit_code == 0, result.output
+    assert read_run(output).header["methods"][1]["assistant"] == str(folder)
+    output.write_text(output.read_text().splitlines()[0] + "\n")  # as of a run that was ended
+    assert bench(folder, two_prompts, output, "--method", "generate").exit_code == 0
+
+
 def test_benchmark_samples_in_batches_with_text_on_request(
     folder, two_prompts, tmp_path, priced, monkeypatch
 ):

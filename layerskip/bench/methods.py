@@ -23,9 +23,6 @@ from layerskip.served import end_tokens
 
 Clock = Callable[[], float]
 
-PEERS = ("generate", "generate-early-exit", "generate-prompt-lookup", "generate-assistant")
-KINDS = ("plain", "self", *PEERS)
-
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
 _ASSISTED = (
     "num_assistant_tokens",

@@ -86,8 +86,7 @@ def interleaved(
     The garbage collector rests during a call, and torch's random numbers are afterwards what they
     were. Methods that serve one row are left out of larger batches.
     """
-    gpus = {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
-    with _quiet_collector(), torch.random.fork_rng(devices=gpus):
+    with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
         for number, batch in enumerate(batches):
             served = [method for method in methods if batch.rows == 1 or not method.one_row]
             wanted = {
@@ -104,6 +103,10 @@ def interleaved(
                         what = f"{', '.join(batch.names)}: {method.name}"
                         note(what, (number + max(0, repeat) / repeats) / len(batches))
                         yield _timed(method, batch, repeat, order, now)
+
+
+def _gpus(batches: Sequence[Batch]) -> set[torch.device]:
+    return {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
 
 
 @contextmanager
@@ -144,6 +147,15 @@ def _once(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> 
             gc.enable()
     peak = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else None
     return Timed(method, batch, repeat, order, decoded, seconds, decoded.first - start, peak)
+
+
+def try_out(methods: Sequence[Method], batches: Sequence[Batch]) -> None:
+    """Let every method decode a few tokens, so that what refuses does before a file is begun."""
+    for method in methods:
+        batch = next((b for b in batches if b.rows == 1 or not method.one_row), None)
+        if batch is not None:
+            with torch.random.fork_rng(devices=_gpus([batch])):
+                method.decode(batch, 0, time.perf_counter, 2)
 
 
 def benchmark(

@@ -25,7 +25,7 @@ from layerskip.cli.options import (
     to_json,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, benchmark_table, decode_text
+from layerskip.cli.terminal import Talk, aligned, decode_text
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter, key_of, read_unfinished
@@ -69,8 +69,10 @@ def benchmark(
     trace: Annotated[
         bool, typer.Option("--trace", help="Record exits and costs of the sublayers, too.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 2,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed ones before them.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Timed calls of each method, per prompt.")
+    ] = 2,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed calls before them.")] = 1,
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, metavar="N", help="Repeatable.  [default: 1]")
     ] = None,
@@ -110,6 +112,8 @@ def benchmark(
         warn_idle({"skip": skip, "exit_layer": exit_layer}, "without --method self")
     sizes = sorted(set(batch_size or [1]))
     found = read_unfinished(output)
+    if found is not None and not (found.records or found.traces or found.costs):
+        found = None  # it was refused or stopped before it measured: its settings bind nobody
     chosen = first_of_each(given_prompts(prompts, loading.model), limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
@@ -122,7 +126,7 @@ def benchmark(
 
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import make_batches
+    from layerskip.bench.runner import make_batches, try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
     from layerskip.model.sublayers import Sublayers
@@ -157,6 +161,9 @@ def benchmark(
             "batch_sizes": sizes,
             "methods": [each.describe() for each in methods],
         }
+        if found is None:
+            talk.progress("trying every method")
+            try_out(methods, batches)
         with RunWriter(output, header, found) as writer:
             done = {key_of(record) for record in found.records} if found else set()
             if trace and not (found and found.traces):
@@ -185,7 +192,7 @@ def benchmark(
         torch.set_num_threads(before)
     talk.progress("")
     summary = summarise(output)
-    print(benchmark_table(summary))
+    print(_table(summary))
     if compile_seconds():
         talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
@@ -251,6 +258,27 @@ def summarise(path: Path) -> list[dict[str, Any]]:
         )
         found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
     return list(rows.values())
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
+    sizes = len({row["batch_size"] for row in rows}) > 1
+    over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
+    head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
+    lines = [[*head, "accepted", "repeats", "same text"]]
+    for row in rows:
+        line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
+        line.append(f"{row['tokens_per_second']:.1f}")
+        for name in over:
+            ratio, low, high = row["speedups"].get(name, (None, None, None))
+            interval = "" if low is None or row["method"] == name else f" ({low:.2f}-{high:.2f})"
+            line.append("-" if ratio is None else f"{ratio:.2f}{interval}")
+        rate = row["acceptance_rate"]
+        line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
+        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
+        same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
+        lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
+    return aligned(lines)
 
 
 _COMPARED = ("compared", "equal", "near_ties", "faults")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +22,10 @@ from layerskip.cli.options import (
     shipped_prompts,
     to_json,
 )
-from layerskip.cli.terminal import Talk, check_table
+from layerskip.cli.terminal import Talk, differences, two_columns, verdict, wrap
+
+if TYPE_CHECKING:
+    from layerskip.bench.checks import CheckReport
 
 
 def check(
@@ -64,8 +68,29 @@ def check(
     )
     talk.progress("")
     ids = [each.id for each in chosen]
-    print(check_table(report, ids, loaded.tokenizer))
+    print(_table(report, ids, loaded.tokenizer))
     if as_json:
         print(to_json({"model": loaded.name, "seed": seed, **report.to_dict()}))
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
+    rows = [
+        ("greedy = transformers", verdict(report.greedy)),
+        ("coupled = plain", verdict(report.coupled)),
+    ]
+    for rule, test in report.laws.items():
+        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
+        rows.append((f"{rule} law", words))
+    same = "the same" if report.cache_passed else "DIFFERENT"
+    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
+    changed = ", ".join(report.changed[:3])
+    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
+    lines = [two_columns(rows)]
+    for comparison in (report.greedy, report.coupled):
+        lines += [wrap(line) for line in differences(comparison, ids, tokenizer)]
+    if not report.laws_passed:
+        lines.append("the sampled law is WRONG: p-values are below the level of the test")
+    lines.append("passed" if report.passed else "FAILED")
+    return "\n".join(lines)

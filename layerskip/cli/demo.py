@@ -30,7 +30,6 @@ from layerskip.cli.terminal import (
     title,
     two_columns,
     verdict,
-    why_table,
     wrap,
 )
 from layerskip.config import SkipConfig
@@ -117,7 +116,7 @@ def demo(
         )
     )
     print(title("Why?"))
-    print(why_table(why))
+    print(_why_table(why))
     if as_json:
         document = {
             "model": loaded.name,
@@ -160,3 +159,24 @@ def _why(found: SideBySide, skip: SkipConfig, num_layers: int) -> dict[str, Any]
         "bound": None if costs is None else 1 / costs.draft,
         "predicted_speedup": found.predicted_speedup,
     }
+
+
+def _why_table(why: dict[str, Any]) -> str:
+    rows = [("the draft runs", why["draft"])]
+    if not why["num_drafts"]:
+        rows.append(("drafting", "turned itself off: it would not have paid here"))
+    else:
+        rows += [
+            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
+            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
+        ]
+    if why["draft_cost"] is not None:
+        rows += [
+            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
+            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
+            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
+        ]
+    if why["predicted_speedup"] is not None:
+        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
+    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
+    return two_columns(rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.bench.checks import CheckReport, Comparison
+    from layerskip.bench.checks import Comparison
 
 
 EVERY, SOON = 30.0, 5.0
@@ -126,69 +126,6 @@ def _token(token: int | None, tokenizer: Any) -> str:
     return "the end" if token is None else repr(tokenizer.decode([token]))
 
 
-def check_table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
-    rows = [
-        ("greedy = transformers", verdict(report.greedy)),
-        ("coupled = plain", verdict(report.coupled)),
-    ]
-    for rule, test in report.laws.items():
-        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
-        rows.append((f"{rule} law", words))
-    same = "the same" if report.cache_passed else "DIFFERENT"
-    rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))
-    changed = ", ".join(report.changed[:3])
-    rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
-    lines = [two_columns(rows)]
-    for comparison in (report.greedy, report.coupled):
-        lines += [wrap(line) for line in differences(comparison, ids, tokenizer)]
-    if not report.laws_passed:
-        lines.append("the sampled law is WRONG: p-values are below the level of the test")
-    lines.append("passed" if report.passed else "FAILED")
-    return "\n".join(lines)
-
-
-def why_table(why: dict[str, Any]) -> str:
-    rows = [("the draft runs", why["draft"])]
-    if not why["num_drafts"]:
-        rows.append(("drafting", "turned itself off: it would not have paid here"))
-    else:
-        rows += [
-            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
-            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
-        ]
-    if why["draft_cost"] is not None:
-        rows += [
-            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
-            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
-            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
-        ]
-    if why["predicted_speedup"] is not None:
-        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
-    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
-    return two_columns(rows)
-
-
-def benchmark_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
-    sizes = len({row["batch_size"] for row in rows}) > 1
-    over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
-    head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
-    lines = [[*head, "accepted", "repeats", "same text"]]
-    for row in rows:
-        line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
-        line.append(f"{row['tokens_per_second']:.1f}")
-        for name in over:
-            ratio, low, high = row["speedups"].get(name, (None, None, None))
-            interval = "" if low is None or row["method"] == name else f" ({low:.2f}-{high:.2f})"
-            line.append("-" if ratio is None else f"{ratio:.2f}{interval}")
-        rate = row["acceptance_rate"]
-        line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
-        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
-        same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
-        lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
-    return _aligned(lines)
-
-
 def search_table(record: Mapping[str, Any]) -> str:
     """A search's finalists: what was predicted and what the clock said, with 95% intervals."""
     titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
@@ -210,7 +147,7 @@ def search_table(record: Mapping[str, Any]) -> str:
             same += f", {timed['near_ties']} near-ties" if timed["near_ties"] else ""
             line.append(same + (f", {timed['faults']} FAULTS" if timed["faults"] else ""))
         lines.append(line)
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def search_verdict(record: Mapping[str, Any], skip: Path) -> str:
@@ -265,7 +202,7 @@ def _gain(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: {timed['speedup']:.2f}x plain decoding ({interval}), {price}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Columns, all but the first and the last of them flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
