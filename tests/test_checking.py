@@ -17,7 +17,7 @@ from layerskip.bench.checks import (
 )
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.config import SkipConfig
-from layerskip.decoding import engine
+from layerskip.decoding import draws, engine
 from layerskip.decoding.laws import TARGET, gumbel_noise
 from layerskip.decoding.passes import Session
 
@@ -117,8 +117,8 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
         other = (scores + noise - gumbel_noise(keys, places, scores.shape[-1])).nan_to_num()
         return right(self, drafts, positions, other)
 
-    right = engine.Decoder._match
-    monkeypatch.setattr(engine.Decoder, "_match", wrong)
+    right = draws.Draws.judge
+    monkeypatch.setattr(draws.Draws, "judge", wrong)
     found = compare_coupled(model, PROMPTS, SKIP, max_new_tokens=16, temperature=0.8, seed=3)
     assert found.faults > 0
 
@@ -188,11 +188,11 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
     target, draft = logits(1, size=20, scale=1.0), logits(2, size=20, scale=1.0)
     law = torch.softmax(target.double(), -1)
     if rule == "redraw from p":
-        monkeypatch.setattr(engine, "residual", lambda p, q: p)
+        monkeypatch.setattr(draws, "residual", lambda p, q: p)
     elif rule == "accept all":
-        monkeypatch.setattr(engine, "acceptance_probability", lambda p, q: torch.ones_like(p))
+        monkeypatch.setattr(draws, "acceptance_probability", lambda p, q: torch.ones_like(p))
     elif rule == "accept half":
-        monkeypatch.setattr(engine, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5))
+        monkeypatch.setattr(draws, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5))
     else:  # the draft's noise also draws the correction
         monkeypatch.setattr(engine, "DRAFT", TARGET)
     first, _ = draw_rounds(target, draft, rejection=True, draws=8192)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from layerskip.config import SkipConfig
-from layerskip.decoding import engine
+from layerskip.decoding import draws
 from layerskip.decoding import laws as room
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
@@ -440,7 +440,7 @@ def test_texts_of_other_executions_follow_it_too(execution: str, rejection: bool
 def test_a_known_wrong_sampler_fails_the_same_test(
     name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, name, wrong)
+    monkeypatch.setattr(draws, name, wrong)
     counts, _ = sample_texts.__wrapped__("temperature", rejection=True)
     assert p_value(counts, exact_law("temperature")) < LEVEL
 

@@ -67,5 +67,5 @@ def test_what_was_thrown_away_tells_nothing_of_what_comes():
 
 
 def test_the_spy_would_find_a_reused_stream(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("layerskip.decoding.engine.stream_key", lambda key, start: key)
+    monkeypatch.setattr("layerskip.decoding.draws.stream_key", lambda key, start: key)
     assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL

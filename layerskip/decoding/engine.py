@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +16,8 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controllers import Controller, require_controller
-from layerskip.decoding.laws import (
-    DRAFT,
-    TARGET,
-    Law,
-    NoiseBlocks,
-    accept_uniform,
-    acceptance_probability,
-    gumbel_noise,
-    residual,
-    softmax_law,
-    stream_key,
-)
+from layerskip.decoding.draws import Drafts, Draws, confidence
+from layerskip.decoding.laws import DRAFT, TARGET, Law, softmax_law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.cache import on_device
@@ -67,34 +56,6 @@ class Request:
     keep_scores: bool = False
     keep_logits: bool = False
     clock: Callable[[], float] | None = None
-
-
-@dataclass
-class _Drafts:
-    """What a round has drafted.
-
-    Attributes:
-        tokens: drafted tokens per row; empty where they are still to be read from the device.
-        confidences: those of the tokens per row, where the controller needs them.
-        lengths: per row, how many tokens the target is asked about.
-        last: each row's last token, drafted or emitted, in the session's order of rows, (R,).
-        steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,).
-        laws: for the rejection rule, of every draft step the draft's law, (N, V).
-        unread: whether no token has been read from the device yet.
-    """
-
-    tokens: list[list[int]]
-    confidences: list[list[float]]
-    lengths: list[int]
-    last: Tensor
-    steps: list[tuple[list[Position], Tensor]]
-    laws: list[Tensor]
-    unread: bool
-
-    def at(self, positions: Sequence[Position]) -> Tensor:
-        """Where each position lies among those of all steps, -1 for none, (len(positions),)."""
-        places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
-        return on_device([places.get(position, -1) for position in positions], self.last.device)
 
 
 class Decoder:
@@ -139,14 +100,20 @@ class Decoder:
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
         )
-        self.greedy = not request.law.do_sample
-        self.rejection = request.rejection and not self.greedy
-        self.noise = NoiseBlocks()
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
         slack = request.max_new_tokens + max_draft_length + 1
         self.history = F.pad(request.input_ids.to(self.device), (0, slack))  # (B, W + slack)
+        self.draws = Draws(
+            request.law,
+            request.keys,
+            rejection=request.rejection,
+            history=self.history,
+            width=self.width,
+            prompt_lengths=self.session.prompt_lengths,
+            emitted=self.emitted,
+        )
         self._reads_history = request.stop is not None or request.law.reads_history
         self.stats = DecodingStats()
         self._times: list[float] = []  # of the round in progress
@@ -166,8 +133,8 @@ class Decoder:
         raw = self.session.prefill()  # (B, V)
         self._mark()
         positions = [(row, 0) for row in self.rows]
-        scores = self._scores(raw, positions)  # (B, V)
-        (first,) = self._read(self._draw(scores, positions, TARGET))
+        scores = self.draws.scores(raw, positions)  # (B, V)
+        (first,) = self._read(self.draws.draw(scores, positions, TARGET))
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
         nothing: list[list[int]] = [[] for _ in self.rows]
         return self._close(0, tokens, nothing, [[] for _ in self.rows], positions, scores, raw)
@@ -185,9 +152,8 @@ class Decoder:
         ]
         raw = self.session.verify(drafts.last, positions)  # (N, V)
         self._mark()
-        scores = self._scores(raw, positions)  # (N, V)
-        judge = self._reject if self.rejection else self._match
-        tokens = self._judged(drafts, positions, *judge(drafts, positions, scores))
+        scores = self.draws.scores(raw, positions)  # (N, V)
+        tokens = self._judged(drafts, positions, *self.draws.judge(drafts, positions, scores))
         return self._close(index, tokens, drafts.tokens, drafts.confidences, positions, scores, raw)
 
     def _compact(self) -> None:
@@ -213,16 +179,17 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _draft(self) -> _Drafts:
+    def _draft(self) -> Drafts:
         """Draft in lockstep, each row for as long as its controller says.
 
         Where nobody asks for the tokens before the target has seen them, they are not read: the
         host does not wait for the device. A draft then goes on behind an end, for nothing.
         """
         law, controller = self.request.law, self.controller
+        purpose = DRAFT if self.draws.rejection else TARGET
         unread = not controller.needs_confidence and not law.reads_history
         places = self.session.rows
-        drafts = _Drafts(
+        drafts = Drafts(
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
@@ -244,10 +211,10 @@ class Decoder:
                 here = on_device([places[row] for row in drafting], self.device)  # (N,)
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
-            scores = self._scores(raw, positions)  # (N, V)
-            drawn = self._draw(scores, positions, DRAFT if self.rejection else TARGET)  # (N,)
+            scores = self.draws.scores(raw, positions)  # (N, V)
+            drawn = self.draws.draw(scores, positions, purpose)  # (N,)
             drafts.steps.append((positions, drawn))
-            if self.rejection:
+            if self.draws.rejection:
                 drafts.laws.append(softmax_law(scores))
             # the processors may forbid every token, and half precision may overflow
             fed = torch.where(drawn < 0, last, drawn)  # (N,)
@@ -255,23 +222,23 @@ class Decoder:
             tokens: Sequence[float | None] = [None] * len(drafting)
             sure = [1.0] * len(drafting)
             if controller.needs_confidence:
-                tokens, sure = self._read(drawn, _confidence(raw, fed))
+                tokens, sure = self._read(drawn, confidence(raw, fed))
             elif not unread:
                 (tokens,) = self._read(drawn)
             going_on = []
-            for row, token, confidence in zip(drafting, tokens, sure, strict=True):
+            for row, token, chance in zip(drafting, tokens, sure, strict=True):
                 if token is not None:
                     if token < 0:
                         continue
                     self._remember(row, step, int(token))
                     drafts.tokens[row].append(int(token))
                     if controller.needs_confidence:
-                        drafts.confidences[row].append(confidence)
+                        drafts.confidences[row].append(chance)
                 drafts.lengths[row] += 1
                 if (
                     token not in self.request.eos
                     and drafts.lengths[row] < limits[row]
-                    and controller.keep_drafting(row, confidence)
+                    and controller.keep_drafting(row, chance)
                 ):
                     going_on.append(row)
             drafting = going_on
@@ -307,71 +274,9 @@ class Decoder:
         if self._reads_history:
             self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
-    def _scores(self, raw: Tensor, positions: Sequence[Position]) -> Tensor:
-        """Processed scores (N, V) from the raw logits (N, V) at those positions."""
-        rows = [row for row, _ in positions]
-        lengths = [self.width + len(self.emitted[row]) + offset for row, offset in positions]
-        return self.request.law.scores(raw, self.history, rows, lengths)
-
-    def _draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
-        """Draw a token at each position, (N,); -1 where none has a score above -inf, or NaN."""
-        if not self.greedy:
-            keys, places = self._stream(positions)
-            if purpose == TARGET:
-                noise = self.noise.at(keys, places, scores)
-            else:
-                # A draft thrown away has told the controller something of its noise, so that no
-                # later round may draft from the same: each round has a stream of its own.
-                starts = [
-                    place - offset for place, (_, offset) in zip(places, positions, strict=True)
-                ]
-                keys = list(map(stream_key, keys, starts))
-                noise = gumbel_noise(
-                    keys, places, scores.shape[-1], purpose=purpose, device=scores.device
-                )
-            scores = noise.add_(scores)  # (N, V)
-        best, token = scores.max(-1)  # (N,), (N,)
-        return torch.where(best > float("-inf"), token, -1)
-
-    def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
-        """Noise-stream key and place, pads not counted, of the token drawn at each position."""
-        keys = [self.request.keys[row] for row, _ in positions]
-        lengths = self.session.prompt_lengths
-        places = [lengths[row] + len(self.emitted[row]) + offset for row, offset in positions]
-        return keys, places
-
-    def _match(
-        self, _: _Drafts, positions: Sequence[Position], scores: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        """The target's own draws (N,), with which a draft has to agree."""
-        return None, self._draw(scores, positions, TARGET)
-
-    def _reject(
-        self, drafts: _Drafts, positions: Sequence[Position], scores: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        """The rejection rule (Leviathan et al. 2023, Algorithm 1).
-
-        Returns:
-            Of every position whether the token drafted there is accepted (N,), and what is emitted
-            if it is not, or if there is none: a correction or the bonus (N,).
-        """
-        p = softmax_law(scores)  # (N, V)
-        if not drafts.steps:
-            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions, TARGET)
-        index = drafts.at(positions)  # (N,)
-        token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
-        drafted = (index >= 0) & (token >= 0)  # (N,)
-        q = torch.cat(drafts.laws)[index]  # (N, V)
-        here = token.clamp_min(0)[:, None]  # (N, 1)
-        chance = acceptance_probability(p.gather(1, here), q.gather(1, here))[:, 0]  # (N,)
-        keys, places = self._stream(positions)
-        accepted = drafted & (accept_uniform(keys, places, self.device) < chance)  # (N,)
-        final = torch.where(drafted[:, None], residual(p, q), p)  # (N, V)
-        return accepted, self._draw(final.log(), positions, TARGET)
-
     def _judged(
         self,
-        drafts: _Drafts,
+        drafts: Drafts,
         positions: Sequence[Position],
         accepted: Tensor | None,
         drawn: Tensor,
@@ -437,9 +342,7 @@ class Decoder:
                 if self._ends(row, token):
                     self.finished[row] = True
                     break
-            if not self.greedy:
-                (key,), (place,) = self._stream([(row, 0)])
-                self.noise.forget(key, None if self.finished[row] else place)
+            self.draws.forget(row, finished=self.finished[row])
             if index:
                 self.session.commit(row, len(emitted[row]))
                 self.controller.update(row, len(drafts[row]), len(candidates) - 1)
@@ -477,12 +380,6 @@ class Decoder:
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
-
-
-def _confidence(raw: Tensor, tokens: Tensor) -> Tensor:
-    """Probability of each token (N,) under the softmax of its raw logits (N, V), (N,)."""
-    law = torch.softmax(raw.float(), dim=-1)  # (N, V); logsumexp is several times slower
-    return law.gather(1, tokens[:, None])[:, 0]
 
 
 def _by_row(
