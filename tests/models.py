@@ -98,12 +98,15 @@ def tiny_model(
     Args:
         family: one of `FAMILIES`.
         dtype: of the weights.
-        attention: attention implementation; None lets transformers choose (Gemma 2: eager).
+        attention: attention implementation; None lets transformers choose, but for Gemma 2, which
+            is eager: not every version chooses that, and others ignore the soft cap.
         seed: of the weights; the default generator is left as it was.
         overrides: configuration values that replace the common ones.
     """
     config_class, model_class, values = _FAMILIES[family]
     config = getattr(transformers, config_class)(**{**_SHAPE, **values, **overrides})
+    if attention is None and family == "gemma2":
+        attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
