@@ -7,19 +7,14 @@ import pytest
 import torch
 from models import prompt, tiny_model
 
-from layerskip.bench.checks import (
-    LEVEL,
-    Comparison,
-    Difference,
-    check,
-    compare_coupled,
-    compare_greedy,
-)
+from layerskip.bench.checks import LEVEL, _deviation, check, compare_coupled, compare_greedy
+from layerskip.bench.comparison import Comparison, Difference, first_difference
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.config import SkipConfig
 from layerskip.decoding import draws, engine
 from layerskip.decoding.laws import TARGET, gumbel_noise
 from layerskip.decoding.passes import Session
+from layerskip.model.sublayers import Sublayers
 
 SKIP = SkipConfig.early_exit(3)
 PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]
@@ -127,6 +122,37 @@ def test_a_length_difference_is_a_fault():
     ended = Difference(0, 4, None, 7, math.inf, 0.0)
     assert not ended.near_tie
     assert Comparison(1, 4, (ended,)).to_dict()["differences"][0]["margin"] is None
+
+
+class Narrow(torch.Tensor):
+    """A tensor of a device without float64, as Apple's GPUs are, until it comes to the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.cpu:
+            return out.as_subclass(torch.Tensor)
+        if isinstance(out, Narrow) and out.dtype == torch.float64:
+            raise TypeError("this device has no float64")
+        return out
+
+
+def test_devices_without_float64_are_served():
+    narrow = logits(1).as_subclass(Narrow)
+    with pytest.raises(TypeError, match="no float64"):
+        narrow.double()
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32))
+    first, second = narrow.cpu().topk(2).indices.tolist()
+    equal, found = first_difference(
+        opened, 0, PROMPTS[0], [4, first], [4, second], lambda ids: narrow
+    )
+    assert (equal, found.expected, found.got) == (1, first, second)
+    assert found.margin == float(narrow[first].cpu().double()) - float(
+        narrow[second].cpu().double()
+    )
+    keys = torch.ones(1, 2, 5, 3).as_subclass(Narrow)
+    assert _deviation(keys * 1.5, keys, length=4) == 0.5
+    assert 0 < chi_square([0, 1] * 50, torch.tensor([0.5, 0.5]).as_subclass(Narrow)) <= 1
 
 
 def test_a_stale_cache_is_found(monkeypatch):

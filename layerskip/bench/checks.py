@@ -1,31 +1,26 @@
 """The losslessness check of a model on this machine, in token ids; knows no text and no files.
 
-Two decodings that must agree are compared token by token. Where they first differ, the target's
-own scores, from a fresh forward pass over the common prefix, tell a near-tie from a fault: a
-near-tie is a position where both tokens lie within the resolution of the highest score,
-
-    resolution = max|score| * (2 sqrt(2L) eps(dtype) + 4 eps(float32)),
-
-a random walk of one rounding error per sublayer, for each of the two passes compared, and the
-float32 in which `generate()` and this engine both hold scores. Everything else is a fault.
+Greedy text against the library's, coupled samples against plain decoding, emitted tokens against
+the law, the cache against a fresh prefill, and the model against what it was before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.bench.lawtest import DRAWS, LawTest, chi_square, draw_rounds
+from layerskip.bench.comparison import Comparison, Difference, first_difference
+from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.checkpoints import unpadded
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, gumbel_noise, softmax_law, stream_key
+from layerskip.decoding.laws import Law, gumbel_noise, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.generation import decode, generate
 from layerskip.model.sublayers import Sublayers
@@ -33,71 +28,7 @@ from layerskip.model.sublayers import Sublayers
 LEVEL = 1e-6
 """Probability that the sampled-law tests together call a correct engine wrong."""
 
-_SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones
 _LAW_PROMPTS = 2  # prompts that laws are recorded on, at two positions each
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two decodings of a prompt first differ.
-
-    Attributes:
-        prompt: index of the prompt.
-        position: index of the new token.
-        expected, got: the two tokens; None where one decoding had ended.
-        margin: how far the lower of the two lies below the highest score there; infinite where
-            one decoding had ended, and null in JSON.
-        resolution: what rounding can do to those scores.
-    """
-
-    prompt: int
-    position: int
-    expected: int | None
-    got: int | None
-    margin: float
-    resolution: float
-
-    @property
-    def near_tie(self) -> bool:
-        """Whether rounding explains the difference; otherwise it is a fault."""
-        return self.margin <= self.resolution
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two ways to decode the same prompts.
-
-    Attributes:
-        prompts: how many were compared.
-        tokens: new tokens that were equal, up to the first difference of each prompt.
-        differences: of the prompts that differ.
-    """
-
-    prompts: int
-    tokens: int
-    differences: tuple[Difference, ...]
-
-    @property
-    def near_ties(self) -> int:
-        return sum(difference.near_tie for difference in self.differences)
-
-    @property
-    def faults(self) -> int:
-        return len(self.differences) - self.near_ties
-
-    def to_dict(self) -> dict[str, Any]:
-        differences = [
-            asdict(d)
-            | {"near_tie": d.near_tie, "margin": d.margin if math.isfinite(d.margin) else None}
-            for d in self.differences
-        ]
-        return {
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "near_ties": self.near_ties,
-            "faults": self.faults,
-            "differences": differences,
-        }
 
 
 @dataclass(frozen=True)
@@ -204,7 +135,12 @@ def check(
     if skip.draft_vocabulary is not None:
         opened = opened.trimmed(skip.draft_vocabulary)
     with torch.no_grad():
-        laws = _law_tests(opened, prompts, skip, max_new_tokens, temperature, seed)
+        law: dict[str, Any] = {"temperature": temperature, "seed": seed}
+        texts = [
+            (ids, _sample(model, ids, skip, enabled=False, max_new_tokens=max_new_tokens, **law))
+            for ids in prompts[:_LAW_PROMPTS]
+        ]
+        laws = law_tests(opened, texts, skip, **law)
     note("the cache")
     with torch.no_grad():
         cache_error = _cache_error(opened, prompts[0], skip, max_new_tokens)
@@ -320,102 +256,6 @@ def _compare_all(
     )
 
 
-def first_difference(
-    model: Sublayers,
-    prompt: int,
-    ids: Tensor,
-    expected: list[int],
-    got: list[int],
-    scores: Callable[[Tensor], Tensor],
-) -> tuple[int, Difference | None]:
-    """How many leading tokens are equal, and what follows them if it differs.
-
-    Args:
-        scores: what the token after the ids (1, T) is chosen by, (V,).
-    """
-    if expected == got:
-        return len(got), None
-    pairs = zip(expected, got, strict=False)
-    shorter = min(len(expected), len(got))
-    equal = next((i for i, (left, right) in enumerate(pairs) if left != right), shorter)
-    if equal == shorter:  # one goes on where the other ended: no score explains that
-        left, right = (tokens[equal] if equal < len(tokens) else None for tokens in (expected, got))
-        return equal, Difference(prompt, equal, left, right, math.inf, 0.0)
-    prefix = torch.cat([ids, ids.new_tensor([expected[:equal]])], dim=1)  # (1, T + equal)
-    there = scores(prefix).double()  # (V,)
-    margin = float(there.max() - torch.min(there[expected[equal]], there[got[equal]]))
-    scale = float(there[there.isfinite()].abs().max())
-    return equal, Difference(
-        prompt, equal, expected[equal], got[equal], margin, _resolution(model, scale)
-    )
-
-
-def _resolution(model: Sublayers, scale: float) -> float:
-    """What rounding can do to scores of that size (module docstring)."""
-    depth = 2 * math.sqrt(model.num_sublayers) * torch.finfo(model.dtype).eps
-    return scale * (depth + 4 * torch.finfo(torch.float32).eps)
-
-
-# ---------------------------------------------------------------------------------------------
-# The sampled law: many rounds of the real engine on recorded laws, without a call of the model.
-
-
-def _law_tests(
-    model: Sublayers,
-    prompts: Sequence[Tensor],
-    skip: SkipConfig,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> dict[str, LawTest]:
-    laws = []
-    for ids in prompts[:_LAW_PROMPTS]:
-        text = _sample(
-            model.model,
-            ids,
-            skip,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            enabled=False,
-        )
-        for part in dict.fromkeys((max(1, len(text) // 3), max(1, 2 * len(text) // 3))):
-            laws.append(_record(model, [*ids[0].tolist(), *text[:part]], skip))
-    tests = {}
-    for rule in ("coupled", "rejection"):
-        p_values = []
-        for number, (target, draft) in enumerate(laws):
-            law = softmax_law(target.double() / temperature)  # (V,)
-            for tokens in draw_rounds(
-                target,
-                draft,
-                rejection=rule == "rejection",
-                temperature=temperature,
-                seed=seed + number,
-            ):
-                p_values.append(chi_square(tokens, law))
-        tests[rule] = LawTest(DRAWS, tuple(p_values))
-    return tests
-
-
-def _record(model: Sublayers, tokens: list[int], skip: SkipConfig) -> tuple[Tensor, Tensor]:
-    """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
-
-    Of a large vocabulary the tokens that either law finds most probable.
-    """
-    ids = torch.tensor(tokens)
-    resolved = skip.resolve(model.num_layers)
-    session = Session(model, resolved, [ids[:-1]], max_new_tokens=2, max_draft_length=1)
-    session.prefill()
-    last = ids[-1:].to(model.device)  # (1,)
-    draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)
-    # what follows `last` is not read
-    target = session.verify(last, [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
-    either = torch.maximum(softmax_law(target), softmax_law(draft))
-    kept = either.topk(min(_SUPPORT, len(either))).indices
-    return target[kept], draft[kept]
-
-
 # ---------------------------------------------------------------------------------------------
 # The cache, and the model itself.
 
@@ -436,13 +276,18 @@ def _cache_error(model: Sublayers, ids: Tensor, skip: SkipConfig, max_new_tokens
     tokens = torch.cat([ids[0], ids.new_tensor(decoder.emitted[0])])[:length]  # (length,)
     fresh = Session(model, resolved, [tokens], max_new_tokens=1, max_draft_length=0)
     fresh.prefill()
-    worst = 0.0
-    for name in ("keys", "values"):
-        for layer, wanted in getattr(fresh.cache, name).items():
-            wanted = wanted[:, :, :length].double()  # (1, H, length, D)
-            got = getattr(decoder.session.cache, name)[layer][:, :, :length].double()
-            worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
-    return worst
+    return max(
+        _deviation(getattr(decoder.session.cache, name)[layer], wanted, length)
+        for name in ("keys", "values")
+        for layer, wanted in getattr(fresh.cache, name).items()
+    )
+
+
+def _deviation(got: Tensor, wanted: Tensor, length: int) -> float:
+    """The largest, over the largest value, in the first slots of two buffers (1, H, S, D)."""
+    # on the CPU: not every device has float64
+    got, wanted = (kept[:, :, :length].cpu().double() for kept in (got, wanted))
+    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 _HOOKS = (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.bench.checks import Comparison, Difference
+from layerskip.bench.comparison import Comparison, Difference
 from layerskip.bench.methods import Batch, Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, device_clock, interleaved
 from layerskip.config import SkipConfig

@@ -1,8 +1,8 @@
 """Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
 
 Many rounds of one draft token each are drawn on a stand-in of two sublayers that replies with the
-logits of target and draft at one position; a chi-square test compares what comes out with the
-target's law. Knows nothing of where the logits come from. Letters: B rows, T tokens, V vocabulary.
+logits of target and draft at one position, recorded once; a chi-square test compares what comes out
+with the target's law. Letters: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.passes import Session
 from layerskip.model.cache import RowCache
-from layerskip.model.sublayers import Rotary
+from layerskip.model.sublayers import Rotary, Sublayers
 
 DRAWS = 2048  # of each position and rule
+_SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
     counts = torch.bincount(drawn, minlength=len(law)).double()  # (V,)
     if bool((counts[law == 0] > 0).any()):
         return 0.0
-    expected = law.double().cpu() * len(tokens)  # (V,)
+    expected = law.cpu().double() * len(tokens)  # (V,)
     order = expected.argsort()
     pooled = int((expected[order].cumsum(0) < 5).sum()) + 1  # the smallest, until they expect 5
     pooled = max(pooled, int((expected < 5).sum()))
@@ -141,3 +143,55 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
     statistic = ((seen - wanted) ** 2 / wanted).sum()
     freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def law_tests(
+    model: Sublayers,
+    texts: Sequence[tuple[Tensor, list[int]]],
+    skip: SkipConfig,
+    *,
+    temperature: float,
+    seed: int,
+) -> dict[str, LawTest]:
+    """By accept rule, tokens drawn from the laws at two positions of every text.
+
+    Args:
+        texts: prompts (1, T) and the tokens that follow them.
+    """
+    laws = []
+    for ids, text in texts:
+        for part in dict.fromkeys((max(1, len(text) // 3), max(1, 2 * len(text) // 3))):
+            laws.append(_record(model, [*ids[0].tolist(), *text[:part]], skip))
+    tests = {}
+    for rule in ("coupled", "rejection"):
+        p_values = []
+        for number, (target, draft) in enumerate(laws):
+            law = softmax_law(target.double() / temperature)  # (V,)
+            for tokens in draw_rounds(
+                target,
+                draft,
+                rejection=rule == "rejection",
+                temperature=temperature,
+                seed=seed + number,
+            ):
+                p_values.append(chi_square(tokens, law))
+        tests[rule] = LawTest(DRAWS, tuple(p_values))
+    return tests
+
+
+def _record(model: Sublayers, tokens: list[int], skip: SkipConfig) -> tuple[Tensor, Tensor]:
+    """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
+
+    Of a large vocabulary the tokens that either law finds most probable.
+    """
+    ids = torch.tensor(tokens)
+    resolved = skip.resolve(model.num_layers)
+    session = Session(model, resolved, [ids[:-1]], max_new_tokens=2, max_draft_length=1)
+    session.prefill()
+    last = ids[-1:].to(model.device)  # (1,)
+    draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)
+    # what follows `last` is not read
+    target = session.verify(last, [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
+    either = torch.maximum(softmax_law(target), softmax_law(draft))
+    kept = either.topk(min(_SUPPORT, len(either))).indices
+    return target[kept], draft[kept]

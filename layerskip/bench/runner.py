@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.bench.checks import Difference, first_difference
+from layerskip.bench.comparison import Difference, first_difference
 from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Task
 from layerskip.decoding.laws import gumbel_noise, stream_key
 from layerskip.files.records import Key

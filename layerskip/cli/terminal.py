@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.bench.checks import Comparison
+    from layerskip.bench.comparison import Comparison
 
 
 EVERY, SOON = 30.0, 5.0
