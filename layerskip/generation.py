@@ -377,19 +377,7 @@ def generate(
         return output  # type: ignore[no-any-return]
 
 
-_SETTINGS = {
-    "controller",
-    "max_draft_length",
-    "threshold",
-    "acceptance",
-    "enabled",
-    "draft_vocabulary",
-    "seed",
-    "seeds",
-    "costs",
-    "execution",
-    "clock",
-}
+_SETTINGS = inspect.signature(LayerSkipDecoding).parameters.keys() - {"skip"}
 
 
 def decode(

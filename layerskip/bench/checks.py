@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.bench.comparison import Comparison, Difference, first_difference
+from layerskip.bench.comparison import Comparison, first_difference
 from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.checkpoints import unpadded
 from layerskip.config import SkipConfig
@@ -167,33 +168,34 @@ def compare_greedy(
     execution: str = "auto",
 ) -> Comparison:
     """Greedy self-speculation against `model.generate(do_sample=False)`, prompts (1, T)."""
-    opened = Sublayers(model, execution=execution)
-    skip = skip.bare()
 
     def reference(ids: Tensor, limit: int, **kwargs: Any) -> Any:
         return model.generate(**unpadded(ids), do_sample=False, max_new_tokens=limit, **kwargs)
+
+    def drafting(ids: Tensor) -> Any:
+        out = generate(
+            model,
+            unpadded(ids),
+            skip=skip.bare(),
+            controller="fixed",
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            execution=execution,
+        )
+        return out.sequences
 
     def scores(ids: Tensor) -> Tensor:
         # one step of the library's own, so that its processors speak too
         out = reference(ids, 1, output_scores=True, return_dict_in_generate=True)
         return out.scores[0][0]  # type: ignore[no-any-return]  # (V,)
 
-    def compare(index: int, ids: Tensor) -> tuple[int, Difference | None]:
-        width = ids.shape[1]
-        expected = reference(ids, max_new_tokens)[0, width:].tolist()
-        out = generate(
-            model,
-            unpadded(ids),
-            skip=skip,
-            controller="fixed",
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            execution=execution,
-        )
-        got = out.sequences[0, width:].tolist()
-        return first_difference(opened, index, ids, expected, got, scores)
-
-    return _compare_all(compare, prompts)
+    return _compare(
+        Sublayers(model, execution=execution),
+        prompts,
+        lambda ids: reference(ids, max_new_tokens)[0, ids.shape[1] :].tolist(),
+        lambda ids: drafting(ids)[0, ids.shape[1] :].tolist(),
+        scores,
+    )
 
 
 def compare_coupled(
@@ -207,32 +209,25 @@ def compare_coupled(
     execution: str = "auto",
 ) -> Comparison:
     """Coupled sampling with drafts against this engine's plain decoding, prompts (1, T)."""
-    opened = Sublayers(model, execution=execution)
-    skip = skip.bare()
+
+    def sample(ids: Tensor, *, enabled: bool) -> list[int]:
+        law: dict[str, Any] = {"temperature": temperature, "seed": seed}
+        settings = {"controller": "fixed", "enabled": enabled, "execution": execution}
+        return _sample(model, ids, skip.bare(), max_new_tokens=max_new_tokens, **law, **settings)
 
     def scores(ids: Tensor) -> Tensor:
         with torch.no_grad():
             raw: Tensor = model(ids).logits[0, -1].float()  # (V,)
-        return raw / temperature + _noise(seed, ids.shape[1], raw)
+        noise = gumbel_noise([stream_key(seed, 0)], [ids.shape[1]], len(raw), device=raw.device)
+        return raw / temperature + noise[0]
 
-    def compare(index: int, ids: Tensor) -> tuple[int, Difference | None]:
-        expected, got = (
-            _sample(
-                model,
-                ids,
-                skip,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                execution=execution,
-                controller="fixed",
-                enabled=enabled,
-            )
-            for enabled in (False, True)
-        )
-        return first_difference(opened, index, ids, expected, got, scores)
-
-    return _compare_all(compare, prompts)
+    return _compare(
+        Sublayers(model, execution=execution),
+        prompts,
+        partial(sample, enabled=False),
+        partial(sample, enabled=True),
+        scores,
+    )
 
 
 def _sample(model: Any, ids: Tensor, skip: SkipConfig, **settings: Any) -> list[int]:
@@ -240,15 +235,17 @@ def _sample(model: Any, ids: Tensor, skip: SkipConfig, **settings: Any) -> list[
     return [token for round_ in rounds for token in round_.tokens[0]]
 
 
-def _noise(seed: int, place: int, like: Tensor) -> Tensor:
-    key = stream_key(seed, 0)
-    return gumbel_noise([key], [place], like.shape[-1], device=like.device)[0]  # (V,)
-
-
-def _compare_all(
-    compare: Callable[[int, Tensor], tuple[int, Difference | None]], prompts: Sequence[Tensor]
+def _compare(
+    opened: Sublayers,
+    prompts: Sequence[Tensor],
+    expected: Callable[[Tensor], list[int]],
+    got: Callable[[Tensor], list[int]],
+    scores: Callable[[Tensor], Tensor],
 ) -> Comparison:
-    results = [compare(index, ids) for index, ids in enumerate(prompts)]
+    results = [
+        first_difference(opened, index, ids, expected(ids), got(ids), scores)
+        for index, ids in enumerate(prompts)
+    ]
     return Comparison(
         prompts=len(results),
         tokens=sum(equal for equal, _ in results),
