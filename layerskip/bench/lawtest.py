@@ -125,11 +125,12 @@ def draw_rounds(
 
 def chi_square(tokens: Sequence[int], law: Tensor) -> float:
     """p-value of tokens drawn from a law (V,); cells that expect fewer than 5 are pooled."""
+    law = law.cpu().double()  # (V,); not every device has float64
     drawn = torch.tensor(tokens, dtype=torch.long)
     counts = torch.bincount(drawn, minlength=len(law)).double()  # (V,)
     if bool((counts[law == 0] > 0).any()):
         return 0.0
-    expected = law.cpu().double() * len(tokens)  # (V,)
+    expected = law * len(tokens)  # (V,)
     order = expected.argsort()
     pooled = int((expected[order].cumsum(0) < 5).sum()) + 1  # the smallest, until they expect 5
     pooled = max(pooled, int((expected < 5).sum()))
