@@ -3,8 +3,7 @@
     python scripts/export.py demo-llama --work runs/train --output layerskip/models/demo-llama
 
 The weights are rounded to bfloat16 first and measured as they ship, computing in float32. Without
---output only the measurement is made (and kept in the run's folder, where the card of another run
-may look for it); with --no-card only the checkpoint.
+--output only the measurement is made; with --no-card only the checkpoint.
 """
 
 import argparse
@@ -73,7 +72,6 @@ likely token is the final layer's; *overlap* is 1 - TV of the two laws at a temp
 acceptance of one draft token. Exit E runs the first E layers.
 
 {table}
-{comparison}
 ## Limits
 {parameters:.1f}M parameters and under an hour of reading: it knows the look of Python and little
 else, prose is out of its range, and under greedy decoding it soon loops. Acceptance and speed
@@ -120,30 +118,6 @@ def processor_minutes(log: Path) -> float:
     return sum(parts) / 60
 
 
-def compare(folder: Path, reference: Path) -> str:
-    """The same shape trained with the ordinary loss only, where both were measured at one step.
-
-    The last measurement of the reference counts.
-    """
-    measured = sorted(reference.glob("evaluation-*.json"), key=lambda path: path.stat().st_mtime)
-    if not measured or not (own := folder / measured[-1].name).exists():
-        return ""
-    ordinary, here = json.loads(measured[-1].read_text()), json.loads(own.read_text())
-    lines = [
-        "## Against ordinary training",
-        f"The same shape, seed, data and order with the cross-entropy of the final layer only, and "
-        f"one cycle of the learning rate; both after {ordinary['steps']} steps:\n",
-        "| | this model | ordinary |",
-        "|---|---|---|",
-    ]
-    rows = [("final layer, loss", -1, "loss")]
-    rows += [(f"exit 3, {name}", 2, name) for name in ("loss", "agreement", "overlap@0.8")]
-    for words, index, name in rows:
-        pair = f"{here['exits'][index][name]:.3f} | {ordinary['exits'][index][name]:.3f}"
-        lines.append(f"| {words} | {pair} |")
-    return "\n".join(lines) + "\n\n"
-
-
 def write_card(name: str, work: Path, result: dict, parameters: int, hardware: str) -> str:
     """The model card, every number of it from the run's own files."""
     data = json.loads((work / "data.json").read_text())
@@ -161,7 +135,6 @@ def write_card(name: str, work: Path, result: dict, parameters: int, hardware: s
         python=data["python"],
         windows=result["windows"],
         table=table(result["exits"]),
-        comparison=compare(work / name, work / f"{name}-ordinary"),
         parameters=parameters / 1e6,
     )
 
@@ -204,7 +177,6 @@ def main() -> None:
     if not args.no_card:
         rows = measure(model, args.work, args.windows)
         result = {"steps": steps, "windows": args.windows, "exits": rows}
-        (folder / f"evaluation-{steps}.json").write_text(json.dumps(result, indent=1))
         print(table(rows))
         if args.output:
             card = write_card(args.name, args.work, result, model.num_parameters(), args.hardware)

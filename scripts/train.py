@@ -1,14 +1,11 @@
 """Train one of the shipped models: knows their shapes, recipes and budgets; resumes by itself.
 
-    python scripts/build_data.py --work runs/train
-    python scripts/train.py demo-llama --work runs/train
-
-`demo-llama-ordinary` is demo-llama's shape, data, order and steps with the ordinary loss only.
+python scripts/build_data.py --work runs/train
+python scripts/train.py demo-llama --work runs/train
 """
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +24,8 @@ from transformers import (
 
 from layerskip.training import recipes as training
 
-STEPS = {"demo-llama": 1520, "demo-llama-ordinary": 1400, "demo-gemma2": 700}
-COOLDOWN = {"demo-llama": 450, "demo-llama-ordinary": 450, "demo-gemma2": 350}
+STEPS = {"demo-llama": 1520, "demo-gemma2": 700}
+COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350}
 # Further cycles of the learning rate: how long, from what factor.
 CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "demo-llama": ((400, 0.5), (80, 0.25), (40, 0.2))
@@ -75,14 +72,12 @@ def build_model(name: str) -> PreTrainedModel:
 
 
 def build_optimizers(
-    model: PreTrainedModel, kind: str, rate: float, adam_rate: float
+    model: PreTrainedModel, rate: float, adam_rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
+    """Muon for the matrices inside the layers, AdamW for the rest."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    if kind == "adamw":
-        return [torch.optim.AdamW([*matrices, *rest], lr=rate, betas=(0.9, 0.95))]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -179,7 +174,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/train"))
     parser.add_argument("--steps", type=int, help="default: the shipped model's")
     parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     parser.add_argument("--rate", type=float, default=6e-3)
     parser.add_argument("--adam-rate", type=float, default=4e-3)
     parser.add_argument("--run", help="name of the run's folder; default: the model's name")
@@ -188,15 +182,12 @@ def main() -> None:
     steps = args.steps or STEPS[args.name]
     folder = args.work / (args.run or args.name)
     folder.mkdir(parents=True, exist_ok=True)
-    with (args.work / "pids").open("a") as pids:
-        pids.write(f"{os.getpid()}\n")
-
     torch.set_num_threads(args.threads)
     tokens = torch.from_numpy(np.load(args.work / "train.npy").astype(np.int64))
     model = build_model(args.name)
     AutoTokenizer.from_pretrained(args.work / "tokenizer").save_pretrained(folder)
     model.config.save_pretrained(folder)
-    optimizers = build_optimizers(model, args.optimizer, args.rate, args.adam_rate)
+    optimizers = build_optimizers(model, args.rate, args.adam_rate)
     last: dict[str, float] = {}
     cycles = CYCLES.get(args.name, ())
     first = steps - sum(length for length, _ in cycles)

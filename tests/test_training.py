@@ -1,4 +1,4 @@
-"""Training recipes: published formulas as numbers, gradients, a run that survives a kill."""
+"""Training recipes: losses as numbers, gradients, a run that survives a kill."""
 
 import itertools
 import json
@@ -112,16 +112,13 @@ def learner(folder, total_steps=30, **options):
     """A tiny early-exit model on a text of period 7, and its training run so far unstarted."""
     model = tiny_model("llama", dtype=torch.float32, initializer_range=0.05)
     tokens = (torch.arange(400) % 7) + 10
-    scales = training.exit_loss_scales(6, 0.3)
 
     def step_loss(step):
         batch = training.batch_at(tokens, step, 4, 16)
-        rates = training.layer_dropout_rates(6, 0.2, step, total_steps)
-        states = training.hidden_states(model, batch[:, :-1], range(1, 7), dropout=rates, seed=step)
-        enabled = training.rotational_curriculum(6, 3, step)
-        weights = training.exit_weights(scales, enabled)
-        loss = training.early_exit_loss(model, states, batch[:, 1:], weights)
-        logits = [training.exit_logits(model, states[e]) for e in (2, 6)]
+        early = 1 + step % 5
+        states = training.hidden_states(model, batch[:, :-1], [early, 6])
+        logits = [training.exit_logits(model, states[e]) for e in (early, 6)]
+        loss = training.label_loss(logits[1], batch[:, 1:])
         return loss + training.distillation_loss(*logits, total_variation=0.5)
 
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -158,7 +155,7 @@ def test_a_killed_and_resumed_run_is_the_unbroken_one(tmp_path):
     _, run = learner(tmp_path / "broken", save_seconds=0.0)
     first = dict(itertools.islice(run, 13))
     run.close()
-    (tmp_path / "broken" / "checkpoint.tmp").write_bytes(b"half of a later checkpoint")
+    (tmp_path / "broken" / ".checkpoint.pt.1.tmp").write_bytes(b"half of a later checkpoint")
     resumed, run = learner(tmp_path / "broken")
     second = dict(run)
     assert sorted(second) == list(range(14, 31))

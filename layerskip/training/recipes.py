@@ -184,6 +184,8 @@ def train(
     """
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step = 0
+    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp"):
+        half.unlink()  # of a run that was killed while it wrote
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
