@@ -21,16 +21,14 @@ from typing import Any
 import torch
 from random_models import SHAPES, Dial, configuration, random_model
 
-from layerskip.analysis.predictions import predictions
-from layerskip.analysis.runs import Run, law_words, load_runs, machine_words, typical
-from layerskip.analysis.tables import ALL
+from layerskip.analysis.runs import Run, load_runs, typical
 from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Peer, Task
 from layerskip.bench.plans import make_header
 from layerskip.bench.runner import WARMUP_TOKENS, benchmark, device_clock
 from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
-from layerskip.costs.roofline import DecoderShape, bandwidth_limit
+from layerskip.costs.roofline import DecoderShape
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter
 from layerskip.generation import DEFAULT_CONTROLLER
@@ -74,19 +72,6 @@ def read_bandwidth(device: torch.device) -> float:
     return BUFFER / min(seconds)
 
 
-def bandwidths(device: torch.device, threads: Sequence[int]) -> dict[str, float]:
-    """`read_bandwidth` by number of CPU threads; of another device "1" stands for all of it."""
-    if device.type != "cpu":
-        return {"1": read_bandwidth(device)}
-    before = torch.get_num_threads()
-    found = {}
-    for number in threads:
-        torch.set_num_threads(number)
-        found[str(number)] = read_bandwidth(device)
-    torch.set_num_threads(before)
-    return found
-
-
 def make_batches(args: argparse.Namespace, vocabulary: int, device: torch.device) -> list[Batch]:
     """Random prompts; those of one number are the same ones at every acceptance."""
     generator = torch.Generator().manual_seed(args.seed + 1)
@@ -106,14 +91,13 @@ def category(acceptance: float) -> str:
     return f"acceptance {acceptance:g}"
 
 
-def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Make the model, measure, write the run file; returns the bandwidths before and after."""
+def study(args: argparse.Namespace, note: Callable[[str], None]) -> list[float]:
+    """Make the model, measure, write the run file; bytes per second read before and after."""
     device = torch.device(args.device)
     config = configuration(args.shape)
     exits = args.exit_layer or sorted({max(1, config.num_hidden_layers // n) for n in (8, 4, 2)})
-    threads = sorted({1, torch.get_num_threads()})
     note("reading memory")
-    before = bandwidths(device, threads)
+    before = read_bandwidth(device)
     note("making the model")
     few = args.draft_vocabulary
     model = random_model(config, getattr(torch, args.dtype), device, args.seed, likely=few)
@@ -175,7 +159,7 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
         "methods": [each.describe() for each in methods],
         "synthetic": f"random weights, exits from layer {min(exits)} on accepted about {levels}"
         + (f", {few} of {config.vocab_size} tokens likely, all that drafts draw" if few else ""),
-        "bandwidth": before,
+        "bandwidth": {str(torch.get_num_threads()): before},
     }
     with RunWriter(args.output, header, None) as writer:
         for record in costs:
@@ -196,105 +180,37 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> dict[str, di
             note=lambda what, share: note(f"{share:4.0%} {what}"),
         )
     note("reading memory again")
-    after = bandwidths(device, threads)
-    for name, strength in strengths.items() if args.save else ():
-        dial.set(strength)
-        model.save_pretrained(args.save / name.replace(" ", "-"))
-    return {"before": before, "after": after}
+    return [before, read_bandwidth(device)]
 
 
-# ---------------------------------------------------------------------------------------------
-# What came of it, in Markdown, from the run file.
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def rates(run: Run, shape: DecoderShape, width: int, context: int) -> str:
-    """Tokens per second of plain decoding and of generate(), and the share of the bandwidth."""
-    *_, bandwidth = run.header["bandwidth"].values()  # with as many threads as decoding had
+def summary(run: Run, reads: Sequence[float], context: int) -> str:
+    """What the report does not say: bytes read a second, beside those that memory gives."""
+    shape = DecoderShape.from_config(configuration(run.header["model"]["name"].split()[0]))
+    width = getattr(torch, run.header["dtype"]).itemsize
     frame = typical(run)
-    rows = []
+    words = ", ".join(f"{read / 1e9:.1f}" for read in reads)
+    lines = [f"a sum reads {words} GB/s (before, after); batches of {run.batch_sizes}:"]
     for size in run.batch_sizes:
         read = size * shape.kv_bytes(context, width) + shape.weights * width
-        limit = size * bandwidth_limit(read, bandwidth)
         for method in ("plain", "generate"):
             own = frame[(frame["method"] == method) & (frame["batch_size"] == size)]["decode"]
             rate = 1 / own.median()
-            rows.append(
-                [
-                    method,
-                    str(size),
-                    f"{rate:.2f} ({1 / own.max():.2f}-{1 / own.min():.2f})",
-                    f"{read * rate / size / 1e9:.1f}",
-                    f"{rate / limit:.0%}",
-                ]
+            speed = read * rate / size
+            lines.append(
+                f"{method} x{size}: {rate:.2f} ({1 / own.max():.2f}-{1 / own.min():.2f}) tokens/s, "
+                f"{speed / 1e9:.3g} GB/s, {speed / reads[0]:.1%} of the first"
             )
-    head = ["decoding", "batch", "tokens/s, median (range)", "GB/s", "of the read bandwidth"]
-    return table(head, rows)
-
-
-def costs_table(run: Run, shape: DecoderShape) -> str:
-    """c of every exit, what the bytes alone say, and v."""
-    rows = []
-    for method in run.drafting:
-        layer = run.methods[method]["num_kept"] // 2
-        for size in run.batch_sizes:
+        for method in run.drafting:
             costs = run.cost_table(method, size)
             assert costs is not None
-            verify = [f"{costs.verify_cost(n):.2f}" for n in COUNTS[1:]]
-            few = run.methods[method]["draft_vocabulary"] or shape.vocab_size
-            part = few / shape.vocab_size
-            by_bytes = f"{shape.draft_cost(layer, head_fraction=part):.3f}"
-            rows.append([method, str(size), f"{costs.draft:.3f}", by_bytes, *verify])
-    head = ["draft", "batch", "c", "c by bytes", *(f"v({n})" for n in COUNTS[1:])]
-    return table(head, rows)
-
-
-def speedups(run: Run) -> str:
-    """Speedup against acceptance: the closed formula at its best draft length, priced, measured."""
-    found = predictions(run)
-    rows = [
-        [
-            str(row["batch_size"]),
-            row["category"],
-            row["method"],
-            f"{row['alpha']:.2f}",
-            f"{row['best_formula']:.2f} ({row['best_length']:.0f})",
-            f"{row['predicted']:.2f}",
-            f"{row['measured']:.2f} ({row['low']:.2f}-{row['high']:.2f})",
-            f"{row['efficiency']:.2f}",
-        ]
-        for _, row in found.iterrows()
-        if row["category"] != ALL or not run.categories
-    ]
-    head = ["batch", "asked", "draft", "alpha", "formula (length)", "rounds priced", "measured"]
-    return table([*head, "measured / priced"], rows)
-
-
-def summary(run: Run, reads: Mapping[str, Mapping[str, float]], context: int) -> str:
-    """All of it."""
-    header = run.header
-    config = configuration(header["model"]["name"].removesuffix(" shape"))
-    shape = DecoderShape.from_config(config)
-    width = getattr(torch, header["dtype"]).itemsize
-    rows = [
-        [threads, *(f"{found[threads] / 1e9:.1f}" for found in reads.values())]
-        for threads in header["bandwidth"]
-    ]
-    return "\n".join(
-        [
-            f"### {run.label}: {machine_words(header)}, {law_words(header['law'])}\n",
-            f"{header['model']['parameters'] / 1e6:,.1f} M parameters; a step reads "
-            f"{shape.weights * width / 1e9:.2f} GB of weights. {header['synthetic']}.\n",
-            table(["threads", *(f"read bandwidth {when}, GB/s" for when in reads)], rows),
-            rates(run, shape, width, context),
-            costs_table(run, shape),
-            speedups(run),
-        ]
-    )
+            part = (run.methods[method]["draft_vocabulary"] or shape.vocab_size) / shape.vocab_size
+            layers = run.methods[method]["num_kept"] // 2
+            by_bytes = shape.draft_cost(layers, head_fraction=part)
+            verify = ", ".join(f"v({n}) {costs.verify_cost(n):.2f}" for n in COUNTS[1:])
+            lines.append(
+                f"{method} x{size}: c {costs.draft:.3f} ({by_bytes:.3f} by bytes), {verify}"
+            )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -322,7 +238,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--cost-seconds", type=float, default=20.0, help="for c and v")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="folder for a checkpoint at each acceptance")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

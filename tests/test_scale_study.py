@@ -1,6 +1,7 @@
 """The scale study: published sizes, a dial that sets acceptance, a report that says so."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,6 @@ from layerskip.analysis import report
 from layerskip.analysis.runs import Round, load_runs
 from layerskip.analysis.tables import acceptance_of, losslessness
 from layerskip.costs.roofline import DecoderShape
-from layerskip.files.records import read_run
 
 PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
@@ -144,11 +144,11 @@ def test_what_the_dial_cannot_do_is_refused(model):
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory):
-    """A whole study of the tiny shape: its run file, and its folder of checkpoints."""
+    """A whole study of the tiny shape: its run file."""
     folder = tmp_path_factory.mktemp("study")
     words = "--shape tiny --dtype float32 --acceptance 0.6 0.9 --batch-size 1 2 --prompts 2"
     words += " --new-tokens 12 --prompt-tokens 6 --draft-length 4 --cost-seconds 0.1"
-    argv = [*words.split(), "--output", str(folder / "run.jsonl"), "--save", str(folder / "saved")]
+    argv = [*words.split(), "--output", str(folder / "run.jsonl")]
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale_study, "BUFFER", 2**20)
@@ -177,18 +177,19 @@ def test_the_run_file_holds_every_pair(studied):
     assert all(acceptance_of(each)["rounds"] for each in rounds.values())
 
 
-def test_the_summary_shows_every_pair(studied):
+def test_the_summary_shows_bytes_and_costs(studied):
     (run,) = load_runs([studied / "run.jsonl"])
-    reads = {"before": {"1": 2e9}, "after": {"1": 1e9}}
-    text = scale_study.summary(run, reads, context=12)
-    assert text.startswith("### tiny shape, sampled at T=1, synthetic acceptance: float32 on cpu")
-    assert "| 1 | 2.0 | 1.0 |" in text
-    for size in (1, 2):
-        assert f"| plain | {size} | " in text
-        for layer in (1, 2, 4):
-            assert f"| exit-{layer} | {size} | " in text
-            for asked in (0.6, 0.9):
-                assert f"| {size} | acceptance {asked} | exit-{layer} | " in text
+    lines = scale_study.summary(run, [2e9, 1e9], context=12).splitlines()
+    assert lines[0] == "a sum reads 2.0, 1.0 GB/s (before, after); batches of [1, 2]:"
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        f"{name} x{size}"
+        for size in (1, 2)
+        for name in ("plain", "generate", "exit-1", "exit-2", "exit-4")
+    ]
+    shape = DecoderShape.from_config(configuration("tiny"))
+    assert f"({shape.draft_cost(2):.3f} by bytes)" in lines[4]
+    speed, share = re.search(r"([\d.e-]+) GB/s, ([\d.]+)% of the first", lines[1]).groups()
+    assert float(share) == pytest.approx(100 * float(speed) / 2, rel=0.1, abs=0.1)
 
 
 def test_the_report_says_that_acceptance_was_set(studied, monkeypatch):
@@ -200,16 +201,6 @@ def test_the_report_says_that_acceptance_was_set(studied, monkeypatch):
     page = (studied / "report" / "index.html").read_text()
     assert "tiny shape, sampled at T=1, synthetic acceptance" in page
     assert page.count("random weights, exits from layer 1 on accepted about 0.6, 0.9") == 2
-
-
-def test_saved_checkpoints_have_the_acceptance_of_their_name(studied):
-    saved = sorted(path.name for path in (studied / "saved").iterdir())
-    assert saved == ["acceptance-0.6", "acceptance-0.9"]
-    low, high = (AutoModelForCausalLM.from_pretrained(studied / "saved" / s) for s in saved)
-    assert torch.equal(low.lm_head.weight, high.lm_head.weight)
-    strengths = [m.model.layers[-1].input_layernorm.weight[0] for m in (low, high)]
-    assert strengths[0] > strengths[1]
-    assert read_run(studied / "run.jsonl").header["model"]["name"] == "tiny shape"
 
 
 def test_drafts_of_a_study_can_have_few_tokens(tmp_path, capsys):
@@ -225,4 +216,4 @@ def test_drafts_of_a_study_can_have_few_tokens(tmp_path, capsys):
     assert losslessness(run)["faults"].sum() == 0
     shape = DecoderShape.from_config(configuration("tiny"))
     by_bytes = shape.draft_cost(2, head_fraction=200 / shape.vocab_size)
-    assert f"| {by_bytes:.3f} |" in capsys.readouterr().out
+    assert f"({by_bytes:.3f} by bytes)" in capsys.readouterr().out
