@@ -143,8 +143,7 @@ def check_caches(family: str, skip: str, execution: str, device: str = "cpu") ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skip", ["early exit", "scattered"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "skip"), [("llama", "scattered"), ("gemma2", "early exit")])
 def test_cache_after_every_compiled_round_equals_a_fresh_prefill(family: str, skip: str) -> None:
     check_caches(family, skip, "compiled")
 
@@ -603,8 +602,11 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("family", FEW_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "execution"),
+    [(family, execution) for family in FEW_FAMILIES for execution in ("modules", "fused")]
+    + [pytest.param(family, "compiled", marks=pytest.mark.slow) for family in ("llama", "gemma2")],
+)
 def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     model = lively_model(family)
     before = state(model)
