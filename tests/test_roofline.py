@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from layerskip.costs.roofline import DecoderShape, bandwidth_limit
+from layerskip.costs.roofline import DecoderShape
 
 
 def shape(
@@ -79,27 +79,10 @@ def test_keys_and_values() -> None:
     assert model.kv_bytes(1, bytes_per_value=4) == 2 * model.kv_bytes(1)
 
 
-# gpt-fast's README, A100-80GB: tokens per second, GB/s it says were reached, weights it says
-@pytest.mark.parametrize(
-    ("speed", "bandwidth", "gigabytes"),
-    [
-        (104.9, 1397.31, 13.32),
-        (155.58, 1069.20, 6.87),
-        (196.80, 862.69, 4.38),
-    ],
-)
-def test_gpt_fast_bytes_identity(speed: float, bandwidth: float, gigabytes: float) -> None:
-    assert bandwidth / speed == pytest.approx(gigabytes, abs=0.005)
-    assert bandwidth_limit(gigabytes, bandwidth) == pytest.approx(speed, rel=0.002)
-
-
 def test_gpt_fast_reads_little_beyond_the_weights() -> None:
+    """Its README, A100-80GB: 1397.31 GB/s were reached at 104.9 tokens per second."""
     computed = 2 * SHAPES["Llama-2-7B"].weights / 1e9
     assert 1.0 < 1397.31 / 104.9 / computed < 1.01
-    # the loop that LayerSkip's paper calls its baseline runs at a quarter of this limit
-    limit = bandwidth_limit(2 * SHAPES["Llama-2-7B"].weights, 3350e9)
-    assert limit == pytest.approx(254, abs=0.5)
-    assert 62.7 / limit == pytest.approx(0.25, abs=0.005)
 
 
 def test_sizes_from_a_configuration() -> None:
@@ -114,24 +97,3 @@ def test_sizes_from_a_configuration() -> None:
     assert (plain.num_kv_heads, plain.head_dim) == (3, 64)
     config.num_key_value_heads, config.head_dim = 1, 32
     assert DecoderShape.from_config(config).attention == 2 * 192 * 32 * 4
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: SHAPES["Llama-2-7B"].draft_cost(33), "kept sublayers must be in 0..32"),
-        (lambda: SHAPES["Llama-2-7B"].draft_cost(1, -1), "kept sublayers"),
-        (lambda: SHAPES["Llama-2-7B"].draft_cost(1, head_fraction=0.0), "head_fraction"),
-        (lambda: bandwidth_limit(0.0, 1.0), "must be positive"),
-        (lambda: bandwidth_limit(1.0, float("-inf")), "must be positive"),
-        (lambda: shape(0, 1, 1, 1, 1, 1, 1), "num_layers must be at least 1"),
-    ],
-)
-def test_bad_input(wrong: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrong()  # type: ignore[operator]
-
-
-def test_sizes_must_be_integers() -> None:
-    with pytest.raises(TypeError, match="hidden_size must be an integer"):
-        shape(1, 1.5, 1, 1, 1, 1, 1)  # type: ignore[arg-type]

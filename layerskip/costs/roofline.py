@@ -1,8 +1,8 @@
-"""Bytes and bandwidth of a decoder, from its sizes alone; refuses to know torch.
+"""Weights and bytes that a decoder reads, from its sizes alone; refuses to know torch.
 
 At batch 1 a decoding step reads every weight once and does two operations with each, so that the
-time of a step is at least bytes / bandwidth. These formulas say what that limit is for a model of
-given sizes, and what a draft costs under it. Machines measured are below it: compare, do not
+time of a step is at least bytes / bandwidth. These formulas count the bytes for a model of
+given sizes, and say what a draft costs under that limit. Machines measured are below it: compare, do not
 substitute.
 """
 
@@ -23,14 +23,6 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
 
     @classmethod
     def from_config(cls, config: Any) -> DecoderShape:
@@ -79,23 +71,5 @@ class DecoderShape:
         `head_fraction` is the share of the vocabulary that the draft's head reads.
         """
         mlp = attention if mlp is None else mlp
-        if not (0 <= attention <= self.num_layers and 0 <= mlp <= self.num_layers):
-            raise ValueError(
-                f"kept sublayers must be in 0..{self.num_layers}, got {attention} and {mlp}"
-            )
-        if not 0.0 < head_fraction <= 1.0:
-            raise ValueError(f"head_fraction must be in (0, 1], got {head_fraction}")
         kept = attention * self.attention + mlp * self.mlp + head_fraction * self.head
         return kept / self.weights
-
-
-def bandwidth_limit(step_bytes: float, bandwidth: float) -> float:
-    """Tokens per second that reading `step_bytes` per token allows at `bandwidth` bytes/s.
-
-    The other way round it is gpt-fast's identity: bytes per token = bandwidth / tokens per second.
-    """
-    if step_bytes <= 0.0 or bandwidth <= 0.0:
-        raise ValueError(
-            f"step_bytes and bandwidth must be positive, got {step_bytes} and {bandwidth}"
-        )
-    return bandwidth / step_bytes
