@@ -1,8 +1,8 @@
 """Weights and bytes that a decoder reads, from its sizes alone; refuses to know torch.
 
 At batch 1 a decoding step reads every weight once and does two operations with each, so that the
-time of a step is at least bytes / bandwidth. These formulas count the bytes for a model of
-given sizes, and say what a draft costs under that limit. Machines measured are below it: compare, do not
+time of a step is at least bytes / bandwidth. These formulas count the bytes of a model of given
+sizes, and say what a draft costs at that limit. Machines measured are below it: compare, do not
 substitute.
 """
 

@@ -81,14 +81,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path)
     data = _bytes(path)
-    *lines, rest = data.split(b"\n")
-    cut_off = _is_cut_off(rest)
-    if not cut_off:
-        lines.append(rest)
-    run = _checked(path, lines, len(data) - (len(rest) if cut_off else 0), cut_off)
-    if run is None:
-        raise ValueError(f"records {path} are empty: there is no header")
-    return run
+    *_, rest = data.split(b"\n")
+    return _run(path, data, rest if _is_cut_off(rest) else b"")
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
@@ -107,10 +101,7 @@ def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
         if rest.startswith(start) or start.startswith(rest):
             return None
         raise ValueError(f"{path} is no file of records: it does not start with a header")
-    run = _checked(path, lines, len(data) - len(rest), bool(rest))
-    if run is None:
-        raise ValueError(f"records {path} are empty: there is no header")
-    return run
+    return _run(path, data, rest)
 
 
 def _bytes(path: Path) -> bytes:
@@ -129,16 +120,17 @@ def _is_cut_off(rest: bytes) -> bool:
     return False
 
 
-def _checked(path: Path, lines: list[bytes], whole_bytes: int, cut_off: bool) -> Run | None:
-    """The run that these lines make; None where all of them are blank."""
+def _run(path: Path, data: bytes, rest: bytes) -> Run:
+    """The run in a file's bytes, without the line that was cut off at their end."""
+    whole_bytes = len(data) - len(rest)
     header: Line | None = None
     found: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
     seen: set[Key] = set()
-    for number, raw in enumerate(lines, 1):
+    for number, raw in enumerate(data[:whole_bytes].split(b"\n"), 1):
         if not raw.strip():
             continue
         try:
-            line = mapping(_parsed(raw), "a line")
+            line = mapping(parse(raw), "a line")
             if header is None:
                 header = _header(line)
                 continue
@@ -158,18 +150,12 @@ def _checked(path: Path, lines: list[bytes], whole_bytes: int, cut_off: bool) ->
                 seen.add(key_of(line))
             found[kind].append(line)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"records {path}, line {number}: {error}") from error
+            broken = "not valid JSON: " if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"records {path}, line {number}: {broken}{error}") from error
     if header is None:
-        return None
+        raise ValueError(f"records {path} are empty: there is no header")
     records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
-    return Run(path, header, records, traces, costs, whole_bytes, cut_off)
-
-
-def _parsed(raw: bytes) -> Any:
-    try:
-        return parse(raw)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
+    return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
 
 # ---------------------------------------------------------------------------------------------
