@@ -1,7 +1,7 @@
 """The search's strategy as an Optuna sampler; knows trials of a study, and not what they are worth.
 
 Seeds first, then every switch alone (flipped on the best seed, where that pays well), then the
-ranked path, then moves near the best sets in turn with Optuna's own Bayesian samplers. What comes
+ranked path, then moves near the best sets in turn with Optuna's own TPE. What comes
 next follows from the study's trials, the seed and the trial's number, and from nothing that this
 process remembers: a study that is resumed, on this machine or another, goes on as it would have.
 Each trial says in its attribute `origin` what proposed it, and in `skipped` which set it claims; no
@@ -10,31 +10,26 @@ set that another trial claims is proposed.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import random
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from optuna import Study, create_study
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from . import moves
 from .moves import History
 from .space import Space
 
-LARGEST_GP = 16
-"""Switches up to which Optuna's Gaussian process samples, and not its TPE, which is faster."""
 BAYESIAN_EVERY = 8
-"""Of so many trials after the ranked path one is sampled; the others are local moves."""
+"""Of so many trials after the ranked path TPE samples one; the others are local moves."""
 ELITES = 5
 """Every second local move is from one of so many good sets that are far from each other."""
 FEW = 32
@@ -170,33 +165,24 @@ class SublayerSampler(BaseSampler):
         if space.size - len(history.taken) <= FEW:
             sampled, origin = 0, "remaining"
         else:
-            sampled, origin = self._bayesian(history, draw.getrandbits(31))
+            sampled, origin = self._tpe(history, draw.getrandbits(31)), "tpe"
         free = moves.unseen(space, history, sampled, draw)
         return (0, "exhausted") if free is None else (free, origin)
 
-    def _bayesian(self, history: History, seed: int) -> tuple[int, str]:
-        """What Optuna's sampler for spaces of this size proposes, free or not.
+    def _tpe(self, history: History, seed: int) -> int:
+        """What Optuna's sampler proposes, free or not.
 
         It is shown the scores, not the values, which are flat where drafting turned itself off.
         """
         space = self.space
-        # GPSampler needs scipy, which neither Optuna nor layerskip installs.
-        small = len(space.switches) <= LARGEST_GP and importlib.util.find_spec("scipy")
-        sampler: BaseSampler
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            if small:
-                sampler = GPSampler(seed=seed, n_startup_trials=1, deterministic_objective=True)
-            else:
-                sampler = TPESampler(seed=seed, n_startup_trials=1)
-            shown = create_study(direction="maximize", sampler=sampler)
-            for mask, score in history.scores.items():
-                trial = create_trial(
-                    params=space.params(mask), distributions=space.distributions, value=score
-                )
-                shown.add_trial(trial)
-            params = shown.ask(space.distributions).params
-        return space.from_params(params), "gp" if small else "tpe"
+        sampler = TPESampler(seed=seed, n_startup_trials=1)
+        shown = create_study(direction="maximize", sampler=sampler)
+        for mask, score in history.scores.items():
+            trial = create_trial(
+                params=space.params(mask), distributions=space.distributions, value=score
+            )
+            shown.add_trial(trial)
+        return space.from_params(shown.ask(space.distributions).params)
 
     def _claim(self, study: Study, trial: FrozenTrial, mask: int, origin: str) -> None:
         _set(study, trial, "origin", origin)

@@ -199,11 +199,6 @@ def fail_stale(study: Study) -> int:
     return len(stale)
 
 
-def best_trial(study: Study) -> FrozenTrial:
-    """The finished trial of the highest value; the first of equals."""
-    return min(_finished(study), key=lambda t: (-_value(t), t.number))
-
-
 def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
     trial = study.ask(space.distributions)
     # Not `params`: where all are given by hand, or the space has none, only this asks the sampler.

@@ -89,4 +89,4 @@ def test_a_journal_study_from_before_goes_on(tmp_path):
     assert len(asked) == 1
     known = [tuple(map(int, row["attention"].split())) for row in rows]
     assert asked[0] not in known
-    assert study.best_trial(opened).value == max(float(row["value"]) for row in rows)
+    assert opened.best_value == max(float(row["value"]) for row in rows)

@@ -23,11 +23,11 @@ from layerskip.files.records import redacted
 from layerskip.search import moves, sampler, seeds, study
 from layerskip.search.moves import History
 from layerskip.search.space import Space
-from layerskip.search.study import Evaluation, best_trial, open_study, run
+from layerskip.search.study import Evaluation, open_study, run
 
 TWELVE_BITS = Space(kind="sublayer", num_layers=6, allow_ends=True)
 LAYERS = Space(kind="layer", num_layers=4)  # 8 sets
-LARGER = Space(kind="sublayer", num_layers=12)  # 21 switches: sampled by TPE, which is faster
+LARGER = Space(kind="sublayer", num_layers=12)  # 21 switches
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,11 @@ class TestQuality:
         for seed in range(3):
             trials = 20
             found = searched(TWELVE_BITS, landscape, trials, seed=seed)
-            while best_trial(found).value < optimum and trials < 120:
+            while found.best_trial.value < optimum and trials < 120:
                 trials += 20  # goes on as if it had not stopped
                 evaluate = evaluation_of(TWELVE_BITS, landscape)
                 run(found, TWELVE_BITS, evaluate, trials=trials, seeds={}, seed=seed)
-            assert best_trial(found).value == pytest.approx(optimum)
+            assert found.best_trial.value == pytest.approx(optimum)
 
     @pytest.mark.parametrize(
         ("exits", "floor"), [(False, None), (True, None), (False, 1.0)], ids=str
@@ -92,7 +92,7 @@ class TestQuality:
         landscape.calls = 0
         found = searched(space, landscape, 150, floor=floor)
         assert landscape.calls == 150
-        assert best_trial(found).value >= 0.99 * optimum
+        assert found.best_trial.value >= 0.99 * optimum
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -104,20 +104,20 @@ class TestQuality:
         space = Space(kind="sublayer", num_layers=num_layers)
         landscape = Landscape(num_layers, seed, exits=exits)
         _, optimum = best_by_long_search(landscape, space)
-        assert best_trial(searched(space, landscape, trials)).value >= 0.99 * optimum
+        assert searched(space, landscape, trials).best_trial.value >= 0.99 * optimum
 
     def test_is_never_worse_than_an_exit_or_nothing(self):
         space, landscape = Space(kind="layer", num_layers=12), Landscape(12, 5, exits=True)
         found = searched(space, landscape, 13)
         exits = [landscape(space.exit_mask(layer))[0] for layer in range(1, 13)]
-        assert best_trial(found).value >= max(exits)
+        assert found.best_trial.value >= max(exits)
 
 
 class TestLedger:
     def test_every_trial_has_an_origin_and_a_set_of_its_own(self):
         found = searched(TWELVE_BITS, Landscape(6, 0), 40)
         origins = Counter(t.user_attrs["origin"].partition(":")[0] for t in found.trials)
-        assert origins.keys() == {"seed", "single", "ranked", "local", "gp"}
+        assert origins.keys() == {"seed", "single", "ranked", "local", "tpe"}
         assert origins["single"] == 12
         assert len(set(masks(found))) == 40
         for trial, mask in zip(found.trials, masks(found), strict=True):
@@ -125,19 +125,12 @@ class TestLedger:
             assert {"acceptance", "draft_cost", "worker"} <= trial.user_attrs.keys()
             assert trial.state is TrialState.COMPLETE
 
-    def test_larger_spaces_are_sampled_by_tpe(self):
+    def test_what_comes_next_follows_from_the_seed(self):
         space, landscape = LARGER, Landscape(12, 0)
         found = searched(space, landscape, 70)
-        origins = {t.user_attrs["origin"] for t in found.trials}
-        assert "tpe" in origins
-        assert "gp" not in origins
+        assert "tpe" in {t.user_attrs["origin"] for t in found.trials}
         assert story(searched(space, landscape, 70)) == story(found)
         assert story(searched(space, landscape, 70, seed=1)) != story(found)
-
-    def test_tpe_stands_in_where_scipy_is_missing(self, monkeypatch):
-        monkeypatch.setattr(sampler.importlib.util, "find_spec", lambda name: None)
-        found = searched(TWELVE_BITS, Landscape(6, 0), 40)
-        assert "tpe" in {t.user_attrs["origin"] for t in found.trials}
 
     def test_stops_where_the_space_ends(self):
         for space in (LAYERS, Space(kind="exit", num_layers=7), Space(kind="layer", num_layers=1)):
@@ -194,8 +187,8 @@ class TestLedger:
         found = searched(LAYERS, Landscape(4, 0), 5, progress=told.append)
         assert [p.finished for p in told] == [1, 2, 3, 4, 5]
         assert all(p.trials == 5 for p in told)
-        assert told[-1].best == best_trial(found).value
-        assert told[-1].best_origin == best_trial(found).user_attrs["origin"]
+        assert told[-1].best == found.best_trial.value
+        assert told[-1].best_origin == found.best_trial.user_attrs["origin"]
 
     def test_configs_enqueued_by_hand(self):
         space = dataclasses.replace(LAYERS, budget=2)
@@ -224,8 +217,7 @@ class TestLedger:
 
 
 class TestStops:
-    def test_resuming_goes_on_as_if_nothing_had_stopped(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sampler, "LARGEST_GP", 0)  # TPE, which is faster
+    def test_resuming_goes_on_as_if_nothing_had_stopped(self, tmp_path):
         landscape, space = Landscape(7, 1), Space(kind="sublayer", num_layers=7)
         whole = searched(space, landscape, 40, seed=3)
         for storage in (tmp_path / "study.log", f"sqlite:///{tmp_path}/study.db"):
