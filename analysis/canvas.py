@@ -1,4 +1,4 @@
-"""Knows how all pictures look: colours, sizes, legends; knows no run and no table.
+"""Knows how all pictures look: colours, sizes, legends, intervals; knows no run and no search.
 
 Colours are Okabe and Ito's and a grey, safe for colour-blind readers; markers and hatches say the
 same without colour.
@@ -7,11 +7,15 @@ same without colour.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 INK, PAPER, MUTED, LINE = "#222222", "#ffffff", "#666666", "#cccccc"
 """Colours that a page may exchange for its own, light or dark; no data has them."""
@@ -81,6 +85,40 @@ def add_legend(figure: Figure, axes: Axes) -> None:
         columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
         labels = [textwrap.fill(clipped(label, 120), 56) for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def error_bars(rows: pd.DataFrame, name: str) -> NDArray[np.float64]:
+    """(2, n): how far `low` and `high` are from a column's values; 0 where they are unknown."""
+    low, value, high = (rows[column].to_numpy(dtype=float) for column in ("low", name, "high"))
+    bars = np.stack([value - low, high - value])
+    bars[np.isnan(bars)] = 0.0
+    return bars.clip(0)
+
+
+def as_predicted(axes: Axes, low: float, high: float) -> None:
+    """The line on which measured equals predicted, and 10% around it; low and high: ends of x."""
+    ends = np.array([low, high])
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color=LINE, alpha=0.5, label="within 10%")
+    axes.plot(ends, ends, color=INK, linewidth=1.2, label="as predicted")
+    axes.set_xlim(low, high)
+
+
+def note_at_the_side(axes: Axes, text: str, height: float) -> None:
+    """A text in the right margin, at a height of the data."""
+    axes.annotate(
+        text, (1.0, height), xycoords=("axes fraction", "data"), xytext=(4, 0),
+        textcoords="offset points", va="center", fontsize=9,
+    )  # fmt: skip
+
+
+def few_ticks(count: int, most: int) -> Iterable[int]:
+    """Of the layers 0..count - 1 those to name, at equal distances."""
+    return range(0, count, max(1, -(-count // most)))
+
+
+def listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:
+    """The rows in words, each by a format string over its columns."""
+    return between.join(form.format_map(row) for row in rows.to_dict("records"))
 
 
 def clipped(text: str, length: int) -> str:

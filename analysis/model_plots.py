@@ -1,6 +1,6 @@
 """Knows how what should be looks beside what is: forecasts, the speedup surface, exits, costs.
 
-Every function takes a run (or all of them) and returns a `Plot`, or None where there is nothing to
+Every function takes a run and returns a `Plot`, or None where there is nothing to
 draw.
 """
 
@@ -26,8 +26,12 @@ from layerskip.analysis.canvas import (
     WIDTH,
     Plot,
     add_legend,
+    as_predicted,
     clipped,
     colour_of,
+    error_bars,
+    few_ticks,
+    listed,
     marker_of,
     new_figure,
 )
@@ -38,47 +42,27 @@ FEW_TOKENS = 10  # in a bin of confidences, below which its share is left out as
 
 
 def forecasts(run: Run) -> Plot | None:
-    """Predicted against measured decode speedups of one run."""
-    return _forecasts([run], "predicted-measured", "Predicted and measured speedup")
-
-
-def all_forecasts(runs: Sequence[Run]) -> Plot | None:
-    """Predicted against measured decode speedups of all runs."""
-    return _forecasts(runs, "predicted-measured-all", "Predicted and measured speedup, all runs")
-
-
-def _forecasts(runs: Sequence[Run], name: str, title: str) -> Plot | None:
-    table = tables.together(runs, predictions.predictions)
+    """Predicted against measured decode speedups."""
+    table = predictions.predictions(run)
     if not len(table):
         return None
-    series = ["run"] if len(runs) > 1 else ["method"]
     figure, axes = new_figure(4.2)
-    for number, (label, rows) in enumerate(table.groupby(series[0], sort=False)):
-        bars = np.stack([rows["measured"] - rows["low"], rows["high"] - rows["measured"]])
+    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
         axes.errorbar(
-            rows["predicted"], rows["measured"], yerr=np.nan_to_num(bars).clip(0),
+            rows["predicted"], rows["measured"], yerr=error_bars(rows, "measured"),
             fmt=marker_of(number), color=colour_of(number), markersize=6, elinewidth=0.8,
-            label=str(label),
+            label=str(method),
         )  # fmt: skip
     values = table[["predicted", "measured"]].to_numpy()
-    ends = np.array([values.min() * 0.93, values.max() * 1.07])
-    axes.plot(ends, ends, color=INK, linewidth=1.2, label="efficiency 1")
-    axes.plot(ends, 0.9 * ends, color=MUTED, linewidth=0.9, linestyle="--", label="within 10%")
-    axes.plot(ends, 1.1 * ends, color=MUTED, linewidth=0.9, linestyle="--")
-    axes.set_xlim(*ends)
+    as_predicted(axes, values.min() * 0.93, values.max() * 1.07)
     axes.set_xlabel("predicted: other prompts' rounds, one cost table")
     axes.set_ylabel("measured decode speedup")
     add_legend(figure, axes)
     near = table["efficiency"].between(0.9, 1.1).sum()
-    whole = table[table["category"] == tables.ALL]
-    words = "; ".join(
-        f"{row['method']}{', ' + row['run'] if len(runs) > 1 else ''}: "
-        f"predicted {row['predicted']:.2f}, measured {row['measured']:.2f}, "
-        f"efficiency {row['efficiency']:.2f}"
-        for _, row in whole.iterrows()
-    )
+    form = "{method}: predicted {predicted:.2f}, measured {measured:.2f}"
+    words = listed(table[table["category"] == tables.ALL], form, "; ")
     alt = f"Measured is within 10% of predicted for {near} of {len(table)} points. {words}."
-    return Plot(name, title, alt, figure)
+    return Plot("predicted-measured", "Predicted and measured speedup", alt, figure)
 
 
 def surface(run: Run) -> Plot | None:
@@ -102,17 +86,12 @@ def surface(run: Run) -> Plot | None:
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=8)
     axes.contour(draft_costs, alphas, best, levels=[1.0001], colors=WHITE, linestyles="--")
-    words = []
-    for number, (_, row) in enumerate(table[table["category"] == tables.ALL].iterrows()):
+    whole = table[table["category"] == tables.ALL]
+    for number, (_, row) in enumerate(whole.iterrows()):
         axes.plot(
             row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),
             markersize=9, markeredgecolor=WHITE, label=f"{row['method']}: {row['measured']:.2f}x",
         )  # fmt: skip
-        words.append(
-            f"{row['method']} lies at c {row['draft_cost']:.2f}, alpha {row['alpha']:.2f}: "
-            f"measured {row['measured']:.2f}, best fixed length {row['best_length']:.0f} by "
-            f"formula {row['best_formula']:.2f}, bound {row['bound']:.1f}"
-        )
     for number, category in enumerate(run.categories):
         rows = table[(table["category"] == category) & (table["method"] == table["method"].iloc[0])]
         axes.plot(
@@ -130,7 +109,12 @@ def surface(run: Run) -> Plot | None:
     axes.set_ylabel("alpha: a draft token is accepted")
     axes.grid(visible=False)
     add_legend(figure, axes)
-    alt = f"Contours of the best speedup a fixed draft length can give. {'; '.join(words)}."
+    form = (
+        "{method} lies at c {draft_cost:.2f}, alpha {alpha:.2f}: measured {measured:.2f}, best "
+        "fixed length {best_length:.0f} by formula {best_formula:.2f}, bound {bound:.1f}"
+    )
+    words = listed(whole, form, "; ")
+    alt = f"Contours of the best speedup a fixed draft length can give. {words}."
     return Plot("surface", "The run on the speedup surface", alt, figure)
 
 
@@ -209,16 +193,8 @@ def calibration(run: Run) -> Plot | None:
     axes.set_xlabel("the draft's confidence in its token")
     axes.set_ylabel("share that matched")
     add_legend(figure, axes)
-    words = []
-    for layer in chosen:
-        rows = table[table["exit"] == layer]
-        first, last = rows.iloc[0], rows.iloc[-1]
-        words.append(
-            f"exit {layer}: {first['matched']:.2f} matched at confidence "
-            f"{first['confidence']:.2f}, {last['matched']:.2f} at {last['confidence']:.2f}, "
-            f"mean error {errors[layer]:.2f}"
-        )
-    alt = f"Share of draft tokens that matched, by the draft's confidence. {'; '.join(words)}."
+    words = "; ".join(f"exit {layer}: {errors[layer]:.2f}" for layer in chosen)
+    alt = f"Confidence against the share that matched. Mean distance of the two: {words}."
     return Plot("calibration", "Can the draft's confidence be trusted?", alt, figure)
 
 
@@ -250,8 +226,8 @@ def skip_map(run: Run) -> Plot | None:
                 axes.add_patch(cell)
         axes.set_ylim(2, 0)
         axes.set_yticks([0.5, 1.5], ["attention", "MLP"])
-        step = max(1, layers // 12)
-        axes.set_xticks(np.arange(0, layers, step) + 0.5, [str(n) for n in range(0, layers, step)])
+        shown_layers = few_ticks(layers, 16)
+        axes.set_xticks([n + 0.5 for n in shown_layers], [str(n) for n in shown_layers])
         axes.grid(visible=False)
         axes.set_title(clipped(", ".join(methods), 60), fontsize=10, color=INK)
         words.append(
@@ -262,11 +238,6 @@ def skip_map(run: Run) -> Plot | None:
     if known and mesh is not None:
         bar = figure.colorbar(mesh, ax=list(grid))
         bar.set_label("ms per token")
-        one = table[table["method"] == run.drafting[0]].groupby("sublayer")["ms"].mean()
-        words.append(
-            f"one token costs {one['attention']:.3g} ms per attention and {one['mlp']:.3g} ms per "
-            "MLP sublayer on average"
-        )
     alt = f"{'; '.join(words)}."
     return Plot("skip-map", "Which sublayers the draft runs", alt, figure)
 

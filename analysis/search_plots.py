@@ -33,8 +33,13 @@ from layerskip.analysis.canvas import (
     WIDTH,
     Plot,
     add_legend,
+    as_predicted,
     clipped,
+    error_bars,
+    few_ticks,
+    listed,
     new_figure,
+    note_at_the_side,
 )
 from layerskip.analysis.model_plots import best_speedups
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search
@@ -151,13 +156,8 @@ def pareto(search: Search) -> Plot | None:
     axes.set_xlabel("c: draft step / target step")
     axes.set_ylabel("alpha: a draft token is accepted")
     add_legend(figure, axes)
-    points = ", ".join(
-        f"{row['acceptance']:.2f} at {row['draft_cost']:.2f}" for _, row in _few(front).iterrows()
-    )
-    names = "; ".join(
-        f"{row['name']} accepts {row['alpha']:.2f} at c {row['draft_cost']:.2f}"
-        for _, row in known.iterrows()
-    )
+    points = listed(_few(front), "{acceptance:.2f} at {draft_cost:.2f}")
+    names = listed(known, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials. {len(front)} are not dominated, "
         f"among them acceptance {points}. {names or 'No finalist drafts'}."
@@ -194,10 +194,7 @@ def skip_map(search: Search) -> Plot | None:
                 facecolor=colour, edgecolor=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
             )  # fmt: skip
     for height, (_, _, score) in zip(heights, rows, strict=True):
-        axes.annotate(
-            f"{score:.2f}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(4, 0),
-            textcoords="offset points", va="center", fontsize=9,
-        )  # fmt: skip
+        note_at_the_side(axes, f"{score:.2f}", height)
     for kind in ("attention", "mlp"):
         axes.bar([0], [0], color=KINDS[kind][1], label=f"{KINDS[kind][0]} left out")
     axes.set_xlim(0, 2 * layers)
@@ -273,14 +270,10 @@ def forecasts(search: Search) -> Plot | None:
         return None
     figure, axes = new_figure(4.2)
     values = table[["predicted", "held_out", "measured", "low", "high"]].to_numpy(dtype=float)
-    ends = np.array([np.nanmin(values) * 0.95, np.nanmax(values) * 1.05])
-    axes.set_ylim(*ends)
+    axes.set_ylim(np.nanmin(values) * 0.95, np.nanmax(values) * 1.05)
     asked = values[:, :2]
     spare = max(0.02, 0.2 * (np.nanmax(asked) - np.nanmin(asked)))
-    ends = np.array([np.nanmin(asked) - spare, np.nanmax(asked) + spare])
-    axes.set_xlim(*ends)
-    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color=LINE, alpha=0.5, label="within 10%")
-    axes.plot(ends, ends, color=INK, linewidth=1.2, label="as predicted")
+    as_predicted(axes, np.nanmin(asked) - spare, np.nanmax(asked) + spare)
     both = table[table["held_out"].notna()]
     if len(both):
         axes.hlines(both["measured"], both["predicted"], both["held_out"], color=MUTED, linewidth=1)
@@ -288,9 +281,8 @@ def forecasts(search: Search) -> Plot | None:
             both["predicted"], both["measured"], "s", color=BLUE, markersize=5,
             markerfacecolor=PAPER, label="by the traced prompts",
         )  # fmt: skip
-    bars = np.stack([table["measured"] - table["low"], table["high"] - table["measured"]])  # (2, n)
     axes.errorbar(
-        table["forecast"], table["measured"], yerr=np.nan_to_num(bars).clip(0), fmt="o",
+        table["forecast"], table["measured"], yerr=error_bars(table, "measured"), fmt="o",
         color=ORANGE, ecolor=INK, markeredgecolor=INK, markersize=6, elinewidth=0.9, capsize=2.5,
         label="by the held-out prompts" if len(both) else "by the traced prompts",
     )  # fmt: skip
@@ -300,10 +292,7 @@ def forecasts(search: Search) -> Plot | None:
     axes.set_ylabel("measured speedup")
     add_legend(figure, axes)
     near = table["efficiency"].between(0.9, 1.1).sum()
-    words = "; ".join(
-        f"{row['name']}: predicted {row['forecast']:.2f}, measured {row['measured']:.2f}"
-        for _, row in table.iterrows()
-    )
+    words = listed(table, "{name}: predicted {forecast:.2f}, measured {measured:.2f}", "; ")
     alt = f"Measured is within 10% of predicted for {near} of {len(table)} finalists. {words}."
     return Plot("search-forecasts", "Finalists: predicted and measured", alt, figure)
 
@@ -366,7 +355,7 @@ def _label_at_the_side(
 
 def _layer_ticks(axes: Axes, layers: int) -> None:
     """Ticks in the middle of a layer's two columns, a dozen or so."""
-    shown = range(0, layers, max(1, -(-layers // 16)))
+    shown = few_ticks(layers, 16)
     axes.set_xticks([2 * layer + 1 for layer in shown], [str(layer) for layer in shown])
 
 

@@ -82,7 +82,7 @@ def test_the_page_stands_alone(written):
     assert "prefers-color-scheme: dark" in text
     assert page.tags.count("h1") == page.tags.count("main") == 1
     pictures = [label for label in page.labels if ". " in label]
-    assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 9
+    assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 8
     assert all(re.search(r"\d", label) for label in pictures)
     assert summary.split(". ")[0] in page.text
     # drawings take the page's colours; none of the exchangeable ones is left in them
@@ -97,8 +97,8 @@ def test_the_folder_holds_tables_and_plots(written):
     plots = {path.name for path in (folder / "plots").iterdir()}
     names = {name.partition(".")[0] for name in plots}
     assert names == {
-        "speedup", "phases", "acceptance-by-position", "predicted-measured", "surface", "what-if",
-        "calibration", "skip-map", "draft-length",
+        "speedup", "phases", "predicted-measured", "surface", "what-if", "calibration", "skip-map",
+        "draft-length",
     }  # fmt: skip
     assert plots == {f"{name}.svg" for name in names}
     tables = {path.stem: path.read_text() for path in (folder / "tables").iterdir()}
@@ -278,7 +278,7 @@ def test_several_runs_on_one_page(tmp_path, monkeypatch):
     plots = report.plots
 
     def some(run):
-        drawn = [plots.batches(run), *(plots.speedups(run, size) for size in run.batch_sizes)]
+        drawn = [plots.speedups(run, size) for size in run.batch_sizes]
         return [plot for plot in drawn if plot is not None]
 
     monkeypatch.setattr(plots, "run_plots", some)
@@ -302,8 +302,7 @@ def test_several_runs_on_one_page(tmp_path, monkeypatch):
     assert len(page.ids) == len(set(page.ids))
     drawn = {path.name for path in (tmp_path / "report" / "plots").iterdir()}
     assert {
-        "overview.svg", "predicted-measured-all.svg", "tiny-sampled-at-t-0.8-batch-sizes.svg",
-        "tiny-sampled-at-t-0.8-speedup-batch-2.svg", "tiny-greedy-speedup.svg",
+        "overview.svg", "tiny-sampled-at-t-0.8-speedup-batch-2.svg", "tiny-greedy-speedup.svg",
     } <= drawn  # fmt: skip
 
 
