@@ -27,7 +27,7 @@ from layerskip.cli.terminal import Talk, search_verdict
 from layerskip.config import SkipConfig
 from layerskip.environment import hardware
 from layerskip.files.searches import read_search
-from layerskip.search import finding, sampler
+from layerskip.search import finding
 from layerskip.search.objective import Objective
 from layerskip.timing.tables import machine
 
@@ -56,9 +56,8 @@ def words(path: Path, count: int, length: int = 6) -> Path:
 
 
 def fast(patch: pytest.MonkeyPatch) -> None:
-    """Costs made up, and TPE: what takes time, and is tested elsewhere."""
+    """Costs made up: what takes time, and is tested elsewhere."""
     patch.setattr(finding.Search, "_measured", lambda self: COST | {"place": machine(self.opened)})
-    patch.setattr(sampler, "LARGEST_GP", 0)
 
 
 @pytest.fixture(autouse=True)

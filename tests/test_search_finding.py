@@ -25,7 +25,7 @@ from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.search import SearchResult, finding, sampler, search
+from layerskip.search import SearchResult, finding, search
 from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
 from layerskip.search.objective import Choice, Objective
@@ -86,11 +86,6 @@ def checked(result: SearchResult, folder: Path) -> dict[str, Any]:
     known = json.loads(json.dumps(dict(result.record), allow_nan=False))
     path = search_files.write(folder / "search.json", header | known)
     return read_search(path)
-
-
-@pytest.fixture(autouse=True)
-def _fast_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "LARGEST_GP", 0)  # TPE, which is faster
 
 
 @pytest.fixture(scope="module")
