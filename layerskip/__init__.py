@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         decode,
         generate,
     )
+    from layerskip.model.fingerprint import fingerprint
     from layerskip.model.joined import joined
-    from layerskip.model.sublayers import fingerprint
     from layerskip.model.wrappers import UnsupportedModelError
     from layerskip.shelf import shipped
 
@@ -31,7 +31,7 @@ _HOME = {
     "SkipConfig": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
     "decode": "layerskip.generation",
-    "fingerprint": "layerskip.model.sublayers",
+    "fingerprint": "layerskip.model.fingerprint",
     "generate": "layerskip.generation",
     "joined": "layerskip.model.joined",
     "shipped": "layerskip.shelf",

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from layerskip.config import SkipConfig
-from layerskip.model.sublayers import FAMILIES
+from layerskip.model.families import FAMILIES
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
 from layerskip.shelf import SHIPPED, shipped

@@ -189,10 +189,13 @@ class SkipConfig:
     def matches(self, model: str | None, model_hash: str | None = None) -> bool | None:
         """Whether this was searched on that model: by hash where both are known, else by id.
 
-        None where there is nothing to compare.
+        Hashes compare where they are of one kind, which their word in front says. None where there
+        is nothing to compare.
         """
         if self.model_hash is not None and model_hash is not None:
-            return self.model_hash == model_hash
+            kinds = [each.rpartition("-")[0] for each in (self.model_hash, model_hash)]
+            if kinds[0] == kinds[1]:
+                return self.model_hash == model_hash
         if self.model is not None and model is not None:
             return self.model == model
         return None

@@ -32,7 +32,8 @@ from layerskip.decoding.controllers import Controller, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
-from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
 from layerskip.served import (
     check_ids,
@@ -318,7 +319,7 @@ def _streamer_of_the_call() -> Any:
 
 def _warn_foreign(skip: SkipConfig, model: Any) -> None:
     name = getattr(model, "name_or_path", None) or None
-    own_hash = fingerprint(model) if skip.model_hash else None
+    own_hash = fingerprint(model, like=skip.model_hash) if skip.model_hash else None
     if skip.matches(name, own_hash) is False:
         warnings.warn(
             f"this skip config was searched on {skip.model or 'another model'}, not on {name}: "

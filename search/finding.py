@@ -24,7 +24,8 @@ from layerskip.bench.methods import Task
 from layerskip.bench.runner import make_batches
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
-from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.search import seeds, study

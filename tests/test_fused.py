@@ -1,5 +1,6 @@
 """The fused path against the module path: the same numbers, and a guard that keeps it honest."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import FAMILIES, FEW_FAMILIES, WINDOW, prompt, tiny_model
 from torch import Tensor, nn
+from transformers.models.gemma import modeling_gemma
 
 from layerskip.model import lean as fused
 from layerskip.model.sublayers import Pass, Sublayers
@@ -227,8 +229,8 @@ def _mixed(model):
         (_hook, "layer 2 mlp has forward hooks"),
         (_pre_hook, "layer 2 self_attn.q_proj has forward hooks"),
         (_patched_forward, "model.norm has a patched forward"),
-        (_patched_class, "layer 0 mlp is a LlamaMLP, not a plain LlamaMLP"),
-        (_adapter, "layer 1 self_attn.v_proj is a Adapted, not a plain Linear"),
+        (_patched_class, "layer 0 mlp is a LlamaMLP of test_fused, not a plain LlamaMLP"),
+        (_adapter, "layer 1 self_attn.v_proj is a Adapted of test_fused, not a plain Linear"),
         (_quantised, "layer 1 mlp.up_proj has a weight of class QuantisedTensor"),
         (_offloaded, "lm_head has its weight offloaded"),
         (_accelerated, "layer 3 self_attn is hooked"),
@@ -244,6 +246,55 @@ def test_what_is_not_plain_keeps_the_module_path(change, reason):
     assert Sublayers(model).execution == "modules"
     with pytest.raises(ValueError, match=reason):
         Sublayers(model, "fused")
+
+
+class FusedNorm(nn.Module):
+    """As kernel libraries replace Gemma's norm: 1 + weight, and its epsilon under another name."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.variance_epsilon).to(x) * (
+            1 + self.weight
+        )
+
+
+def test_a_class_replaced_in_the_library_keeps_the_module_path(monkeypatch):
+    FusedNorm.__name__ = FusedNorm.__qualname__ = "GemmaRMSNorm"
+    monkeypatch.setattr("transformers.models.gemma.modeling_gemma.GemmaRMSNorm", FusedNorm)
+    model = tiny_model("gemma")
+    assert type(model.model.norm) is FusedNorm
+    assert Sublayers(model).execution == "modules"
+    with pytest.raises(
+        ValueError, match=r"model\.norm is a GemmaRMSNorm of test_fused, not a plain"
+    ):
+        Sublayers(model, "fused")
+
+
+@pytest.mark.parametrize(
+    ("part", "where"), [("MLP", "layer 0 mlp"), ("RMSNorm", "model.norm"), ("Linear", "lm_head")]
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_forward_patched_on_its_class_keeps_the_module_path(monkeypatch, part, where, wrapped):
+    model = tiny_model("gemma")
+    assert Sublayers(model).execution == "fused"
+    owner = nn.Linear if part == "Linear" else getattr(modeling_gemma, f"Gemma{part}")
+    original = owner.forward
+
+    def forward(self, x):
+        return original(self, x) * 2
+
+    monkeypatch.setattr(
+        owner, "forward", functools.wraps(original)(forward) if wrapped else forward
+    )
+    assert Sublayers(model).execution == "modules"
+    with pytest.raises(ValueError, match=f"{where} has a patched forward"):
+        Sublayers(model, "fused")
+    monkeypatch.undo()
+    assert Sublayers(model).execution == "fused"
 
 
 def test_global_hooks_keep_the_module_path():

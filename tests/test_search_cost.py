@@ -46,14 +46,14 @@ class Machine:
         self.model.blocks = tuple(
             self._slow(block, index) for index, block in enumerate(self.model.blocks)
         )
-        head = self.model._head
+        head = self.model.head
 
-        def slow_head(hidden: Tensor) -> Tensor:
+        def slow_head(hidden: Tensor, step: Any) -> Tensor:
             count = hidden.shape[:-1].numel() // self.rows
             self.time += HEAD * (1 + 0.1 * (count - 1))
-            return head(hidden)
+            return head(hidden, step)
 
-        self.model._head = slow_head
+        self.model.head = self.model.draft_head = slow_head
         self.law = Law([TemperatureLogitsWarper(self)], do_sample=True, rows=1)
 
     def seconds(self, index: int, count: int, context: float) -> float:
@@ -114,10 +114,16 @@ def test_trimmed_heads_are_timed_in_draft_steps(monkeypatch: pytest.MonkeyPatch)
     class Slow(TrimmedHead):
         """Takes a twentieth of a second for each row."""
 
-        def spread(self, logits: Tensor) -> Tensor:
-            views.append(self.weight.data_ptr())
-            machine.time += 0.05 * len(self.tokens)
-            return super().spread(logits)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            spread = self.spread
+
+            def slow(logits: Tensor) -> Tensor:
+                views.append(self.weight.data_ptr())
+                machine.time += 0.05 * len(self.tokens)
+                return spread(logits)
+
+            self.spread = slow
 
     monkeypatch.setattr(cost, "TrimmedHead", Slow)
     record = machine.measure()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from models import prompt, tiny_model
+from torch.overrides import TorchFunctionMode
 
+import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig, fingerprint
 from layerskip.costs.speculation import CostTable
-from layerskip.model.sublayers import Sublayers, embed
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.sublayers import Pass, Sublayers, embed
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 
@@ -18,7 +23,7 @@ COSTS = CostTable(0.2, (1.0, 1.1))
 def test_a_fingerprint_is_the_same_in_every_dtype_and_folder() -> None:
     model = tiny_model("gemma2", dtype=torch.bfloat16)
     found = fingerprint(model)
-    assert len(found) == 16
+    assert re.fullmatch("weights-[0-9a-f]{16}", found)
     model.name_or_path = "elsewhere"
     assert fingerprint(model.double()) == found
 
@@ -30,6 +35,86 @@ def test_fingerprints_tell_checkpoints_and_architectures_apart() -> None:
         other.model.norm.weight[3] += 0.1
     found = {fingerprint(model) for model in (one, other, tiny_model("mistral"))}
     assert len(found) == 3
+
+
+@torch.no_grad()
+def test_a_merged_adapter_makes_another_checkpoint() -> None:
+    """Of rank 1, on one projection, by a hundredth of its size, in the checkpoint's bfloat16."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    before, old = fingerprint(model), fingerprint(model, like="0123456789abcdef")
+    weight = model.model.layers[3].self_attn.q_proj.weight
+    delta = torch.outer(torch.randn(len(weight)), torch.randn(weight.shape[1]))  # (N D, H)
+    weight += (0.01 * delta * weight.std()).to(weight)
+    assert fingerprint(model) != before
+    assert fingerprint(model, like=before) == fingerprint(model)
+    assert fingerprint(model, like="0123456789abcdef") == old  # which could not tell them apart
+
+
+def test_offloaded_weights_make_a_hash_of_another_kind() -> None:
+    model = tiny_model("llama")
+    whole = fingerprint(model)
+    model.model.layers[2].to("meta")
+    assert fingerprint(model).startswith("shapes-")
+    skip = SkipConfig(attention=(3,), model="some/name", model_hash=whole)
+    assert skip.matches("some/name", fingerprint(model)) is True  # by the name
+    assert skip.matches("some/other", fingerprint(model)) is False
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_hash_of_an_older_skip_config_still_decides(own: bool) -> None:
+    model = tiny_model("llama")
+    old = fingerprint(model, like="0123456789abcdef") if own else "0123456789abcdef"
+    assert re.fullmatch("[0-9a-f]{16}", old)
+    skip = SkipConfig(attention=(3,), model="a/folder", model_hash=old)
+    assert skip.matches("moved", fingerprint(model, like=old)) is own
+    assert skip.matches("a/folder", fingerprint(model)) is True  # of different kinds: by the name
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layerskip.generate(model, prompt(5), skip=skip, costs=COSTS, max_new_tokens=4)
+    assert [str(w.message).startswith("this skip config") for w in caught] == [True] * (not own)
+
+
+class Pretended(TorchFunctionMode):
+    """The meta device as a second one: what comes back from there holds zeros.
+
+    Operations refuse operands of two devices, as with real ones.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.to and args[0].is_meta and args[1] == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["head", "norm and head", "norm", "last layer"])
+def test_logits_come_back_to_where_tokens_come_in(place: str) -> None:
+    model = tiny_model("gemma2", dtype=torch.float32, tie_word_embeddings=False)
+    away = {
+        "head": [model.lm_head],
+        "norm and head": [model.model.norm, model.lm_head],
+        "norm": [model.model.norm],
+        "last layer": [model.model.layers[-1]],
+    }
+    few = TrimmedHead(model.lm_head, slice(5, 60))
+    for module in away[place]:
+        module.to("meta")
+    opened = Sublayers(model)
+    assert opened.execution == "modules"
+    heads = [opened.head] if "head" in place else [opened.head, opened.head_of(few)]
+    cache = opened.new_cache(1, 16)
+    cache.place([0], 9)
+    with Pretended():
+        step = Pass(opened, cache, opened.rotary(16, 16))
+        hidden = opened.run(opened.embed(prompt(9)), step, range(11))
+        for head in heads:
+            logits = head(hidden, None)
+            assert logits.device == opened.device == torch.device("cpu")
+            assert logits.shape == (1, 9, opened.vocabulary)
+            logits = head(hidden.to("meta"), None)
+            assert logits.device == opened.device
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig, joined
-from layerskip.cli.options import open_model
+from layerskip.cli.options import Loading, open_model
 from layerskip.cli.terminal import Talk
 from layerskip.model import products
 from layerskip.model.joined import groups, part, together
@@ -56,7 +56,7 @@ def test_joined_weights_compute_the_same_in_every_way(family, way, monkeypatch):
             pytest.skip("this torch has no oneDNN")
     model = tiny_model(family, dtype=dtype)
     modules = Sublayers(model, "modules")
-    monkeypatch.setattr("layerskip.model.sublayers.best_linear", lambda _: way)
+    monkeypatch.setattr("layerskip.model.lean.best_linear", lambda _: way)
     with joined(model):
         found = list(groups(model))
         assert len(found) == (0 if family == "phi3" else 2 * len(model.model.layers))
@@ -126,7 +126,7 @@ def test_weights_are_parted_after_an_error():
 
 
 def test_commands_join_their_model():
-    loaded = open_model("demo-llama", "cpu", "auto", False, Talk(quiet=True), quiet=True)
+    loaded = open_model(Loading(device="cpu"), Talk(quiet=True))
     found = list(groups(loaded.model))
     assert len(found) == 2 * len(loaded.model.model.layers)
     assert all(together([linear.weight for linear in group]) is not None for group in found)

@@ -21,7 +21,8 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.cache import RowCache
-from layerskip.model.sublayers import Rotary, Sublayers
+from layerskip.model.modules import Rotary
+from layerskip.model.sublayers import Sublayers
 
 DRAWS = 2048  # of each position and rule
 _SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones

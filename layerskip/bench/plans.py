@@ -35,7 +35,8 @@ from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
-from layerskip.model.sublayers import Sublayers, fingerprint
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.replay.exits import best_exit, exit_trace, law_of
 from layerskip.timing.sublayers import measure

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -26,8 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model.cache import RowCache, additive, causal, whole
-from layerskip.model.lean import Attention, Block, gathered
+from layerskip.model.backend import Block, Step
+from layerskip.model.cache import RowCache, additive, capacity, causal, whole
+from layerskip.model.families import Architecture
+from layerskip.model.lean import Attention, Lean, gathered
+from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]
 
@@ -68,39 +71,32 @@ def warn_refusal(reason: str) -> None:
     )
 
 
-class Compiled:
-    """The blocks of an opened model, in compiled passes.
+class Compiled(Lean):
+    """The lean blocks of a model, in compiled passes: in all but those of a prefill.
 
-    Args:
-        model: for as long as it lives its compiled functions are remembered.
-        blocks: by name, the lean path's, made with linears that can be compiled; a block that is
-            no attention takes hidden states and nothing.
+    For as long as the model lives its compiled functions are remembered.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[Hashable, Block]) -> None:
-        self.model, self.blocks = model, dict(blocks)
+    name = "compiled"
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model, compilable)
         self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
 
-    def replaced(self, name: Hashable, block: Block) -> Compiled:
-        """The same with another block of that name."""
-        return Compiled(self.model, {**self.blocks, name: block})
+    def capacity(self, slots: int) -> int:
+        """Those of padding, too."""
+        return capacity(slots)
 
-    def run(self, hidden: Tensor, step: Any, names: Sequence[Hashable]) -> Tensor:
-        """Carry hidden states (B, T, H) through the blocks of these names, in order.
-
-        Args:
-            step: a pass with its `slots` (B, T) and `rotary` tables, whose cache has buffers.
-        """
-        if not names:
-            return hidden
-        blocks = [self.blocks[name] for name in names]
+    def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         cache: RowCache = step.cache
+        if not blocks or not cache.settled:
+            return super().run(hidden, step, blocks)
         layers = [block.layer for block in blocks if isinstance(block, Attention)]
         rows, count, _ = hidden.shape
         captured = hidden.device.type == "cuda"
         hidden, slots = _padded(hidden, step.slots, cache.size, powers=captured)
         arguments = (
-            blocks,
+            list(blocks),
             hidden.contiguous(),
             slots,
             torch.arange(whole(cache.end), device=hidden.device),  # (U,)
@@ -112,10 +108,10 @@ class Compiled:
             *(rows, count == 1, torch.get_num_threads()),
             *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         )
-        function = self._known.get((names, situation))
+        key = (tuple(blocks), situation)
+        function = self._known.get(key)
         if function is None:
-            function = self._function((_built(blocks), situation), arguments)
-            self._known[names, situation] = function
+            function = self._known[key] = self._function((_built(blocks), situation), arguments)
         if captured:
             torch.compiler.cudagraph_mark_step_begin()
             return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
@@ -123,7 +119,7 @@ class Compiled:
 
     def _function(self, key: Any, arguments: tuple[Any, ...]) -> Function:
         """The function of blocks that are built like these, compiled if there is none yet."""
-        functions = _functions.setdefault(self.model, {})
+        functions = _functions.setdefault(self.model.model, {})
         if key not in functions:
             functions[key] = _first(arguments)
         return functions[key]

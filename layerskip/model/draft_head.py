@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,11 @@ class TrimmedHead:
         self.tokens = torch.arange(self.vocabulary, device=weight.device)[which]  # (n,)
         self.weight = weight[which]  # (n, H)
         self.bias = None if bias is None else bias.detach()[which]  # (n,)
-
-    def spread(self, logits: Tensor) -> Tensor:
+        self.spread = partial(_spread, tokens=self.tokens, vocabulary=self.vocabulary)
         """Logits of the rows (B, T, n) over the vocabulary, (B, T, V): -inf elsewhere."""
-        return spread(logits, self.tokens, self.vocabulary)
 
 
-def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Logits of some tokens (B, T, n) over all of a vocabulary, (B, T, V): -inf elsewhere."""
+def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     return whole.index_copy_(-1, tokens, logits)
 

@@ -11,105 +11,84 @@ D head width, R rotary width (R <= D).
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softcap
+from layerskip.model.cache import RowCache
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.families import Architecture, foreign_hooks
 from layerskip.model.joined import together
-from layerskip.model.products import Function, Linear
+from layerskip.model.products import Function, Linear, best_linear, matrices
 
-# model type -> (package in transformers.models, prefix of its class names)
-_CLASSES = {
-    "llama": ("llama", "Llama"),
-    "gemma": ("gemma", "Gemma"),
-    "gemma2": ("gemma2", "Gemma2"),
-    "gemma3_text": ("gemma3", "Gemma3"),
-    "mistral": ("mistral", "Mistral"),
-    "qwen2": ("qwen2", "Qwen2"),
-    "qwen3": ("qwen3", "Qwen3"),
-    "phi3": ("phi3", "Phi3"),
-}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class Angles(NamedTuple):
-    """Rotary angles of one pass.
-
-    Attributes:
-        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
-    """
-
-    cos: Tensor
-    sin: Tensor | None
-
-
-class Cache(Protocol):
-    """What this path needs of the key-value cache (`cache.RowCache`)."""
-
-    start: int
-    end: int
-    count: int
-    in_step: bool
-
-    def placed(self, device: Any) -> Tensor: ...
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
-
-
-class Step(Protocol):
-    """What this path needs of a pass (`sublayers.Pass`)."""
-
-    cache: Any
-    rope: Mapping[str, Any]
-    masks: Mapping[int | None, Tensor | None]
-
-
-Block = Callable[[Tensor, Any], Tensor]
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
 # times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
 WIDE, FEW = 64, 16
 
 
+class Lean(Backend):
+    """The blocks of a plain-weight model, in few kernels.
+
+    Args:
+        linear: how products are taken; by default in the way that is fastest here.
+    """
+
+    name = "fused"
+
+    def __init__(self, model: Architecture, linear: Linear | None = None) -> None:
+        self.model = model
+        self.linear = linear or best_linear(matrices(model.model))
+        blocks: list[Any] = []
+        how: dict[str, Any] = {"sandwich": model.family.sandwich, "linear": self.linear}
+        for layer, window, kind in model.each_layer():
+            blocks += attention(layer, window, kind, eager=model.eager, **how), mlp(layer, **how)
+        self.blocks = tuple(blocks)
+
+    def head(self, rows: TrimmedHead | None = None) -> Block:
+        norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)
+        if rows is not None:
+            return in_turn(norm, self.linear(rows.weight, rows.bias), cap, rows.spread)
+        whole = self.model.model.lm_head
+        return in_turn(norm, self.linear(whole.weight, whole.bias), cap)
+
+    def rotary(self, tables: Tables) -> Rotary:
+        return Rotary(tables, self.model.layers[0].self_attn.head_dim)
+
+
 # ---------------------------------------------------------------------------------------------
 # The guard.
 
 
-def refusal(model: Any, layers: Sequence[Any], kind: str) -> str | None:
+def refusal(model: Architecture) -> str | None:
     """Why a model must keep the module path, or None where this path computes the same.
 
     Hooks and weights are looked at now: open the model again after changing its modules.
-
-    Args:
-        model: the causal language model; `layers` are its decoder layers.
-        kind: the configuration's `model_type`.
     """
-    if kind not in _CLASSES:
-        return f"model type {kind!r} has no fused blocks; these have: {', '.join(sorted(_CLASSES))}"
     if _global_hooks():
         return "global module hooks are registered"
-    package, prefix = _CLASSES[kind]
-    source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    for name, module, expected in _involved(model, layers, source, prefix):
-        if reason := _not_plain(module, expected):
+    for name, module, home, expected in _involved(model):
+        if reason := _not_plain(module, home, expected):
             return f"{name} {reason}"
-    if torch.is_autocast_enabled(model.model.norm.weight.device.type):
+    norm = model.decoder.norm.weight
+    if torch.is_autocast_enabled(norm.device.type):
         return "autocast is on, whose rules follow the library's own calls"
-    parameters = [p for layer in layers for p in layer.parameters()]
-    places = {(p.device, p.dtype) for p in [*parameters, model.model.norm.weight]}
-    if len(places) > 1:
+    parameters = [p for layer in model.layers for p in layer.parameters()]
+    places = {(p.device, p.dtype) for p in [*parameters, norm]}
+    if len(places) > 1 or model.spread:
         return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
-    if parameters[0].dtype not in _DTYPES:
-        return f"dtype {parameters[0].dtype} is not among {', '.join(map(str, _DTYPES))}"
-    softcap = getattr(layers[0].self_attn, "attn_logit_softcapping", None)
-    if kind == "gemma2" and softcap is not None and model.config._attn_implementation != "eager":
+    if norm.dtype not in _DTYPES:
+        return f"dtype {norm.dtype} is not among {', '.join(map(str, _DTYPES))}"
+    capped = getattr(model.layers[0].self_attn, "attn_logit_softcapping", None) is not None
+    if model.family.prefix == "Gemma2" and capped and not model.eager:
         return "softcapped attention needs attn_implementation='eager'"
     return None
 
@@ -118,58 +97,53 @@ def head_refusal(head: Any) -> str | None:
     """Why a head must be called whole, or None where its rows are those of a plain weight."""
     if _global_hooks():
         return "global module hooks are registered"
-    return _not_plain(head, nn.Linear)
+    return _not_plain(head, *_LINEAR)
 
 
-def foreign_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks but the library's own.
-
-    Those collect outputs for `output_hidden_states` and stay behind, idle, after the first use.
-    """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
-    )
+_LINEAR = ("torch.nn.modules.linear", "Linear")
 
 
 def _global_hooks() -> bool:
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
-def _involved(
-    model: Any, layers: Sequence[Any], source: Any, prefix: str
-) -> Iterator[tuple[str, Any, type]]:
-    """Every module whose call this path replaces, with the class it must be exactly."""
-    classes = {part: getattr(source, prefix + part) for part in ("Attention", "MLP", "RMSNorm")}
-    yield "model.norm", model.model.norm, classes["RMSNorm"]
-    yield "lm_head", model.lm_head, nn.Linear
-    for index, layer in enumerate(layers):
+def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
+    """Every module whose call this path replaces, and where its class comes from and is called.
+
+    By name, since the class that the library has under this name may have been replaced.
+    """
+    home, prefix = model.family.home, model.family.prefix
+    yield "model.norm", model.decoder.norm, home, f"{prefix}RMSNorm"
+    yield "lm_head", model.model.lm_head, *_LINEAR
+    for index, layer in enumerate(model.layers):
         for name, module in layer.named_modules():
             where = f"layer {index} {name}"
             if name == "self_attn":
-                yield where, module, classes["Attention"]
+                yield where, module, home, f"{prefix}Attention"
             elif name == "mlp":
-                yield where, module, classes["MLP"]
+                yield where, module, home, f"{prefix}MLP"
             elif name.endswith("norm"):
-                yield where, module, classes["RMSNorm"]
+                yield where, module, home, f"{prefix}RMSNorm"
             elif name.endswith("_proj"):
-                yield where, module, nn.Linear
+                yield where, module, *_LINEAR
             elif name and name.startswith(("self_attn.", "mlp.")):
                 # an activation: any function of one tensor will do, so any class
-                yield where, module, type(module)
+                yield where, module, type(module).__module__, type(module).__qualname__
 
 
-def _not_plain(module: Any, expected: Any) -> str | None:
+def _not_plain(module: Any, home: str, expected: str) -> str | None:
     found = type(module)
-    if found is not expected:
-        return f"is a {found.__name__}, not a plain {expected.__name__}"
+    if (found.__module__, found.__qualname__) != (home, expected):
+        return f"is a {found.__name__} of {found.__module__}, not a plain {expected}"
     if module.training:
         return "is in training mode"
     if foreign_hooks(module):
         return "has forward hooks"
     if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
         return "is hooked by accelerate"
-    if "forward" in vars(module) or found.forward.__module__ != found.__module__:
+    owner: Any = next(each for each in found.__mro__ if "forward" in vars(each))
+    own = _written_in(owner.forward, owner.__module__, f"{owner.__qualname__}.forward")
+    if "forward" in vars(module) or not own:
         return "has a patched forward"
     for name, weight in module.named_parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
@@ -177,6 +151,24 @@ def _not_plain(module: Any, expected: Any) -> str | None:
         if weight.is_meta:
             return f"has its {name} offloaded"
     return None
+
+
+@cache
+def _written_in(function: Any, module: str, name: str) -> bool:
+    """Whether a method is the one of that name in a module's source.
+
+    Its package may have decorated it. What a method says of itself (`__module__`) is what
+    `functools.wraps` copies to a patch, so its globals and its code are asked.
+    """
+    package, home = module.partition(".")[0], sys.modules.get(module)
+    while hasattr(function, "__wrapped__"):
+        decorator = getattr(function, "__globals__", {}).get("__name__", "")
+        if decorator.partition(".")[0] != package:
+            return False
+        function = function.__wrapped__
+    if home is None or getattr(function, "__globals__", None) is not vars(home):
+        return False
+    return bool(function.__code__.co_qualname == name)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -219,6 +211,18 @@ def rms_norm(module: Any) -> Function:
     return one_plus
 
 
+class Angles(NamedTuple):
+    """Rotary angles of one pass.
+
+    Attributes:
+        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
+    """
+
+    cos: Tensor
+    sin: Tensor | None
+
+
 class Rotary:
     """Rotary tables of a call in the layout of this path.
 
@@ -227,7 +231,7 @@ class Rotary:
         width: head width D.
     """
 
-    def __init__(self, tables: Mapping[str, tuple[Tensor, Tensor]], width: int) -> None:
+    def __init__(self, tables: Tables, width: int) -> None:
         self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
         cos = next(iter(self.tables.values()))[0]
         rotary = cos.shape[-1]
@@ -250,7 +254,7 @@ class Rotary:
         half = sin.shape[-1] // 2
         return cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
 
-    def at(self, cache: Cache) -> dict[str, Angles]:
+    def at(self, cache: RowCache) -> dict[str, Angles]:
         """The angles at the positions of the pass the cache is placed for."""
         if not cache.in_step:
             return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
@@ -268,7 +272,7 @@ class Rotary:
         }
 
 
-def gathered(tables: Mapping[str, tuple[Tensor, Tensor]], slots: Tensor) -> dict[str, Angles]:
+def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
     """Of (cos, sin) of all positions, each (1, 1, S, R), those at slots (B, T), (B, 1, T, R)."""
     return {
         kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
@@ -443,10 +447,3 @@ def _activation(module: Any) -> Function:
     if name == "GELUTanh" and isinstance(module.act, partial):
         return module.act  # F.gelu, approximate="tanh"
     return module  # type: ignore[no-any-return]
-
-
-def head(model: Any, linear: Linear) -> Function:
-    """Final norm and head: (B, T, H) to raw logits (B, T, V), softcap not applied."""
-    norm = rms_norm(model.model.norm)
-    project = linear(model.lm_head.weight, model.lm_head.bias)
-    return lambda hidden: project(norm(hidden))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import Round
-from layerskip.model import lean as fused
+from layerskip.model.backend import Block
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.products import Function
-from layerskip.model.sublayers import Block, Pass, Sublayers
+from layerskip.model.lean import head_refusal
+from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import Stopwatch, machine
 
 COUNTS = tuple(range(1, 10))
@@ -44,42 +45,28 @@ _SWEEPS = 40  # at most, of every context; the first one warms up
 _FEWEST = 3
 
 
-class _Probed(Sublayers):
-    """The same opened model, which can note when each sublayer and the head begin and end."""
+class _Probe:
+    """A copy of an opened model, `model`, that can note when its sublayers and head begin and end.
+
+    Attributes:
+        heads: of the next draft steps, in place of the model's.
+    """
 
     def __init__(self, model: Sublayers, now: Callable[[], float]) -> None:
-        self.__dict__.update(model.__dict__)
+        self.model = copy(model)
         self.now = now
         self.on_gpu = model.device.type == "cuda"
-        self.plain = model.blocks
-        self.timed = tuple(map(self._noting, model.blocks))
-        self.noting = False
-        self.heads: Iterator[Function] = iter(())  # of the next draft steps
+        self.plain = (model.blocks, model.head)
+        self.timed = (tuple(map(self._noting, model.blocks)), self._noting(model.head))
+        self.heads: Iterator[Block] = iter(())
         self.marks: list[Any] = []  # two for each sublayer and for each head, as they ran
+        self.model.draft_head = lambda *pass_: next(self.heads, self.model.head)(*pass_)
 
-    def note(self, on: bool) -> None:
+    def note(self, on: bool, heads: Iterable[Block] = ()) -> None:
         """Begin another round, with or without notes."""
-        self.noting = on
-        self.blocks = self.timed if on else self.plain
+        self.model.blocks, self.model.head = self.timed if on else self.plain
         self.marks.clear()
-        self.heads = iter(())
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if not self.noting:
-            return super().logits(hidden)
-        self._mark()
-        out = super().logits(hidden)
-        self._mark()
-        return out
-
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        head = next(self.heads, None)
-        if head is None:
-            return self.logits(hidden)
-        self._mark()
-        out = head(hidden)
-        self._mark()
-        return out
+        self.heads = map(self._noting, heads)
 
     def seconds(self) -> list[float]:
         """What each sublayer and each head took, in the order they ran."""
@@ -89,7 +76,7 @@ class _Probed(Sublayers):
         return [end - start for start, end in pairs]
 
     def _noting(self, block: Block) -> Block:
-        def noted(hidden: Tensor, step: Pass) -> Tensor:
+        def noted(hidden: Tensor, step: Any) -> Tensor:
             self._mark()
             out = block(hidden, step)
             self._mark()
@@ -198,14 +185,14 @@ def disturbed(record: Mapping[str, Any]) -> bool:
     return repeated > 1 + DISTURBED or gap > DISTURBED
 
 
-def _disjoint_heads(model: Sublayers) -> dict[int, Function]:
+def _disjoint_heads(model: Sublayers) -> dict[int, Block]:
     """Heads by the sizes to be timed, smallest first; none where the head cannot be trimmed.
 
     Views of the head's own rows, and no row in two of them: copies would take room, and a row that
     was just read is in the processor's caches.
     """
     head: Any = model.model.get_submodule("lm_head")
-    if fused.head_refusal(head) is not None:
+    if head_refusal(head) is not None:
         return {}
     heads, first = {}, 0
     for part in sorted(TRIMMED, reverse=True):
@@ -225,7 +212,7 @@ class _Sweeps:
         ids: Tensor,
         law: Law,
         counts: Sequence[int],
-        heads: Sequence[Function],
+        heads: Sequence[Block],
         growth: int,
         now: Callable[[], float],
     ) -> None:
@@ -233,7 +220,7 @@ class _Sweeps:
         self.heads = heads
         self.now = now
         self.layers = model.num_layers
-        self.model = _Probed(model, now)
+        self.probe = _Probe(model, now)
         # A draft of one MLP: no prefix is shared, so that verification runs every sublayer over
         # all tokens, and drafting them takes hardly any time.
         every = tuple(range(self.layers))
@@ -261,7 +248,7 @@ class _Sweeps:
         for count in (*self.counts[turn:], *self.counts[:turn]):
             watch.length = drafted = count - 1
             for noting in (False, True) if number % 2 else (True, False):
-                self.model.note(noting)
+                self.probe.note(noting)
                 start = watch.drafted = self.now()
                 next(rounds)
                 whole = self.now() - watch.drafted
@@ -270,7 +257,7 @@ class _Sweeps:
                 if not noting:
                     self.passes[count].append(whole)
                     continue
-                seconds = self.model.seconds()
+                seconds = self.probe.seconds()
                 verified = 2 * self.layers + 1  # the last ones of the round
                 parts = seconds[-verified:]
                 self.parts[count].append([*parts, whole - sum(parts)])
@@ -292,17 +279,16 @@ class _Sweeps:
     def _run_heads(self, rounds: Iterator[Round], watch: Stopwatch, *, kept: bool) -> None:
         """A round with a draft step for each trimmed head: one MLP, and that head."""
         watch.length = len(self.heads)
-        self.model.note(True)
-        self.model.heads = iter(self.heads)
+        self.probe.note(True, self.heads)
         next(rounds)
-        drafted = self.model.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
+        drafted = self.probe.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
         if kept:
             for times, seconds in zip(self.trimmed, drafted[1::2], strict=False):
                 times.append(seconds)
 
     def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
-        self.model.note(False)
-        decoder = Decoder(self.model, skip, watch, self.request, max_draft_length=longest)
+        self.probe.note(False)
+        decoder = Decoder(self.probe.model, skip, watch, self.request, max_draft_length=longest)
         rounds = decoder.rounds()
         next(rounds)
         next(rounds)  # untimed: a round that follows a prefill finds other things in the caches

@@ -1,0 +1,98 @@
+"""What a way to compute sublayers takes and gives; knows none of them.
+
+There is one file for each: `modules.py` calls the library's modules, `lean.py` takes fewer kernels,
+`compiled.py` compiles these.
+Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from layerskip.model.draft_head import TrimmedHead
+
+Tables = dict[str, tuple[Tensor, Tensor]]
+"""By layer type (cos, sin) of every position of a call, each (1, S, R)."""
+
+
+class Rotary(Protocol):
+    """Rotary tables of a call, in the layout of a backend."""
+
+    def at(self, cache: Any) -> Mapping[str, Any]:
+        """By layer type, the angles at the positions of the pass the cache is placed for."""
+        ...
+
+
+class Step(Protocol):
+    """What a block needs of a pass (`sublayers.Pass`)."""
+
+    @property
+    def cache(self) -> Any: ...
+    @property
+    def rotary(self) -> Any: ...
+    @property
+    def rope(self) -> Mapping[str, Any]: ...
+    @property
+    def masks(self) -> Mapping[int | None, Tensor | None]: ...
+    @property
+    def slots(self) -> Tensor: ...
+
+
+Block = Callable[[Tensor, Any], Tensor]
+"""A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
+
+
+class Backend(ABC):
+    """One way to compute a model's sublayers and head.
+
+    Attributes:
+        name: the `execution` that it is asked for by.
+        blocks: the 2L sublayers, with norms and residual add.
+        bool_masks: attention masks are bool, not additive.
+    """
+
+    name: str
+    bool_masks = False
+    blocks: Sequence[Block]
+
+    @abstractmethod
+    def head(self, rows: TrimmedHead | None = None) -> Block:
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V), on the device of the
+        embedding; of some rows of the head, -inf elsewhere. Takes no step."""
+
+    @abstractmethod
+    def rotary(self, tables: Tables) -> Rotary: ...
+
+    def capacity(self, slots: int) -> int:
+        """How many positions to have angles of where so many are asked for."""
+        return slots
+
+    def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
+        """Carry hidden states (B, T, H) through blocks, in order."""
+        for block in blocks:
+            hidden = block(hidden, step)
+        return hidden
+
+
+def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
+    """A block of functions of hidden states, one after the other; None is left out."""
+    chain = tuple(function for function in functions if function is not None)
+
+    def block(hidden: Tensor, _: Step | None) -> Tensor:
+        for function in chain:
+            hidden = function(hidden)
+        return hidden
+
+    return block
+
+
+def softcap(cap: float | None) -> Callable[[Tensor], Tensor] | None:
+    """The function between an unembedding and the logits, if there is one."""
+    if cap is None:
+        return None
+    # the order of operations and the dtype are the library's
+    return lambda logits: (logits / cap).tanh() * cap

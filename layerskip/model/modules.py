@@ -1,0 +1,107 @@
+"""Sublayers as calls of the library's own modules, which are never copied or patched.
+
+So quantised, adapted, hooked and offloaded modules work, and models spread over devices: hidden
+states travel to the layer before the residual, and logits back to where tokens come in.
+Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softcap
+from layerskip.model.cache import RowCache
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.families import Architecture, device_of
+from layerskip.model.products import Function, plain
+
+
+class Rotary:
+    """Cosines and sines of every position of a call, by layer type: computed once, then sliced."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    def at(self, cache: RowCache) -> Tables:
+        """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
+        if cache.in_step:
+            window = slice(cache.start, cache.end)
+            return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
+        return {
+            k: (cos[0][cache.placed(cos.device)], sin[0][cache.placed(sin.device)])
+            for k, (cos, sin) in self.tables.items()
+        }
+
+
+class Modules(Backend):
+    """The library's modules."""
+
+    name = "modules"
+
+    def __init__(self, model: Architecture) -> None:
+        self.model = model
+        self.bool_masks = not model.eager  # the library's eager attention adds its mask
+        self.blocks = tuple(
+            block
+            for layer, window, kind in model.each_layer()
+            for block in (self._attention(layer, window, kind), self._mlp(layer))
+        )
+
+    def head(self, rows: TrimmedHead | None = None) -> Block:
+        norm, whole = self.model.decoder.norm, self.model.model.lm_head
+        project, scatter = whole, None
+        if rows is not None:
+            project, scatter = plain(rows.weight, rows.bias), rows.spread
+        chain = [norm, project, softcap(self.model.softcap), scatter]
+        if self.model.spread:
+            chain[0] = _on(device_of(norm), norm)
+            chain[1] = _on(device_of(whole), project)
+            chain.append(_on(self.model.device))
+        return in_turn(*chain)
+
+    def rotary(self, tables: Tables) -> Rotary:
+        return Rotary(tables)
+
+    def _attention(self, layer: Any, window: int | None, kind: str) -> Block:
+        attend, before = layer.self_attn, layer.input_layernorm
+        after = layer.post_attention_layernorm if self.model.family.sandwich else None
+        device = device_of(before) if self.model.spread else None
+        bool_masks = self.bool_masks
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            mask, rope = step.masks[window], step.rope[kind]
+            if device is not None:
+                hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
+            if mask is not None:  # an additive one in the layer's own dtype
+                mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
+            out: Tensor = attend(
+                hidden_states=before(hidden),
+                position_embeddings=rope,
+                attention_mask=mask,
+                past_key_values=step.cache,
+            )[0]  # (B, T, H)
+            return hidden + (out if after is None else after(out))  # (B, T, H)
+
+        return block
+
+    def _mlp(self, layer: Any) -> Block:
+        mlp, sandwich = layer.mlp, self.model.family.sandwich
+        before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+        after = layer.post_feedforward_layernorm if sandwich else None
+        device = device_of(before) if self.model.spread else None
+
+        def block(hidden: Tensor, _: Step) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            out: Tensor = mlp(before(hidden))  # (B, T, H)
+            return hidden + (out if after is None else after(out))  # (B, T, H)
+
+        return block
+
+
+def _on(device: torch.device, function: Function | None = None) -> Function:
+    """A function on a device, wherever its input comes from."""
+    return lambda x: x.to(device) if function is None else function(x.to(device))
