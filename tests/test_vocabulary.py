@@ -412,7 +412,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason
         ((4, -1), ValueError, "must be 0 or more, got -1"),
         ((4, 5.0), TypeError, r"must be an integer, got 5\.0"),
         ((4, True), TypeError, "must be an integer, got True"),
-        ("45", TypeError, "must be a list of token ids, got 45"),
+        ("45", TypeError, "must be a list of token ids, got '45'"),
         (7, TypeError, "must be a list of token ids, got 7"),
     ],
 )

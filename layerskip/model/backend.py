@@ -68,7 +68,7 @@ class Backend(ABC):
     def rotary(self, tables: Tables) -> Rotary: ...
 
     def capacity(self, slots: int) -> int:
-        """How many positions to have angles of where so many are asked for."""
+        """How many slots, and angles, to have where so many are asked for."""
         return slots
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:

@@ -49,7 +49,7 @@ class RowCache:
             full length all the same (that is the memory price of rollback); windows are masked.
 
     Attributes:
-        size: slots S that the buffers have now, more than any pass so far has used.
+        size: slots S that the buffers have now; more than any pass so far has used, or all.
     """
 
     def __init__(self, rows: int, slots: int, windows: Sequence[int | None]) -> None:
@@ -82,8 +82,9 @@ class RowCache:
 
     def reserve(self, slots: int) -> None:
         """Let the buffers have so many slots; where they have not, half as many again."""
-        if slots >= self.size:
-            length, self.size = self.size, capacity(min(slots + max(slots // 2, _MORE), self.slots))
+        if slots >= self.size and self.size < self.slots:
+            more = capacity(slots + max(slots // 2, _MORE))
+            length, self.size = self.size, min(more, self.slots)
             self._renew(slice(None), length)
 
     def _renew(self, places: slice | list[int], length: int) -> int:

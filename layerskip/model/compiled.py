@@ -84,7 +84,7 @@ class Compiled(Lean):
         self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
 
     def capacity(self, slots: int) -> int:
-        """Those of padding, too."""
+        """Those of padding, too; never are all in use, which would be another case to compile."""
         return capacity(slots)
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:

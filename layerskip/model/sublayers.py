@@ -97,7 +97,7 @@ class Sublayers(Architecture):
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
-        return RowCache(rows, slots, self.windows)
+        return RowCache(rows, self.backend.capacity(slots), self.windows)
 
     def rotary(self, slots: int, total: int) -> Rotary:
         """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
