@@ -193,7 +193,8 @@ def draft_lengths(run: Run) -> Plot | None:
     )
     if record is None:
         return None
-    first = {name: [row[:1] for row in rows] for name, rows in record["rounds"].items()}
+    names = ("drafted", "accepted", "emitted")
+    first = {name: [row[:1] for row in record["rounds"][name]] for name in names}
     rounds = rounds_of(record | {"rounds": first})
     if not rounds:
         return None

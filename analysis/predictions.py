@@ -94,22 +94,19 @@ def predictions(run: Run) -> pd.DataFrame:
                 measured, low, high = ratio_of_totals(
                     plain.loc[names].to_numpy(), own.loc[names].to_numpy()
                 )
-                halves = _halves(names, units)
-                forecasts = [
-                    _Forecast([units[name] for name in other] or [units[name] for name in half])
-                    for half, other in (halves, halves[::-1])
-                    if half
-                ]
-                paid = sum(
-                    len(half) * forecast.rate
-                    for half, forecast in zip(halves, forecasts, strict=False)
-                )
-                predicted = len(names) / paid
-                alphas = [f.alpha for f in forecasts if not np.isnan(f.alpha)]
+                halves = [half for half in _halves(names, units) if half]
+                forecasts = []  # of each half: target steps a plain step, and alpha, by the other
+                for others in halves[::-1]:
+                    seen = [units[name] for name in others]
+                    found = acceptance_of(r for unit in seen for r in unit.rounds)
+                    forecasts.append((float(np.mean([u.rate for u in seen])), found["alpha"]))
+                pairs = list(zip(halves, forecasts, strict=True))
+                predicted = len(names) / sum(len(half) * rate for half, (rate, _) in pairs)
+                alphas = [alpha for _, alpha in forecasts if not np.isnan(alpha)]
                 alpha = float(np.mean(alphas)) if alphas else float("nan")
                 alone = [
-                    float(plain.loc[half].sum() / own.loc[half].sum()) * forecast.rate
-                    for half, forecast in zip(halves, forecasts, strict=False)
+                    float(plain.loc[half].sum() / own.loc[half].sum()) * rate
+                    for half, (rate, _) in pairs
                 ]
                 rows.append(
                     {
@@ -123,7 +120,7 @@ def predictions(run: Run) -> pd.DataFrame:
                         "efficiency": measured / predicted,
                         "efficiency_a": alone[0],
                         "efficiency_b": alone[-1],
-                        "from": "the other half" if halves[1] else "the same prompt",
+                        "from": "the other half" if len(halves) > 1 else "the same prompt",
                         "alpha": alpha,
                         **_formula(run, method, alpha, costs),
                         "draft_cost": costs.draft,
@@ -131,14 +128,6 @@ def predictions(run: Run) -> pd.DataFrame:
                     }
                 )
     return pd.DataFrame(rows)
-
-
-class _Forecast:
-    """What units say about others: target steps paid per plain step, and alpha."""
-
-    def __init__(self, units: Sequence[_Unit]) -> None:
-        self.rate = float(np.mean([unit.rate for unit in units]))
-        self.alpha = acceptance_of(r for unit in units for r in unit.rounds)["alpha"]
 
 
 def _halves(names: Sequence[str], units: dict[str, _Unit]) -> tuple[list[str], list[str]]:
@@ -156,21 +145,20 @@ def _halves(names: Sequence[str], units: dict[str, _Unit]) -> tuple[list[str], l
 
 def _formula(run: Run, method: str, alpha: float, costs: CostTable) -> dict[str, float]:
     """The closed formula at the method's length, if that is fixed, and at the best one."""
-    nothing = float("nan")
-    length, best, at_length, at_best = nothing, nothing, nothing, nothing
+    found = dict.fromkeys(
+        ("formula_length", "formula", "best_length", "best_formula"), float("nan")
+    )
+    if np.isnan(alpha):
+        return found
+    best = optimal_draft_length(alpha, costs, LONGEST)
+    found["best_length"] = best
+    found["best_formula"] = speedup(alpha, best, costs.draft, costs.verify_cost)
     settings = run.methods[method]
-    if not np.isnan(alpha):
-        best = optimal_draft_length(alpha, costs, LONGEST)
-        at_best = speedup(alpha, int(best), costs.draft, costs.verify_cost)
-        if settings["controller"] == "fixed" and settings["max_draft_length"]:
-            length = settings["max_draft_length"]
-            at_length = speedup(alpha, int(length), costs.draft, costs.verify_cost)
-    return {
-        "formula_length": length,
-        "formula": at_length,
-        "best_length": best,
-        "best_formula": at_best,
-    }
+    if settings["controller"] == "fixed" and settings["max_draft_length"]:
+        length = settings["max_draft_length"]
+        found["formula_length"] = length
+        found["formula"] = speedup(alpha, length, costs.draft, costs.verify_cost)
+    return found
 
 
 def controllers(run: Run) -> pd.DataFrame:

@@ -6,6 +6,7 @@ are taken over a unit's repeats, means and intervals over units.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -200,28 +201,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
 
 
-def calls(run: Run) -> pd.DataFrame:
-    """One row per record: seconds by phase and tokens, rows of a batch together."""
-    return pd.DataFrame(
-        [
-            {
-                "method": record["method"],
-                "batch_size": record["batch_size"],
-                "unit": "\n".join(record["prompts"]),
-                "category": record["category"] or "other",
-                "repeat": record["repeat"],
-                "total": record["seconds"]["total"],
-                "first": record["seconds"].get("first"),
-                **{phase: record["seconds"].get(phase) for phase in PHASES},
-                "tokens": sum(record["new_tokens"]),
-                "first_tokens": sum(record["first_tokens"]),
-                "rows": len(record["prompts"]),
-            }
-            for record in run.records
-        ]
-    ).astype({name: float for name in ("total", "first", *PHASES)})
-
-
 def typical(run: Run) -> pd.DataFrame:
     """One row per (batch size, method, unit): medians over the unit's repeats.
 
@@ -229,17 +208,32 @@ def typical(run: Run) -> pd.DataFrame:
     first tokens), `decode` (seconds per token after them; NaN for texts of one token), `prefill`,
     `draft`, `verify`, `other` (seconds per new token), `tokens` (new tokens).
     """
-    frame = calls(run)
-    later = (frame["tokens"] - frame["first_tokens"]).where(lambda n: n > 0)
-    per_token = frame.assign(
-        decode=(frame["total"] - frame["first"]) / later,
-        total=frame["total"] / frame["tokens"],
-        prefill=frame["first"] / frame["tokens"],
-        **{phase: frame[phase] / frame["tokens"] for phase in PHASES},
-    )
-    columns = ["total", "first", "decode", "prefill", *PHASES, "tokens"]
-    grouped = per_token.groupby(["batch_size", "method", "unit"], sort=False)
-    return grouped[columns].median().join(grouped["category"].first()).reset_index()
+    rows = []
+    for record in run.records:
+        seconds, tokens = record["seconds"], sum(record["new_tokens"])
+        later = tokens - sum(record["first_tokens"])
+        spent = {name: _known(seconds.get(name)) for name in ("first", *PHASES)}
+        rows.append(
+            {
+                "batch_size": record["batch_size"],
+                "method": record["method"],
+                "unit": "\n".join(record["prompts"]),
+                "category": record["category"] or "other",
+                "total": seconds["total"] / tokens,
+                "first": spent["first"],
+                "decode": (seconds["total"] - spent["first"]) / later if later > 0 else math.nan,
+                "prefill": spent["first"] / tokens,
+                **{phase: spent[phase] / tokens for phase in PHASES},
+                "tokens": tokens,
+            }
+        )
+    grouped = pd.DataFrame(rows).groupby(["batch_size", "method", "unit"], sort=False)
+    medians = grouped.median(numeric_only=True)
+    return medians.join(grouped["category"].first()).reset_index()
+
+
+def _known(seconds: float | None) -> float:
+    return math.nan if seconds is None else float(seconds)
 
 
 def rounds_of(record: dict[str, Any]) -> list[Round]:

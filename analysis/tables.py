@@ -6,6 +6,7 @@ units (prompts at batch size 1) of the unit's median over repeats of seconds / n
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -68,13 +69,13 @@ def speedup(run: Run) -> pd.DataFrame:
                         "over": over,
                         "prompts": len(units),
                         "tokens_per_second": 1 / b["total"].mean(),
-                        **dict(zip(("speedup", "low", "high"), total, strict=True)),
+                        "speedup": total[0],
+                        "low": total[1],
+                        "high": total[2],
                         "mean_of_ratios": float((a["total"] / b["total"]).mean()),
-                        **dict(
-                            zip(
-                                ("decode_speedup", "decode_low", "decode_high"), decode, strict=True
-                            )
-                        ),
+                        "decode_speedup": decode[0],
+                        "decode_low": decode[1],
+                        "decode_high": decode[2],
                         "first_ms": 1000 * b["first"].mean(),
                     }
                 )
@@ -135,12 +136,10 @@ def positions(run: Run) -> pd.DataFrame:
     """
     rows = []
     for method in run.drafting:
-        rounds = [
-            round_
-            for batch_size in run.batch_sizes
-            for _, rounds in run.rounds(method, batch_size)
-            for round_ in rounds
-        ]
+        rounds: list[Round] = []
+        for batch_size in run.batch_sizes:
+            for _, found in run.rounds(method, batch_size):
+                rounds += found
         for position in range(1, max((r.drafted for r in rounds), default=0) + 1):
             reached = [r for r in rounds if r.drafted >= position]
             accepted = sum(r.accepted >= position for r in reached)
@@ -268,24 +267,18 @@ def exits(run: Run) -> pd.DataFrame:
 
     `calibration_error` is the mean over tokens of |confidence - share matched| by bin.
     """
-    bins = calibration(run)
     rows = []
     for number, trace in enumerate(run.traces):
         for entry in trace["exits"]:
-            own: Any = None
-            if len(bins):
-                own = bins[(bins["trace"] == number) & (bins["exit"] == entry["exit"])]
-            error = float("nan")
-            if own is not None and len(own):
-                gaps = (own["confidence"] - own["matched"]).abs()
-                error = float((gaps * own["tokens"]).sum() / own["tokens"].sum())
+            bins = [bin_ for bin_ in entry["confidence"] if bin_["count"]]
+            gap = sum(abs(b["mean"] * b["count"] - b["matched"]) for b in bins)
             rows.append(
                 {
                     "trace": number,
                     "exit": entry["exit"],
                     "agreement": entry["agreement"],
                     "match": entry["match"],
-                    "calibration_error": error,
+                    "calibration_error": _share(gap, sum(b["count"] for b in bins)),
                 }
             )
     return pd.DataFrame(rows)
@@ -317,7 +310,10 @@ def sublayers(run: Run) -> pd.DataFrame:
 
 def comparison(runs: list[Run]) -> pd.DataFrame:
     """All runs' speedups over their baselines, all categories together, one below the other."""
-    return together(runs, speedup).query("category == 'all'").pipe(_over_baseline, runs)
+    table = together(runs, speedup)
+    baselines = table["run"].map({run.label: run.baseline for run in runs})
+    wanted = (table["category"] == ALL) & (table["over"] == baselines)
+    return table[wanted].reset_index(drop=True)
 
 
 def repeatability(runs: list[Run]) -> pd.DataFrame:
@@ -326,28 +322,25 @@ def repeatability(runs: list[Run]) -> pd.DataFrame:
     The same thing: model hash, law, dtype, device, threads, execution and number of new tokens.
     """
     table = comparison(runs)
+    table = table[table["method"] != table["over"]].set_index(["batch_size", "method"])
     rows = []
-    for number, first in enumerate(runs):
-        for second in runs[number + 1 :]:
-            if _thing(first) != _thing(second):
-                continue
-            a = table[table["run"] == first.label].set_index(["batch_size", "method"])
-            b = table[table["run"] == second.label].set_index(["batch_size", "method"])
-            for key in a.index.intersection(b.index):
-                if key[1] == first.baseline:
-                    continue
-                x, y = a.loc[key], b.loc[key]
-                rows.append(
-                    {
-                        "run": first.label,
-                        "other_run": second.label,
-                        "batch_size": key[0],
-                        "method": key[1],
-                        "speedup": x["speedup"],
-                        "other_speedup": y["speedup"],
-                        "overlap": bool(x["low"] <= y["high"] and y["low"] <= x["high"]),
-                    }
-                )
+    for first, second in itertools.combinations(runs, 2):
+        if _thing(first) != _thing(second):
+            continue
+        a, b = (table[table["run"] == run.label] for run in (first, second))
+        for batch_size, method in a.index.intersection(b.index):
+            x, y = (part.loc[(batch_size, method)] for part in (a, b))
+            rows.append(
+                {
+                    "run": first.label,
+                    "other_run": second.label,
+                    "batch_size": batch_size,
+                    "method": method,
+                    "speedup": x["speedup"],
+                    "other_speedup": y["speedup"],
+                    "overlap": bool(x["low"] <= y["high"] and y["low"] <= x["high"]),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -369,11 +362,6 @@ def _thing(run: Run) -> tuple[Any, ...]:
     law = tuple(sorted((k, v) for k, v in header["law"].items() if k != "seed"))
     names = ("dtype", "device", "threads", "execution", "max_new_tokens")
     return (header["model"]["hash"], law, *(header[name] for name in names))
-
-
-def _over_baseline(table: pd.DataFrame, runs: list[Run]) -> pd.DataFrame:
-    baselines = {run.label: run.baseline for run in runs}
-    return table[table["over"] == table["run"].map(baselines)].reset_index(drop=True)
 
 
 def _groups(run: Run, frame: pd.DataFrame) -> Iterable[tuple[tuple[int, str], pd.DataFrame]]:
