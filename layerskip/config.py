@@ -283,7 +283,7 @@ class SkipConfig:
         return num_layers
 
 
-check_costs = has({"draft": POSITIVE, "verify": items(POSITIVE, least=1)})
+check_costs = has(draft=POSITIVE, verify=items(POSITIVE, least=1))
 """Check of a cost table, in whatever file it comes: c, and v from one token on."""
 
 

@@ -158,7 +158,7 @@ class CostTable:
     @classmethod
     def from_dict(cls, data: Any) -> CostTable:
         """The table in `to_dict`'s form; ValueError or TypeError where it is not one."""
-        has({"draft": POSITIVE, "verify": items(POSITIVE, least=1), "source": text})(data, "costs")
+        has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)(data, "costs")
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     @classmethod

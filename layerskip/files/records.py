@@ -161,23 +161,19 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
 # ---------------------------------------------------------------------------------------------
 # What the lines must hold.
 
-_METHOD = has({"name": text, "kind": text})
+_METHOD = has(name=text, kind=text)
 _HEADER = has(
-    {
-        "schema": version(SCHEMA),
-        "created": text,
-        "model": has(
-            {"name": text, "architecture": text, "num_layers": COUNT, "parameters": COUNT}
-        ),
-        **dict.fromkeys(("device", "dtype"), text),
-        **dict.fromkeys(("max_new_tokens", "repeats", "warmup"), COUNT),
-        "batch_sizes": items(COUNT),
-        "law": has({"do_sample": flag}),
-        "prompts": has({"count": COUNT}),
-        "environment": mapping,
-        "methods": items(_METHOD),
-        "baseline": text,
-    }
+    schema=version(SCHEMA),
+    created=text,
+    model=has(name=text, architecture=text, num_layers=COUNT, parameters=COUNT),
+    **dict.fromkeys(("device", "dtype"), text),
+    **dict.fromkeys(("max_new_tokens", "repeats", "warmup"), COUNT),
+    batch_sizes=items(COUNT),
+    law=has(do_sample=flag),
+    prompts=has(count=COUNT),
+    environment=mapping,
+    methods=items(_METHOD),
+    baseline=text,
 )
 
 
@@ -197,11 +193,9 @@ def _header(line: Line) -> Line:
 
 
 _DIFFERENCE = has(
-    {
-        **dict.fromkeys(("row", "position"), COUNT),
-        "near_tie": flag,
-        **dict.fromkeys(("margin", "resolution"), optional(NUMBER)),
-    }
+    **dict.fromkeys(("row", "position"), COUNT),
+    near_tie=flag,
+    **dict.fromkeys(("margin", "resolution"), optional(NUMBER)),
 )
 
 
@@ -219,29 +213,27 @@ def _record_of(rows: int) -> Check:
         "confidences": optional(items(by_row(items(NUMBER)))),
     }
     return has(
-        {
-            **dict.fromkeys(("repeat", "order"), COUNT),
-            "prompts": by_row(text),
-            "category": optional(text),
-            **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), counts),
-            "repeated_4grams": by_row(SECONDS),
-            "loops": by_row(flag),
-            "seconds": has({"total": POSITIVE, "first": SECONDS, **phases}),
-            "equal": optional(by_row(flag)),
-            "differences": items(_DIFFERENCE),
-            "peak_memory": optional(COUNT),
-            "rounds": optional(has(rounds)),
-        }
+        **dict.fromkeys(("repeat", "order"), COUNT),
+        prompts=by_row(text),
+        category=optional(text),
+        **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), counts),
+        repeated_4grams=by_row(SECONDS),
+        loops=by_row(flag),
+        seconds=has(total=POSITIVE, first=SECONDS, **phases),
+        equal=optional(by_row(flag)),
+        differences=items(_DIFFERENCE),
+        peak_memory=optional(COUNT),
+        rounds=optional(has(**rounds)),
     )
 
 
 def _record(line: Line, header: Line) -> None:
     names = [method["name"] for method in header["methods"]]
-    if has({"method": anything})(line, "")["method"] not in names:
+    if has(method=anything)(line, "")["method"] not in names:
         raise ValueError(
             f"method must be one of the header's ({', '.join(names)}), got {shown(line['method'])}"
         )
-    has({"batch_size": integer(1)})(line, "")
+    has(batch_size=integer(1))(line, "")
     _record_of(line["batch_size"])(line, "")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
@@ -268,26 +260,24 @@ def _rounds(line: Line) -> None:
             )
 
 
-_EXIT = has(dict.fromkeys(("exit", "agreement", "confidence"), anything) | {"match": NUMBER})
+_EXIT = has(**dict.fromkeys(("exit", "agreement", "confidence"), anything), match=NUMBER)
 _AXES = dict.fromkeys(("exits", "draft_lengths", "thresholds"), items(NUMBER))
-_TRACE = has(
-    {"prompts": items(text), "tokens": COUNT, "exits": items(_EXIT), "what_if": has(_AXES)}
-)
+_TRACE = has(prompts=items(text), tokens=COUNT, exits=items(_EXIT), what_if=has(**_AXES))
 
 
 def _trace(line: Line, _: Line) -> None:
     _TRACE(line, "")
     shape = [len(line["what_if"][axis]) for axis in _AXES]
     tables = dict.fromkeys(("rounds", "drafted", "emitted"), array(*shape, of=NUMBER))
-    has(tables | {"lengths": array(*shape, of=items(COUNT))})(line["what_if"], "what_if")
+    has(**tables, lengths=array(*shape, of=items(COUNT)))(line["what_if"], "what_if")
 
 
 def _cost(line: Line, header: Line) -> None:
-    has({"batch_size": COUNT, "contexts": items(COUNT), "counts": items(COUNT)})(line, "")
+    has(batch_size=COUNT, contexts=items(COUNT), counts=items(COUNT))(line, "")
     shape = len(line["contexts"]), len(line["counts"])
     layers = array(*shape, header["model"]["num_layers"], of=NUMBER)
     whole = dict.fromkeys(("head", "rest", "passes"), array(*shape, of=NUMBER))
-    has({**whole, "attention": layers, "mlp": layers})(line, "")
+    has(**whole, attention=layers, mlp=layers)(line, "")
 
 
 _CHECKS = {"record": _record, "trace": _trace, "cost": _cost}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import index
 from reprlib import repr as shown
 from typing import Any
@@ -165,7 +165,7 @@ def named(check: Check) -> Check:
     return check_named
 
 
-def has(checks: Mapping[str, Check]) -> Check:
+def has(**checks: Check) -> Check:
     """An object with these keys and perhaps others; its own name is left out where it is empty."""
 
     def check_keys(value: Any, name: str) -> dict[str, Any]:

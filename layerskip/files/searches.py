@@ -84,11 +84,11 @@ def _kind(value: Any, name: str) -> None:
 
 def _trial(value: Any, name: str) -> None:
     """A complete trial says all; one that failed may know no more than its number."""
-    has({"number": COUNT, "state": text})(value, name)
+    has(number=COUNT, state=text)(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
     if value["state"] == "complete":
-        has(_TRIAL)(value, name)
+        _TRIAL(value, name)
     elif value.get("origin") is not None:
         text(value["origin"], f"{name}.origin")
 
@@ -103,125 +103,102 @@ def _importance(value: Any, name: str) -> None:
 
 
 _SHARE = number(0, 1)
-_SKIPPED = has({"attention": items(COUNT), "mlp": items(COUNT)})
+_SKIPPED = has(attention=items(COUNT), mlp=items(COUNT))
 _DECODING: Mapping[str, Check] = {
     "controller": text,
     "max_draft_length": optional(COUNT),
     "threshold": optional(_SHARE),
 }
-_TRIAL: Mapping[str, Check] = {
-    "origin": text,
-    "skipped": _SKIPPED,
-    "value": POSITIVE,
-    "guide": optional(POSITIVE),
-    "speedup": POSITIVE,
-    "forced_speedup": optional(POSITIVE),
-    "acceptance": optional(_SHARE),
-    "draft_cost": POSITIVE,
+_TRIAL = has(
+    origin=text,
+    skipped=_SKIPPED,
+    value=POSITIVE,
+    guide=optional(POSITIVE),
+    speedup=POSITIVE,
+    forced_speedup=optional(POSITIVE),
+    acceptance=optional(_SHARE),
+    draft_cost=POSITIVE,
     **{key: optional(check) for key, check in _DECODING.items()},
-    "seconds": optional(SECONDS),
-    "copy_of": optional(COUNT),
-}
+    seconds=optional(SECONDS),
+    copy_of=optional(COUNT),
+)
 _CONFIRMED = has(
-    {
-        "speedup": POSITIVE,
-        "low": optional(POSITIVE),
-        "high": optional(POSITIVE),
-        "tokens_per_second": POSITIVE,
-        "prompts": integer(1),
-        "repeats": integer(1),
-        "acceptance_rate": optional(_SHARE),
-        **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
-    }
+    speedup=POSITIVE,
+    low=optional(POSITIVE),
+    high=optional(POSITIVE),
+    tokens_per_second=POSITIVE,
+    prompts=integer(1),
+    repeats=integer(1),
+    acceptance_rate=optional(_SHARE),
+    **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
 _FINALIST = has(
-    {
-        "name": text,
-        "trial": COUNT,
-        "skipped": _SKIPPED,
-        "decoding": has(_DECODING),
-        "alpha": optional(_SHARE),
-        "draft_cost": POSITIVE,
-        "verify": items(POSITIVE, least=1),
-        "predicted": POSITIVE,
-        "predicted_held_out": optional(POSITIVE),
-        "confirmed": optional(_CONFIRMED),
-    }
+    name=text,
+    trial=COUNT,
+    skipped=_SKIPPED,
+    decoding=has(**_DECODING),
+    alpha=optional(_SHARE),
+    draft_cost=POSITIVE,
+    verify=items(POSITIVE, least=1),
+    predicted=POSITIVE,
+    predicted_held_out=optional(POSITIVE),
+    confirmed=optional(_CONFIRMED),
 )
 _ENVIRONMENT = has(
-    {
-        "layerskip": text,
-        "packages": named(optional(text)),
-        "cpu": has({"model": optional(text)}),
-        "devices": items(has({"name": text})),
-        "git": optional(has({"revision": text, "dirty": flag})),
-    }
+    layerskip=text,
+    packages=named(optional(text)),
+    cpu=has(model=optional(text)),
+    devices=items(has(name=text)),
+    git=optional(has(revision=text, dirty=flag)),
 )
 _LAW = has(
-    {
-        "do_sample": flag,
-        **dict.fromkeys(("temperature", "top_p", "top_k"), optional(NUMBER)),
-        "acceptance": optional(text),
-    }
+    do_sample=flag,
+    **dict.fromkeys(("temperature", "top_p", "top_k"), optional(NUMBER)),
+    acceptance=optional(text),
 )
 _SEARCH = has(
-    {
-        "kind": _kind,
-        "schema": version(SCHEMA),
-        "created": text,
-        "argv": items(text),
-        "environment": _ENVIRONMENT,
-        "model": has(
-            {
-                **dict.fromkeys(("name", "hash", "architecture"), text),
-                "num_layers": integer(1),
-                "parameters": COUNT,
-            }
-        ),
-        **dict.fromkeys(("device", "dtype", "execution"), text),
-        "threads": optional(COUNT),
-        "law": _LAW,
-        "max_new_tokens": COUNT,
-        "prompts": has(
-            {
-                "name": text,
-                "sha256": text,
-                "count": COUNT,
-                "categories": named(COUNT),
-                "traced": items(text),
-                "held_out": items(text),
-            }
-        ),
-        "space": has(
-            {
-                "kind": text,
-                "num_layers": integer(1),
-                "allow_ends": flag,
-                "budget": optional(COUNT),
-                "switches": COUNT,
-                "size": COUNT,
-            }
-        ),
-        "study": has({"name": text, "storage": optional(text)}),
-        "trace": has(dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
-        "cost": mapping,
-        "step_seconds": POSITIVE,
-        "bound": POSITIVE,
-        "trials": items(_trial),
-        "importance": optional(_importance),
-        "finalists": items(_FINALIST),
-        "plain": has(
-            {
-                "predicted_tokens_per_second": POSITIVE,
-                "confirmed_tokens_per_second": optional(POSITIVE),
-            }
-        ),
-        "best_exit": optional(text),
-        "winner": optional(text),
-        "seconds": has(
-            {**dict.fromkeys(("trace", "cost", "trials"), SECONDS), "confirm": optional(SECONDS)}
-        ),
-    }
+    kind=_kind,
+    schema=version(SCHEMA),
+    created=text,
+    argv=items(text),
+    environment=_ENVIRONMENT,
+    model=has(
+        **dict.fromkeys(("name", "hash", "architecture"), text),
+        num_layers=integer(1),
+        parameters=COUNT,
+    ),
+    **dict.fromkeys(("device", "dtype", "execution"), text),
+    threads=optional(COUNT),
+    law=_LAW,
+    max_new_tokens=COUNT,
+    prompts=has(
+        name=text,
+        sha256=text,
+        count=COUNT,
+        categories=named(COUNT),
+        traced=items(text),
+        held_out=items(text),
+    ),
+    space=has(
+        kind=text,
+        num_layers=integer(1),
+        allow_ends=flag,
+        budget=optional(COUNT),
+        switches=COUNT,
+        size=COUNT,
+    ),
+    study=has(name=text, storage=optional(text)),
+    trace=has(**dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
+    cost=mapping,
+    step_seconds=POSITIVE,
+    bound=POSITIVE,
+    trials=items(_trial),
+    importance=optional(_importance),
+    finalists=items(_FINALIST),
+    plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
+    best_exit=optional(text),
+    winner=optional(text),
+    seconds=has(**dict.fromkeys(("trace", "cost", "trials"), SECONDS), confirm=optional(SECONDS)),
 )
 
 
