@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     TemperatureLogitsWarper,
@@ -117,24 +118,16 @@ def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], b
 def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
     pad = getattr(config, "_pad_token_tensor", None)
     filler = 0 if pad is None else int(pad)
-    longest = max(map(len, emitted))
-    rows = [tokens + [filler] * (longest - len(tokens)) for tokens in emitted]
-    new = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)  # (B, n)
+    rows = [input_ids.new_tensor(tokens) for tokens in emitted]
+    new = pad_sequence(rows, batch_first=True, padding_value=filler)  # (B, n)
     return torch.cat([input_ids, new], dim=1)
 
 
 def per_step(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
-    """Per step (B, V) from the rounds' per-row (emitted, V)."""
+    """Per step (B, V) from the rounds' per-row (emitted, V); zeros for rows that had ended."""
     chunks = [getattr(round_, name) for round_ in rounds]
-    longest = max(sum(len(chunk[row]) for chunk in chunks) for row in range(rows))
-    steps = chunks[0][0].new_zeros(longest, rows, chunks[0][0].shape[1])  # (n, B, V)
-    for row in range(rows):
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk[row])
-            steps[start:end, row] = chunk[row]
-            start = end
-    return tuple(steps)
+    by_row = [torch.cat([chunk[row] for chunk in chunks]) for row in range(rows)]  # (emitted, V)
+    return tuple(pad_sequence(by_row))  # of (n, B, V)
 
 
 def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
