@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shown
-from types import TracebackType
 from typing import Any
 
 from layerskip.files.schema import (
@@ -325,12 +324,7 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

@@ -213,23 +213,24 @@ def _check_names(document: Mapping[str, Any]) -> None:
     for switch in document["importance"] or {}:
         if int(switch.partition(".")[2] or 0) >= layers:
             raise ValueError(f"importance must name layers in 0..{layers - 1}, got {switch}")
-    complete = [trial["state"] == "complete" for trial in document["trials"]]
-    for group, known in (("trials", complete), ("finalists", [True] * len(document["finalists"]))):
-        for index in (index for index, whole in enumerate(known) if whole):
+    trials, finalists = document["trials"], document["finalists"]
+    complete = {n: trial for n, trial in enumerate(trials) if trial["state"] == "complete"}
+    for group, known in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
+        for index, each in known.items():
             for kind in ("attention", "mlp"):
-                skipped = document[group][index]["skipped"][kind]
-                if max(skipped, default=0) >= layers:
+                deepest = max(each["skipped"][kind], default=0)
+                if deepest >= layers:
                     raise ValueError(
                         f"{group}[{index}].skipped.{kind} must hold layers in 0..{layers - 1}, "
-                        f"got {max(skipped)}"
+                        f"got {deepest}"
                     )
-    numbers = {t["number"] for t, whole in zip(document["trials"], complete, strict=True) if whole}
-    if len({trial["number"] for trial in document["trials"]}) < len(document["trials"]):
+    if len({trial["number"] for trial in trials}) < len(trials):
         raise ValueError("trials must have different numbers")
-    names = [finalist["name"] for finalist in document["finalists"]]
+    names = [finalist["name"] for finalist in finalists]
     if len(set(names)) < len(names):
         raise ValueError(f"finalists must have different names, got {shown(names)}")
-    for index, finalist in enumerate(document["finalists"]):
+    numbers = {trial["number"] for trial in complete.values()}
+    for index, finalist in enumerate(finalists):
         if finalist["trial"] not in numbers:
             raise ValueError(
                 f"finalists[{index}].trial must be a complete trial's number, got "
