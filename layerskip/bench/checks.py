@@ -287,12 +287,7 @@ def _deviation(got: Tensor, wanted: Tensor, length: int) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:

@@ -21,14 +21,9 @@ from layerskip.files.schema import POSITIVE, has, items, text
 SOURCES = ("measured", "analytic", "given")
 
 
-def _check_alpha(alpha: float) -> None:
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-
-
-def _check_length(draft_length: int, least: int = 0) -> None:
-    if draft_length < least:
-        raise ValueError(f"draft_length must be at least {least}, got {draft_length}")
+def _check_length(draft_length: int) -> None:
+    if draft_length < 0:
+        raise ValueError(f"draft_length must be at least 0, got {draft_length}")
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -41,7 +36,8 @@ def expected_tokens(alpha: float, draft_length: int) -> float:
 
     Leviathan et al. 2023, arXiv 2211.17192, eq. 1; g + 1 at alpha = 1.
     """
-    _check_alpha(alpha)
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha must be in [0, 1], got {alpha}")
     _check_length(draft_length)
     # The sum of the series is exact at and near alpha = 1, where the quotient is 0 / 0.
     return math.fsum(alpha**position for position in range(draft_length + 1))
