@@ -182,3 +182,32 @@ def test_analytic_costs_count_weights(opened: Sublayers) -> None:
     assert table.draft == pytest.approx(want)
     assert table.verify == (1.0,)
     assert table.source == "analytic"
+
+
+class Quarter(Tensor):
+    """A weight whose numbers are packed into a quarter of their bytes, as torchao packs them."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["packed"], None
+
+
+def test_analytic_costs_count_bytes_not_numbers() -> None:
+    """Of a weight in two bytes, in one, and packed by a subclass: what a pass reads of it."""
+    model = lively_model("llama", dtype=torch.float32)
+    skip = SkipConfig(attention=(1, 2), mlp=(4,))
+    before = analytic(Sublayers(model, "modules"), skip).draft
+    kept = model.model.layers[0].mlp
+    draft = before * _read(model)
+    saved = sum(each.nbytes for each in kept.parameters()) / 2
+    kept.to(torch.bfloat16)
+    after = analytic(Sublayers(model, "modules"), skip).draft
+    assert after == pytest.approx((draft - saved) / (_read(model)))
+    packed = kept.down_proj.weight.detach().float().as_subclass(Quarter)
+    packed.packed = torch.zeros(packed.numel(), dtype=torch.uint8)  # type: ignore[attr-defined]
+    assert costs._bytes(packed) == packed.numel() == packed.nbytes // 4
+
+
+def _read(model: Any) -> int:
+    """Bytes of all sublayers and the head, as a step reads them."""
+    blocks = [b for layer in model.model.layers for b in (layer.self_attn, layer.mlp)]
+    return sum(p.nbytes for b in [*blocks, model.lm_head] for p in b.parameters())

@@ -158,16 +158,23 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
 
 
 def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
-    """The table of a machine limited by reading weights, from parameter counts."""
+    """The table of a machine limited by reading weights, from their bytes."""
     sizes = [
-        float(sum(parameter.numel() for parameter in block.parameters()))
+        float(sum(map(_bytes, block.parameters())))
         for layer in model.layers
         for block in (layer.self_attn, layer.mlp)
     ]
-    head: Tensor = model.model.get_parameter("lm_head.weight")
-    whole = float(head.numel())
+    whole = float(_bytes(model.model.get_parameter("lm_head.weight")))
     trimmed = whole * model.draft_vocabulary / model.vocabulary
     return CostTable.analytic(skip.kept(model.num_layers), sizes, whole, trimmed)
+
+
+def _bytes(weight: Tensor) -> int:
+    """What a weight holds in memory; of one packed by a subclass, what its parts hold."""
+    packed = getattr(weight, "__tensor_flatten__", None)
+    if packed is None:
+        return weight.nbytes
+    return sum(_bytes(getattr(weight, name)) for name in packed()[0])
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
