@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerskip.analysis.canvas import INK, LINE, MUTED, PAPER
@@ -33,7 +33,7 @@ class Section:
 
     title: str
     slug: str
-    facts: Sequence[tuple[str, str]]
+    facts: Mapping[str, str]
     verdict: Verdict | None
     pictures: Sequence[Picture]
     tables: Sequence[Table]
@@ -179,7 +179,9 @@ def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
 def _section(section: Section, number: int) -> str:
     parts = [f'<section id="{section.slug}"><h2>{escape(section.title)}</h2>']
     if section.facts:
-        facts = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in section.facts)
+        facts = "".join(
+            f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in section.facts.items()
+        )
         parts.append(f'<dl class="facts">{facts}</dl>')
     if section.pictures:
         parts.append('<div class="pictures">')

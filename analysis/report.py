@@ -140,7 +140,7 @@ def _build(
         for table in everything:
             _write_table(table, folder)
         drawn = pictures(plots.overview_plots(runs))
-        sections.append(Section("All runs", "all-runs", (), None, drawn, everything))
+        sections.append(Section("All runs", "all-runs", {}, None, drawn, everything))
     for number, (run, judged) in enumerate(zip(runs, verdicts, strict=False), 1):
         progress(f"drawing {run.label}")
         own = [
@@ -170,13 +170,10 @@ def _build(
                 tables=[Table(name, make(search)) for name, make in shown.items()],
             )
         )
-    if runs:
-        for name, make in TABLES.items():
-            _write_table(Table(name, tables.together(runs, make)), folder)
-    if searches:
-        for name, make_own in SEARCH_TABLES.items():
-            frame = tables.together(searches, make_own, "search")
-            _write_table(Table(name, frame), folder)
+    for name, make in TABLES.items() if runs else ():
+        _write_table(Table(name, tables.together(runs, make)), folder)
+    for name, make_own in SEARCH_TABLES.items() if searches else ():
+        _write_table(Table(name, tables.together(searches, make_own, "search")), folder)
     title = _title(runs, searches)
     _write(folder / "index.html", page(title, sections, files))
     own_files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
@@ -215,95 +212,76 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: Run) -> dict[str, str]:
     """What the header says of model, law, machine and code."""
     header = run.header
-    facts = [
-        *_setting(header),
-        *([("Synthetic acceptance", run.synthetic)] if run.synthetic else []),
-        (
-            "Prompts",
-            f"{header['prompts']['count']} ({header['prompts'].get('name') or 'unnamed'}), "
-            f"{header['repeats']} repeats after {header['warmup']} for warming up",
-        ),
-        ("Measured", f"{header['created']}, {_code(header['environment'])}"),
-    ]
+    prompts = header["prompts"]
+    facts = _setting(header)
+    if run.synthetic:
+        facts["Synthetic acceptance"] = run.synthetic
+    facts["Prompts"] = (
+        f"{prompts['count']} ({prompts.get('name') or 'unnamed'}), {header['repeats']} repeats "
+        f"after {header['warmup']} for warming up"
+    )
+    facts["Measured"] = f"{header['created']}, {_code(header['environment'])}"
     for method in run.drafting:
         costs = run.cost_table(method, run.batch_sizes[0])
         if costs is not None:
             verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
-            facts.append(
-                (f"Costs of {method}", f"c = {costs.draft:.3f}, {verify} ({costs.source})")
-            )
+            facts[f"Costs of {method}"] = f"c = {costs.draft:.3f}, {verify} ({costs.source})"
     return facts
 
 
-def _search_facts(search: Search) -> list[tuple[str, str]]:
+def _search_facts(search: Search) -> dict[str, str]:
     """What a search file says of its setting, its space and its study."""
     document = search.document
-    prompts, space, trace = (document[name] for name in ("prompts", "space", "trace"))
+    prompts, space, trace, study = (
+        document[name] for name in ("prompts", "space", "trace", "study")
+    )
     ends = "" if space["kind"] == "exit" else f", ends {'free' if space['allow_ends'] else 'kept'}"
     budget = "" if space["budget"] is None else f", at most {space['budget']} sublayers left out"
+    storage = "memory" if study["storage"] is None else redacted(study["storage"])
     took = {
         "trace": "trace",
         "cost": "costs",
         "trials": "trials",
         "confirm": "timing the finalists",
     }
-    return [
-        *_setting(document),
-        (
-            "Prompts",
-            f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
-            f"{len(prompts['held_out'])} held out",
-        ),
-        (
-            "Space",
-            f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} sets"
-            f"{ends}{budget}",
-        ),
-        (
-            "Trace",
-            f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
-            f"{trace['draft_length']} tokens; a plain step costs "
-            f"{1000 * document['step_seconds']:.3g} ms",
-        ),
-        ("Study", f"{document['study']['name']} in {_storage(document)}"),
-        (
-            "Seconds",
-            ", ".join(
-                f"{words} {document['seconds'][name]:.0f}"
-                for name, words in took.items()
-                if document["seconds"][name] is not None
-            ),
-        ),
-        ("Searched", f"{document['created']}, {_code(document['environment'])}"),
-    ]
+    seconds = document["seconds"]
+    facts = _setting(document)
+    facts["Prompts"] = (
+        f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
+        f"{len(prompts['held_out'])} held out"
+    )
+    facts["Space"] = (
+        f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} sets"
+        f"{ends}{budget}"
+    )
+    facts["Trace"] = (
+        f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
+        f"{trace['draft_length']} tokens; a plain step costs "
+        f"{1000 * document['step_seconds']:.3g} ms"
+    )
+    facts["Study"] = f"{study['name']} in {storage}"
+    facts["Seconds"] = ", ".join(
+        f"{words} {seconds[name]:.0f}" for name, words in took.items() if seconds[name] is not None
+    )
+    facts["Searched"] = f"{document['created']}, {_code(document['environment'])}"
+    return facts
 
 
-def _storage(document: Mapping[str, Any]) -> str:
-    storage = document["study"]["storage"]
-    return "memory" if storage is None else redacted(storage)
-
-
-def _setting(header: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _setting(header: Mapping[str, Any]) -> dict[str, str]:
     """Model, law and machine, of runs and searches alike."""
     model = header["model"]
-    return [
-        (
-            "Model",
-            f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
-            f"{model['parameters'] / 1e6:,.1f} M parameters",
-        ),
-        ("Law", law_words(header["law"]) + f", up to {header['max_new_tokens']} new tokens"),
-        ("Machine", f"{_machine(header['environment'])}; {machine_words(header)}"),
-    ]
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    devices = [str(device.get("name")) for device in environment.get("devices") or []]
-    cpu = environment.get("cpu") or {}
-    return ", ".join([*devices, str(cpu.get("model") or "unknown processor")])
+    devices = [str(device.get("name")) for device in header["environment"].get("devices") or []]
+    cpu = header["environment"].get("cpu") or {}
+    machine = ", ".join([*devices, str(cpu.get("model") or "unknown processor")])
+    return {
+        "Model": f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
+        f"{model['parameters'] / 1e6:,.1f} M parameters",
+        "Law": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
+        "Machine": f"{machine}; {machine_words(header)}",
+    }
 
 
 def _code(environment: dict[str, Any]) -> str:

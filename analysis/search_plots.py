@@ -183,7 +183,8 @@ def skip_map(search: Search) -> Plot | None:
     layers = search.num_layers
     figure, axes = new_figure(1.3 + 0.21 * (len(rows) + 1))
     heights = [place + (place >= count > 0) * 0.6 for place in range(len(rows))]
-    for height, (_, sets, _) in zip(heights, rows, strict=True):
+    for height, (_, sets, score) in zip(heights, rows, strict=True):
+        note_at_the_side(axes, f"{score:.2f}", height)
         axes.add_patch(
             Rectangle((0, height - 0.4), 2 * layers, 0.8, facecolor=PAPER, edgecolor=LINE)
         )
@@ -193,8 +194,6 @@ def skip_map(search: Search) -> Plot | None:
                 [(2 * layer + place - 0.5, 1) for layer in sets[kind]], (height - 0.4, 0.8),
                 facecolor=colour, edgecolor=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
             )  # fmt: skip
-    for height, (_, _, score) in zip(heights, rows, strict=True):
-        note_at_the_side(axes, f"{score:.2f}", height)
     for kind in ("attention", "mlp"):
         axes.bar([0], [0], color=KINDS[kind][1], label=f"{KINDS[kind][0]} left out")
     axes.set_xlim(0, 2 * layers)
