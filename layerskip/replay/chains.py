@@ -92,11 +92,7 @@ class Chains:
         self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def run(
-        self,
-        enough: Enough | None = None,
-        progress: Callable[[float], None] = lambda _share: None,
-    ) -> list[Drafts]:
+    def run(self, enough: Enough | None = None) -> list[Drafts]:
         """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing."""
         shape = len(self.chains), self.steps
         drafts = [
@@ -112,7 +108,6 @@ class Chains:
         parts = -(-len(groups) // together)
         steps = self.steps
         for part in range(parts):  # each has chains from all over the texts
-            progress(part / parts)
             steps = self._run(torch.tensor(groups[part::parts]), steps, drafts, enough)
             enough = None  # the first part has decided for all
         return [Drafts(*(table[:, :steps] for table in each)) for each in drafts]

@@ -8,7 +8,6 @@ Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,14 +63,12 @@ def replay(
     draft_length: int | None = None,
     *,
     allowed: Tensor | None = None,
-    progress: Callable[[float], None] = lambda _share: None,
 ) -> Replay:
     """Draft from every start of a trace with one skip config, as decoding would.
 
     Args:
         draft_length: tokens drafted from each start; the trace's by default.
         allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
-        progress: told the share that is done.
 
     Raises:
         ValueError: a draft length that the trace does not know all places for, or a skip config
@@ -81,9 +78,9 @@ def replay(
     skip = skip.resolve(trace.model.num_layers)
     layer = _exit_layer(skip)
     if layer is not None:
-        return _assembled(trace, skip, _exit(trace, skip, layer, length, allowed, progress))
+        return _assembled(trace, skip, _exit(trace, skip, layer, length, allowed))
     chains = Chains(trace, skip, _all_starts(trace), length, [allowed])
-    return _assembled(trace, skip, chains.run(progress=progress)[0])
+    return _assembled(trace, skip, chains.run()[0])
 
 
 @torch.no_grad()
@@ -195,12 +192,7 @@ def _followed(played: Replay) -> Replay:
 
 
 def _exit(
-    trace: Trace,
-    skip: SkipConfig,
-    layer: int,
-    length: int,
-    allowed: Tensor | None,
-    progress: Callable[[float], None],
+    trace: Trace, skip: SkipConfig, layer: int, length: int, allowed: Tensor | None
 ) -> Drafts:
     """Drafts (N, J) that are nothing but shared prefix.
 
@@ -220,7 +212,7 @@ def _exit(
             (text, text.prompt + place + 1, token)
             for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
         ]
-    left = Chains(trace, skip, chains, length - 1, [allowed]).run(progress=progress)[0]
+    left = Chains(trace, skip, chains, length - 1, [allowed]).run()[0]
     # one row and column more, so that there is something to look up where nothing is wrong
     rest = [F.pad(table, (0, 1, 0, 1)) for table in left]  # (C + 1, J) each
     parts, first = [], 0
