@@ -22,9 +22,8 @@ from layerskip.config import SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.replay.drafts import replay
-from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace
-from layerskip.search.objective import Choice, Objective, best_choice, choices, gain
+from layerskip.search.objective import Choice, Objective, best_choice, choices, speedup
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
 
@@ -141,12 +140,10 @@ def predict(finalist: Finalist, trace: Trace) -> float:
         allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
         allowed[:, skip.draft_vocabulary] = True
     drafts = replay(trace, skip, allowed=allowed)
-    length = choice.max_draft_length
-    assert length is not None  # a finalist drafts
-    if choice.controller == "expected-gain":
-        return gain(drafts, finalist.costs, length)
-    counts = count_rounds(drafts, length, choice.threshold or 0.0)
-    return trace.starts / sum(n * finalist.costs.round_cost(d) for d, n in enumerate(counts))
+    controller, length = choice.controller, choice.max_draft_length
+    assert controller is not None  # a finalist drafts
+    assert length is not None
+    return speedup(drafts, finalist.costs, controller, length, choice.threshold)
 
 
 def confirm(
@@ -198,11 +195,11 @@ def confirm(
     plain = typical["plain"]
     for finalist in finalists:
         own = typical[finalist.name]
-        speedup, low, high = ratio_of_totals(plain, own)
+        faster, low, high = ratio_of_totals(plain, own)
         compared, near, faults = texts[finalist.name]
         proposed, accepted = drafted[finalist.name]
         finalist.confirmed = {
-            "speedup": speedup,
+            "speedup": faster,
             "low": None if np.isnan(low) else low,
             "high": None if np.isnan(high) else high,
             "tokens_per_second": float(len(own) / own.sum()),

@@ -65,27 +65,27 @@ def choices(replay: Replay, costs: CostTable) -> list[Choice]:
     All of them draft but the first; the last is `expected-gain`, which may turn itself off.
     """
     longest = replay.draft_length
-    found = [Choice(None, None, None, 1.0)]
-    lengths = [(length, 0.0) for length in range(1, longest + 1)]
-    lengths += [(length, t) for length in sorted({2, 4, longest} - {1}) for t in THRESHOLDS]
-    for length, threshold in lengths:
-        if length <= longest:
-            controller = "confidence" if threshold else "fixed"
-            cost = sum(
-                rounds * costs.round_cost(drafted)
-                for drafted, rounds in enumerate(count_rounds(replay, length, threshold))
-            )
-            speedup = replay.trace.starts / cost
-            found.append(Choice(controller, length, threshold or None, speedup))
-    found.append(Choice("expected-gain", longest, None, gain(replay, costs, longest)))
-    return found
+    ways: list[tuple[str, int, float | None]]
+    ways = [("fixed", length, None) for length in range(1, longest + 1)]
+    lengths = [length for length in sorted({2, 4, longest} - {1}) if length <= longest]
+    ways += [("confidence", length, t) for length in lengths for t in THRESHOLDS]
+    ways.append(("expected-gain", longest, None))
+    return [
+        Choice(None, None, None, 1.0),
+        *(Choice(*way, speedup(replay, costs, *way)) for way in ways),
+    ]
 
 
-def gain(replay: Replay, costs: CostTable, longest: int) -> float:
-    """Speedup over plain decoding of `expected-gain` along the texts, each decoded alone."""
-    controller = ExpectedGain(costs, longest)
+def speedup(
+    replay: Replay, costs: CostTable, controller: str, length: int, threshold: float | None
+) -> float:
+    """Over plain decoding, of one way to decode the replay's texts, each alone."""
+    if controller != "expected-gain":
+        counts = count_rounds(replay, length, threshold or 0.0)
+        return replay.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
+    adaptive = ExpectedGain(costs, length)
     rounds = chain.from_iterable(
-        simulate(replay, controller, [text], max_draft_length=longest)
+        simulate(replay, adaptive, [text], max_draft_length=length)
         for text in range(len(replay.texts))
     )
     return tokens_per_step(rounds, costs)
