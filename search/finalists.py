@@ -65,10 +65,6 @@ class Finalist:
         """The speedup predicted on held-out prompts, or, where there are none, on the traced."""
         return self.predicted if self.predicted_held_out is None else self.predicted_held_out
 
-    @property
-    def measured(self) -> float | None:
-        return None if self.confirmed is None else self.confirmed["speedup"]
-
 
 def choose(
     study: Study,
@@ -217,7 +213,11 @@ def confirm(
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:
     """The fastest that gains, on the clock or, where none was timed, by its price; None: plain."""
     gaining = [finalist for finalist in finalists if gains(finalist)]
-    return max(gaining, key=lambda each: each.measured or each.price, default=None)
+    return max(
+        gaining,
+        key=lambda each: each.confirmed["speedup"] if each.confirmed else each.price,
+        default=None,
+    )
 
 
 def gains(finalist: Finalist) -> bool:

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any
 
 from optuna import Study
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from torch import Tensor
 
 from layerskip.bench.methods import Task
@@ -31,7 +30,7 @@ from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.search import seeds, study
 from layerskip.search.finalists import Finalist, choose, confirm, gains, predict, winner
 from layerskip.search.objective import Objective
-from layerskip.search.sampler import claim
+from layerskip.search.rows import finalist_row, importance, trial_rows
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
 from layerskip.timing import sublayers as costs
@@ -95,6 +94,7 @@ class Search:
                 "compiled with what it finds"
             )
         self.task, self.space, self.progress = task, space, progress
+        self.law = law_of(task.law)
         self.opened = Sublayers(model, execution=task.execution)
         self.model: Any = self.opened.model  # without an adapter library's wrapper
         if space.num_layers != self.opened.num_layers:
@@ -122,16 +122,13 @@ class Search:
             self.opened,
             prompts,
             max_new_tokens=self.task.max_new_tokens,
-            law=self._law(),
+            law=self.law,
             seeds=[self.task.seed + number for number in range(len(prompts))],
             eos=end_tokens(self.model),
             draft_length=self.draft_length,
             acceptance=self.task.acceptance,
             progress=self.progress,
         )
-
-    def _law(self) -> Any:
-        return law_of(self.task.law)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -226,7 +223,7 @@ class Search:
     def _measured(self) -> dict[str, Any]:
         """The costs here, measured again where the machine was busy."""
         for _ in range(ATTEMPTS):
-            found = costs.measure(self.opened, self.traced, law=self._law(), progress=self.progress)
+            found = costs.measure(self.opened, self.traced, law=self.law, progress=self.progress)
             if not costs.disturbed(found):
                 return found
         warnings.warn(
@@ -345,7 +342,7 @@ class Search:
             "bound": self.bound,
             "trials": trial_rows(self.study, self.space, step),
             "importance": importance(self.study),
-            "finalists": [_finalist_row(finalist) for finalist in self.finalists],
+            "finalists": [finalist_row(finalist) for finalist in self.finalists],
             "plain": {
                 "predicted_tokens_per_second": 1.0 / step,
                 "confirmed_tokens_per_second": self.plain_tokens_per_second,
@@ -470,76 +467,3 @@ def search(
     if held_out:
         going.confirm(repeats)
     return going.result()
-
-
-def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
-    """The trials that ended, as a search file has them."""
-    rows = []
-    for trial in ledger.get_trials(deepcopy=False):
-        known, mask = trial.user_attrs, claim(trial, space)
-        row: dict[str, Any] = {"number": trial.number, "origin": known.get("origin")}
-        if trial.state is TrialState.FAIL:
-            rows.append({**row, "state": "failed"})
-        if trial.state is not TrialState.COMPLETE or mask is None or trial.value is None:
-            continue
-        skip, guide = space.skip_config(mask), known.get("guide")
-        rows.append(
-            {
-                **row,
-                "state": "complete",
-                "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
-                "value": trial.value,
-                "guide": guide,
-                "speedup": trial.value * step_seconds,
-                "forced_speedup": None if guide is None else guide * step_seconds,
-                "acceptance": known.get("acceptance"),
-                "draft_cost": known["draft_cost"],
-                "controller": known.get("controller", "plain"),
-                "max_draft_length": known.get("max_draft_length"),
-                "threshold": known.get("threshold"),
-                "draft_vocabulary": known.get("draft_vocabulary"),
-                "seconds": trial.duration.total_seconds() if trial.duration else None,
-                "copy_of": known.get("copy_of"),
-            }
-        )
-    return rows
-
-
-def importance(ledger: Study) -> dict[str, float] | None:
-    """How much each switch decides whether a trial is among the best; None for too few trials.
-
-    PED-ANOVA, on what configs are worth when they draft: where drafting turns itself off all are
-    alike.
-    """
-
-    def loss(trial: FrozenTrial) -> float:
-        assert trial.value is not None
-        return -min(trial.value, float(trial.user_attrs.get("guide", trial.value)))
-
-    trials = ledger.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(trials) < 20 or len(set(map(loss, trials))) < 2:
-        return None
-    with study.quiet(), warnings.catch_warnings():
-        # Optuna cannot know that `loss` is smaller for better trials, as PED-ANOVA wants it
-        warnings.filterwarnings("ignore", message="PedAnovaImportanceEvaluator computes")
-        return dict(
-            get_param_importances(ledger, evaluator=PedAnovaImportanceEvaluator(), target=loss)
-        )
-
-
-def _finalist_row(finalist: Finalist) -> dict[str, Any]:
-    skip, decoding = finalist.skip, finalist.choice.decoding
-    names = ("controller", "max_draft_length", "threshold")
-    return {
-        "name": finalist.name,
-        "trial": finalist.trial,
-        "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
-        "decoding": {name: getattr(decoding, name) for name in names},
-        "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
-        "alpha": finalist.alpha,
-        "draft_cost": finalist.costs.draft,
-        "verify": list(finalist.costs.verify),
-        "predicted": finalist.predicted,
-        "predicted_held_out": finalist.predicted_held_out,
-        "confirmed": finalist.confirmed,
-    }

@@ -219,9 +219,8 @@ def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], 
 
 def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
     """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
-    from layerskip.search.finding import default_trials, trial_rows
+    from layerskip.search.rows import trial_rows
 
-    trials = default_trials(going.space) if asked.trials is None else asked.trials
     step = going.objective.step_seconds
     started, before = time.monotonic(), None
 
@@ -244,7 +243,7 @@ def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
         return sum(row["state"] == "complete" for row in rows)
 
     try:
-        going.run(trials, timeout=asked.timeout, told=tell)
+        going.run(asked.trials, timeout=asked.timeout, told=tell)
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         if not _interrupted(error):
             raise

@@ -1,0 +1,94 @@
+"""Trials, switches and finalists as a search file has them: JSON values; writes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from optuna import Study
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config import SkipConfig
+from layerskip.search.finalists import Finalist
+from layerskip.search.sampler import claim
+from layerskip.search.space import Space
+from layerskip.search.study import quiet
+
+
+def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
+    """The trials that ended, as a search file has them."""
+    rows = []
+    for trial in ledger.get_trials(deepcopy=False):
+        known, mask = trial.user_attrs, claim(trial, space)
+        row: dict[str, Any] = {"number": trial.number, "origin": known.get("origin")}
+        if trial.state is TrialState.FAIL:
+            rows.append({**row, "state": "failed"})
+        if trial.state is not TrialState.COMPLETE or mask is None or trial.value is None:
+            continue
+        skip, guide = space.skip_config(mask), known.get("guide")
+        rows.append(
+            {
+                **row,
+                "state": "complete",
+                "skipped": _skipped(skip),
+                "value": trial.value,
+                "guide": guide,
+                "speedup": trial.value * step_seconds,
+                "forced_speedup": None if guide is None else guide * step_seconds,
+                "acceptance": known.get("acceptance"),
+                "draft_cost": known["draft_cost"],
+                "controller": known.get("controller", "plain"),
+                "max_draft_length": known.get("max_draft_length"),
+                "threshold": known.get("threshold"),
+                "draft_vocabulary": known.get("draft_vocabulary"),
+                "seconds": trial.duration.total_seconds() if trial.duration else None,
+                "copy_of": known.get("copy_of"),
+            }
+        )
+    return rows
+
+
+def importance(ledger: Study) -> dict[str, float] | None:
+    """How much each switch decides whether a trial is among the best; None for too few trials.
+
+    PED-ANOVA, on what configs are worth when they draft: where drafting turns itself off all are
+    alike.
+    """
+
+    def loss(trial: FrozenTrial) -> float:
+        assert trial.value is not None
+        return -min(trial.value, float(trial.user_attrs.get("guide", trial.value)))
+
+    trials = ledger.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(trials) < 20 or len(set(map(loss, trials))) < 2:
+        return None
+    with quiet(), warnings.catch_warnings():
+        # Optuna cannot know that `loss` is smaller for better trials, as PED-ANOVA wants it
+        warnings.filterwarnings("ignore", message="PedAnovaImportanceEvaluator computes")
+        return dict(
+            get_param_importances(ledger, evaluator=PedAnovaImportanceEvaluator(), target=loss)
+        )
+
+
+def finalist_row(finalist: Finalist) -> dict[str, Any]:
+    """A finalist, as a search file has it."""
+    skip, decoding = finalist.skip, finalist.choice.decoding
+    names = ("controller", "max_draft_length", "threshold")
+    return {
+        "name": finalist.name,
+        "trial": finalist.trial,
+        "skipped": _skipped(skip),
+        "decoding": {name: getattr(decoding, name) for name in names},
+        "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
+        "alpha": finalist.alpha,
+        "draft_cost": finalist.costs.draft,
+        "verify": list(finalist.costs.verify),
+        "predicted": finalist.predicted,
+        "predicted_held_out": finalist.predicted_held_out,
+        "confirmed": finalist.confirmed,
+    }
+
+
+def _skipped(skip: SkipConfig) -> dict[str, list[int]]:
+    return {"attention": list(skip.attention), "mlp": list(skip.mlp)}
