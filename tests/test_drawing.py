@@ -26,11 +26,11 @@ from layerskip.decoding.laws import Law, accept_uniform, gumbel_noise, residual,
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module
-from layerskip.replay import drawing
+from layerskip.replay import drawing, exits
 from layerskip.replay import trace as trace_module
 from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, propose
-from layerskip.replay.exits import agreement, exit_trace
+from layerskip.replay.exits import THRESHOLDS, agreement, exit_trace
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import Trace, take_trace
 
@@ -383,7 +383,8 @@ def test_drafts_that_find_nothing_to_draw() -> None:
     assert count_rounds(played, 6) == [drafted.count(n) for n in range(7)]
 
 
-def test_the_record_of_an_exit_trace() -> None:
+def test_the_record_of_an_exit_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exits, "end_tokens", lambda model: EOS)
     law = {"do_sample": True, "temperature": 0.8, "acceptance": "rejection", "seed": 2}
     seeds = range(2, 8)
     record = exit_trace(
@@ -392,9 +393,6 @@ def test_the_record_of_an_exit_trace() -> None:
         names=["a"] * 6,
         law=law,
         max_new_tokens=NEW,
-        eos=EOS,
-        draft_lengths=(1, 3),
-        thresholds=(0.0, 0.2),
     )
     trace = take_trace(
         model(),
@@ -403,10 +401,9 @@ def test_the_record_of_an_exit_trace() -> None:
         law=sampling(0.8),
         seeds=seeds,
         eos=EOS,
-        draft_length=3,
         acceptance="rejection",
     )
     assert record["exits"] == agreement(trace)
     played = replay(trace, SkipConfig.early_exit(3))
     assert record["exits"][2]["match"] == pytest.approx(played.survival[0])
-    assert record["what_if"]["lengths"][2][1] == [count_rounds(played, 3, t) for t in (0.0, 0.2)]
+    assert record["what_if"]["lengths"][2][2] == [count_rounds(played, 3, t) for t in THRESHOLDS]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import Erratic, lively_model, prompt, ragged
+from models import Erratic, lively_model, ragged
 from transformers import (
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -456,7 +456,6 @@ def test_the_record_of_an_exit_trace() -> None:
         names=["a", "b", "c"],
         law=law,
         max_new_tokens=12,
-        draft_lengths=(1, 2, 4),
         progress=lambda words, share: seen.append(share),
     )
     assert record["kind"] == "trace"
@@ -486,7 +485,7 @@ def test_the_record_of_an_exit_trace() -> None:
             )
         )[1:]
     ]
-    assert record["what_if"]["rounds"][3][2][0] == len(rounds)
+    assert record["what_if"]["rounds"][3][3][0] == len(rounds)  # 4 tokens
 
 
 def test_prices_of_simulated_rounds() -> None:
@@ -523,11 +522,3 @@ def test_more_bad_input() -> None:
         replay(played.trace, SKIPS["exit 4"], 21)
     with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
         replay(played.trace, SkipConfig.early_exit(6))
-    with pytest.raises(ValueError, match="draft lengths"):
-        exit_trace(
-            lively_model("llama"),
-            [prompt(3)],
-            names=["a"],
-            law={"do_sample": False},
-            draft_lengths=(),
-        )

@@ -42,10 +42,6 @@ def exit_trace(
     names: Sequence[str],
     law: Mapping[str, Any],
     max_new_tokens: int = 64,
-    eos: frozenset[int] | None = None,
-    exits: Sequence[int] | None = None,
-    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
-    thresholds: Sequence[float] = THRESHOLDS,
     progress: Progress = lambda _what, _share: None,
 ) -> dict[str, Any]:
     """The "trace" record of a model on held-out prompts.
@@ -56,18 +52,11 @@ def exit_trace(
         law: the record's `law` block: do_sample, temperature, top_p, top_k, seed, acceptance; text
             i is drawn from seed + i.
         max_new_tokens: tokens of each text, at most.
-        eos: tokens that end a text; the model's own by default.
-        exits, draft_lengths, thresholds: axes of the what-if table; `default_exits` by default.
         progress: told what is done, in words, and the share of it that is.
 
     Raises:
-        ValueError: axes that are empty or out of range, and what `take_trace` refuses.
+        ValueError: what `take_trace` refuses.
     """
-    if not draft_lengths or not thresholds or min(draft_lengths) < 1:
-        raise ValueError(
-            "the what-if table needs draft lengths of at least 1 and thresholds, got "
-            f"{list(draft_lengths)} and {list(thresholds)}"
-        )
     opened = model if isinstance(model, Sublayers) else Sublayers(model)
     seed = law.get("seed") or 0
     trace = take_trace(
@@ -76,8 +65,7 @@ def exit_trace(
         max_new_tokens=max_new_tokens,
         law=law_of(law),
         seeds=[seed + number for number in range(len(prompts))],
-        eos=end_tokens(opened.model) if eos is None else eos,
-        draft_length=max(draft_lengths),
+        eos=end_tokens(opened.model),
         acceptance=law.get("acceptance") or "coupled",
         progress=progress,
     )
@@ -88,7 +76,7 @@ def exit_trace(
         "context": trace.context,
         "law": dict(law),
         "exits": agreement(trace),
-        "what_if": what_if(trace, exits, draft_lengths, thresholds, progress=progress),
+        "what_if": what_if(trace, progress=progress),
     }
 
 
