@@ -41,7 +41,6 @@ class Round:
 class Run:
     """One run file: one model, one law, one machine."""
 
-    path: Path
     label: str
     """What tells this run from the others of a report, in words."""
     slug: str
@@ -128,7 +127,6 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     labels = labels_of(headers, [Path(file).stem for file in files])
     return [
         Run(
-            path=Path(file),
             label=label,
             slug=slug_of(label, number),
             header=header,
@@ -136,9 +134,7 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
             traces=run.traces,
             costs=run.costs,
         )
-        for number, (file, run, header, label) in enumerate(
-            zip(files, read, headers, labels, strict=True)
-        )
+        for number, (run, header, label) in enumerate(zip(read, headers, labels, strict=True))
     ]
 
 
@@ -206,7 +202,7 @@ def typical(run: Run) -> pd.DataFrame:
 
     Columns: `category`, `total` (seconds per new token, prefill included), `first` (seconds to the
     first tokens), `decode` (seconds per token after them; NaN for texts of one token), `prefill`,
-    `draft`, `verify`, `other` (seconds per new token), `tokens` (new tokens).
+    `draft`, `verify`, `other` (seconds per new token).
     """
     rows = []
     for record in run.records:
@@ -224,7 +220,6 @@ def typical(run: Run) -> pd.DataFrame:
                 "decode": (seconds["total"] - spent["first"]) / later if later > 0 else math.nan,
                 "prefill": spent["first"] / tokens,
                 **{phase: spent[phase] / tokens for phase in PHASES},
-                "tokens": tokens,
             }
         )
     grouped = pd.DataFrame(rows).groupby(["batch_size", "method", "unit"], sort=False)

@@ -37,7 +37,6 @@ ORIGINS = {
 class Search:
     """One search file: one model, one law, one machine, one space."""
 
-    path: Path
     label: str
     """What tells this search from the others of a report, in words."""
     slug: str
@@ -72,8 +71,8 @@ def load_searches(files: Sequence[Path]) -> list[Search]:
     documents = [printable(read_search(file)) for file in files]
     labels = labels_of(documents, [Path(file).stem for file in files])
     return [
-        Search(Path(file), f"Search of {label}", f"search-{slug_of(label, number)}", document)
-        for number, (file, label, document) in enumerate(zip(files, labels, documents, strict=True))
+        Search(f"Search of {label}", f"search-{slug_of(label, number)}", document)
+        for number, (label, document) in enumerate(zip(labels, documents, strict=True))
     ]
 
 
