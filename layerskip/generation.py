@@ -178,7 +178,7 @@ class LayerSkipDecoding:
         Raises:
             ValueError: something asked for cannot be served; the message names it.
         """
-        greeted = streamer or _streamer_of_the_call()  # the library gave it the prompt
+        greeted = streamer or _streamer_of_the_call(self)  # the library gave it the prompt
         with _ending(greeted or layerskip_streamer):
             if greeted is None and layerskip_streamer is not None:
                 check_one_row(input_ids)
@@ -305,14 +305,16 @@ def _ending(streamer: Any) -> Iterator[None]:
             streamer.end()
 
 
-def _streamer_of_the_call() -> Any:
-    """The `streamer` given to the `model.generate()` that is calling.
+def _streamer_of_the_call(decoding: LayerSkipDecoding) -> Any:
+    """The `streamer` given to the `model.generate()` that is calling this decoding.
 
     transformers 5.23 hands it to no callable, and whoever reads from it would wait for ever.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and not (
+        frame.f_code is code and frame.f_locals.get("custom_generate") is decoding
+    ):
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("streamer")
 
