@@ -762,6 +762,7 @@ def mean_regret(cells: tuple[Cell, ...] | list[Cell]) -> float:
     return sum(cell.regret for cell in cells) / len(cells)
 
 
+@pytest.mark.slow
 def test_expected_gain_ties_the_best_fixed_length_on_400_tokens() -> None:
     """The best of 0..8 is found by sweep on the very texts; expected-gain sweeps nothing."""
     cells = regrets(400, texts=8)
@@ -770,11 +771,13 @@ def test_expected_gain_ties_the_best_fixed_length_on_400_tokens() -> None:
     assert worst.regret <= 0.05, worst
 
 
+@pytest.mark.slow
 def test_expected_gain_never_loses_3_percent_to_plain_decoding_on_400_tokens() -> None:
     worst = max(regrets(400, texts=8), key=lambda cell: cell.worst)
     assert worst.worst <= 1 / 0.97, worst
 
 
+@pytest.mark.slow
 def test_expected_gain_beats_every_fixed_length_on_easy_and_hard_stretches() -> None:
     cells = [cell for cell in regrets(400, texts=8) if cell.kind == "stretches 0.65"]
     assert len(cells) == len(TABLES)

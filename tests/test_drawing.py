@@ -48,7 +48,7 @@ CONTROLLERS: dict[str, Controller] = {
 }
 # skip config, controller, tokens that end a text (where its length adds to what counts differ by)
 ROUNDS = [
-    ("an exit", "fixed", frozenset[int]()),
+    pytest.param("an exit", "fixed", frozenset[int](), marks=pytest.mark.slow),
     pytest.param("an exit", "confidence", frozenset[int](), marks=pytest.mark.slow),
     pytest.param("scattered", "fixed", frozenset[int](), marks=pytest.mark.slow),
     ("scattered", "confidence", EOS),
@@ -234,7 +234,7 @@ def test_rounds_are_in_law_those_of_decoding(
         assert 1.1 * rounds < drafted < 0.9 * float(fixed[:, 1].sum())
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("skip", [pytest.param("an exit", marks=pytest.mark.slow), "scattered"])
 def test_another_accept_rule_is_seen(skip: str) -> None:
     coupled = simulated(replayed(skip, "coupled"), "fixed")
     assert p_value(coupled, decoded(skip, "fixed")) < LEVEL

@@ -145,8 +145,7 @@ def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
         assert list(simulate(played, made, [text])) == real
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize(("case", "skip"), covering(range(len(CASES)), list(SKIPS))[::2])
 def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(
     case: int, skip: str
 ) -> None:

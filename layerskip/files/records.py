@@ -80,8 +80,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path)
     data = _bytes(path)
-    *_, rest = data.split(b"\n")
-    return _run(path, data, rest if _is_cut_off(rest) else b"")
+    *lines, rest = data.split(b"\n")
+    return _run(path, data, rest if lines and _is_cut_off(rest) else b"")
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
