@@ -81,7 +81,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     data = _bytes(path)
     *lines, rest = data.split(b"\n")
-    return _run(path, data, rest if lines and _is_cut_off(rest) else b"")
+    cut_off = _is_cut_off(rest) and (lines or _begins_a_header(rest))
+    return _run(path, data, rest if cut_off else b"")
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
@@ -96,8 +97,7 @@ def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
     data = _bytes(path)
     *lines, rest = data.split(b"\n")
     if not lines:
-        start = b'{"kind": "header"'
-        if rest.startswith(start) or start.startswith(rest):
+        if _begins_a_header(rest):
             return None
         raise ValueError(f"{path} is no file of records: it does not start with a header")
     return _run(path, data, rest)
@@ -108,6 +108,11 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
+
+
+def _begins_a_header(rest: bytes) -> bool:
+    start = b'{"kind": "header"'
+    return rest.startswith(start) or start.startswith(rest)
 
 
 def _is_cut_off(rest: bytes) -> bool:
