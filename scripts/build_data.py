@@ -7,7 +7,6 @@ entries on the rest and writes, under --work:
     tokenizer/       PreTrainedTokenizerFast files (end of text 0, pad 1, no beginning of text)
     train.npy        uint16 token ids, documents separated by the end-of-text token
     heldout.npy      the same for the files held out
-    heldout.json     their relative paths
     data.json        counts, and the version of Python that was read
 """
 
@@ -101,7 +100,6 @@ def main() -> None:
             "bytes": sum(len(text.encode()) for text in texts),
             "tokens": len(ids),
         }
-    (args.work / "heldout.json").write_text(json.dumps(held_out, indent=1))
     facts = {"python": platform.python_version(), "splits": counts}
     (args.work / "data.json").write_text(json.dumps(facts, indent=1))
     print(json.dumps(facts))
