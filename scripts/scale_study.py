@@ -28,7 +28,6 @@ from layerskip.bench.runner import WARMUP_TOKENS, benchmark, device_clock
 from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
-from layerskip.costs.roofline import DecoderShape
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter
 from layerskip.generation import DEFAULT_CONTROLLER
@@ -183,15 +182,19 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> list[float]:
     return [before, read_bandwidth(device)]
 
 
-def summary(run: Run, reads: Sequence[float], context: int) -> str:
-    """What the report does not say: bytes read a second, beside those that memory gives."""
-    shape = DecoderShape.from_config(configuration(run.header["model"]["name"].split()[0]))
-    width = getattr(torch, run.header["dtype"]).itemsize
+def summary(run: Run, reads: Sequence[float]) -> str:
+    """What the report does not say: bytes read a second, beside those that memory gives.
+
+    A step at batch 1 reads every weight once, but of an embedding that is no head one row only.
+    """
+    config = configuration(run.header["model"]["name"].split()[0])
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    weights = run.header["model"]["parameters"] - unread
+    read = weights * getattr(torch, run.header["dtype"]).itemsize
     frame = typical(run)
-    words = ", ".join(f"{read / 1e9:.1f}" for read in reads)
+    words = ", ".join(f"{each / 1e9:.1f}" for each in reads)
     lines = [f"a sum reads {words} GB/s (before, after); batches of {run.batch_sizes}:"]
     for size in run.batch_sizes:
-        read = size * shape.kv_bytes(context, width) + shape.weights * width
         for method in ("plain", "generate"):
             own = frame[(frame["method"] == method) & (frame["batch_size"] == size)]["decode"]
             rate = 1 / own.median()
@@ -203,13 +206,8 @@ def summary(run: Run, reads: Sequence[float], context: int) -> str:
         for method in run.drafting:
             costs = run.cost_table(method, size)
             assert costs is not None
-            part = (run.methods[method]["draft_vocabulary"] or shape.vocab_size) / shape.vocab_size
-            layers = run.methods[method]["num_kept"] // 2
-            by_bytes = shape.draft_cost(layers, head_fraction=part)
             verify = ", ".join(f"v({n}) {costs.verify_cost(n):.2f}" for n in COUNTS[1:])
-            lines.append(
-                f"{method} x{size}: c {costs.draft:.3f} ({by_bytes:.3f} by bytes), {verify}"
-            )
+            lines.append(f"{method} x{size}: c {costs.draft:.3f}, {verify}")
     return "\n".join(lines)
 
 
@@ -249,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reads = study(args, note)
     note("")
     (run,) = load_runs([args.output])
-    print(summary(run, reads, args.prompt_tokens + args.new_tokens // 2))
+    print(summary(run, reads))
     print(f"records: {args.output}; plots: layerskip report {args.output} --output DIR")
 
 

@@ -16,7 +16,6 @@ from layerskip import SkipConfig
 from layerskip.analysis import report
 from layerskip.analysis.runs import Round, load_runs
 from layerskip.analysis.tables import acceptance_of, losslessness
-from layerskip.costs.roofline import DecoderShape
 
 PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
@@ -31,10 +30,6 @@ def test_shapes_have_the_published_numbers_of_parameters(shape, parameters):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    norms = (4 if config.model_type == "gemma2" else 2) * config.num_hidden_layers + 1
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = DecoderShape.from_config(config).weights
-    assert weights + embedding + norms * config.hidden_size == parameters
     assert set(SHAPES) == {*PUBLISHED, "tiny"}
 
 
@@ -179,16 +174,19 @@ def test_the_run_file_holds_every_pair(studied):
 
 def test_the_summary_shows_bytes_and_costs(studied):
     (run,) = load_runs([studied / "run.jsonl"])
-    lines = scale_study.summary(run, [2e9, 1e9], context=12).splitlines()
+    lines = scale_study.summary(run, [2e9, 1e9]).splitlines()
     assert lines[0] == "a sum reads 2.0, 1.0 GB/s (before, after); batches of [1, 2]:"
     assert [line.partition(":")[0] for line in lines[1:]] == [
         f"{name} x{size}"
         for size in (1, 2)
         for name in ("plain", "generate", "exit-1", "exit-2", "exit-4")
     ]
-    shape = DecoderShape.from_config(configuration("tiny"))
-    assert f"({shape.draft_cost(2):.3f} by bytes)" in lines[4]
-    speed, share = re.search(r"([\d.e-]+) GB/s, ([\d.]+)% of the first", lines[1]).groups()
+    assert re.match(r"exit-2 x1: c \d\.\d{3}, v\(2\) \d\.\d\d, ", lines[4])
+    rate, speed, share = re.search(
+        r": ([\d.]+) .*, ([\d.e-]+) GB/s, ([\d.]+)% of the first", lines[1]
+    ).groups()
+    bytes_read = 4 * run.header["model"]["parameters"]  # of a tied head
+    assert float(speed) * 1e9 == pytest.approx(bytes_read * float(rate), rel=0.01)
     assert float(share) == pytest.approx(100 * float(speed) / 2, rel=0.1, abs=0.1)
 
 
@@ -203,7 +201,7 @@ def test_the_report_says_that_acceptance_was_set(studied, monkeypatch):
     assert page.count("random weights, exits from layer 1 on accepted about 0.6, 0.9") == 2
 
 
-def test_drafts_of_a_study_can_have_few_tokens(tmp_path, capsys):
+def test_drafts_of_a_study_can_have_few_tokens(tmp_path):
     words = "--shape tiny --dtype float32 --acceptance 0.9 --prompts 1 --new-tokens 12"
     words += " --prompt-tokens 6 --draft-length 4 --cost-seconds 0.1 --exit-layer 2"
     with pytest.MonkeyPatch.context() as patch:
@@ -214,6 +212,3 @@ def test_drafts_of_a_study_can_have_few_tokens(tmp_path, capsys):
     assert run.methods["exit-2"]["draft_vocabulary"] == 200
     assert "200 of 512 tokens likely" in run.header["synthetic"]
     assert losslessness(run)["faults"].sum() == 0
-    shape = DecoderShape.from_config(configuration("tiny"))
-    by_bytes = shape.draft_cost(2, head_fraction=200 / shape.vocab_size)
-    assert f"({by_bytes:.3f} by bytes)" in capsys.readouterr().out
