@@ -305,6 +305,34 @@ def test_law_is_float32_and_leaves_the_logits_alone() -> None:
         assert (logits == 1).all()
 
 
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 0.95, 0.999, 1.0])
+@pytest.mark.parametrize("spread", [0.2, 1.0, 3.0, 8.0], ids=lambda spread: f"spread {spread}")
+def test_top_p_of_a_large_vocabulary_is_the_librarys(spread: float, p: float) -> None:
+    """Also after top-k, which leaves -inf, with a smallest number of tokens, and for odd rows."""
+    generator = torch.Generator().manual_seed(int(10 * spread))
+    scores = spread * torch.randn(6, 20_011, generator=generator)  # (N, V)
+    scores[1] = TopKLogitsWarper(30)(None, scores[1:2])[0]
+    scores[2, 7] = 40
+    scores[3] = float("-inf")
+    scores[4, 5] = float("nan")
+    for least in (1, 3):
+        warper = TopPLogitsWarper(p, min_tokens_to_keep=least)
+        law = Law([warper], do_sample=True, rows=1)
+        got = law.scores(scores, torch.zeros(1, 4, dtype=torch.long), [0] * 6, [4] * 6)
+        want = warper(None, scores)
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+        assert torch.equal(got.isnan(), want.isnan())
+
+
+def test_top_p_keeps_the_same_scores_where_some_are_equal() -> None:
+    """Which of the equal tokens at the cut stay is the library's sort's choice."""
+    scores = (2 * torch.randn(3, 20_000, generator=torch.Generator().manual_seed(0))).round()
+    warper = TopPLogitsWarper(0.95)
+    law = Law([warper], do_sample=True, rows=1)
+    got = law.scores(scores, torch.zeros(1, 4, dtype=torch.long), [0] * 3, [4] * 3)
+    assert torch.equal(got.sort().values, warper(None, scores).sort().values)
+
+
 def test_processors_that_keep_state_are_refused() -> None:
     class SynthIDTextWatermarkLogitsProcessor:
         pass

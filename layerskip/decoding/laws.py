@@ -95,8 +95,12 @@ class Law:
             (N, V) float32 scores, as `generate()` would compute them for that row and length.
         """
         scores = logits.float()  # (N, V); generate() casts to float32 before any processor too
+        large = logits.device.type == "cpu" and logits.shape[-1] >= _LARGE
         for processor in self.processors:
-            if type(processor).__name__ in _POSITIONWISE:
+            name = type(processor).__name__
+            if name == "TopPLogitsWarper" and large:
+                scores = _nucleus(processor, scores)
+            elif name in _POSITIONWISE:
                 scores = processor(history[:1], scores)
             elif hasattr(processor, _ROW_QUESTION):
                 scores = self._row_by_row(processor, scores, history, rows, lengths)
@@ -145,6 +149,41 @@ class Law:
             taken = list(asked)
             out[[asked[row] for row in taken]] = processed[taken]
         return out
+
+
+# Of how many tokens at least the library's top-p is done without, and where it is tried to cut off
+# the unlikely ones: at what is given up over these numbers, or over twice the vocabulary.
+_LARGE = 2**14
+_SHARES = (2**9, 2**13)
+
+
+def _nucleus(warper: Any, scores: Tensor) -> Tensor:
+    """Scores (N, V) as the library's top-p makes them, from a sort of few tokens.
+
+    Unlikely tokens that have less than 1 - p together are out in any order. Only the others are
+    sorted; of equal scores at the cut the highest ids stay (the library leaves that to its sort).
+    """
+    given_up = 1 - warper.top_p
+    least = max(1, warper.min_tokens_to_keep)
+    size = scores.shape[-1]
+    law = softmax_law(scores)  # (N, V)
+    out = torch.full_like(scores, warper.filter_value)  # (N, V)
+    for old, new, chances in zip(scores, out, law, strict=True):  # (V,) each
+        for share in (*_SHARES, 2 * size):
+            unlikely = chances < given_up / share  # (V,)
+            others = torch.where(unlikely, chances, 0).sum()
+            if others < 0.99 * given_up:  # by so much, whatever was rounded
+                break
+        tokens = unlikely.logical_not_().nonzero()[:, 0]  # (n,)
+        if not least <= len(tokens) <= size // 4:  # nearly flat, or NaN
+            new.copy_(warper(None, old[None])[0])
+            continue
+        tokens = tokens[old[tokens].sort(stable=True).indices]  # (n,), the least likely first
+        kept = (others + chances[tokens].double().cumsum(0)).float() > given_up  # (n,)
+        kept[-least:] = True
+        tokens = tokens[kept]
+        new[tokens] = old[tokens]
+    return out
 
 
 def softmax_law(scores: Tensor) -> Tensor:
