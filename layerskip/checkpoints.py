@@ -15,7 +15,7 @@ from layerskip.config import SkipConfig
 from layerskip.model.families import FAMILIES
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
-from layerskip.shelf import SHIPPED, shipped
+from layerskip.shelf import MADE, SHIPPED, made, shipped
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -48,7 +48,8 @@ def load(
     """Load a causal language model and its tokenizer for decoding.
 
     Args:
-        name: one of `SHIPPED`, a local folder with a checkpoint, or a Hugging Face Hub id.
+        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, or a Hugging Face
+            Hub id.
         device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
         dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
             on the CPU, where it is small and narrower types only make near-ties.
@@ -98,7 +99,7 @@ def load(
             f"shape, {lacking[0]} first"
         )
     model = model.to(place).eval()
-    if folder is not None and name in SHIPPED:
+    if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
     return Loaded(name, model, tokenizer, folder)
 
@@ -152,7 +153,11 @@ def _folder(name: str) -> Path | None:
     """The folder that a name means; None where it can only be a Hub id."""
     if not name.strip():
         raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
-    folder = shipped(name) if name in SHIPPED else Path(name)
+    folder = Path(name)
+    if name in SHIPPED:
+        folder = shipped(name)
+    elif name in MADE and not folder.is_dir():
+        folder = made(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")

@@ -1,4 +1,4 @@
-"""What comes with the package: two small models and prompts; reads none of it."""
+"""Names of models and prompts that lie in known places; reads none of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 SHIPPED = ("demo-llama", "demo-gemma2")
 """Models that come with the package."""
+
+MADE = ("smollm2", "gemma3-270m")
+"""Real checkpoints that `make checkpoints` puts into the folder `checkpoints`."""
 
 _SHELF = Path(__file__).parent / "models"
 SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
@@ -23,4 +26,19 @@ def shipped(name: str) -> Path:
     folder = _SHELF / name
     if not folder.is_dir():
         raise ValueError(f"the shipped model {name} is missing from this installation")
+    return folder
+
+
+def made(name: str) -> Path:
+    """Where `make checkpoints` puts a real checkpoint, seen from the working folder.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    folder = Path("checkpoints") / name
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {folder} here; `make checkpoints` in the repository of layerskip "
+            "makes it"
+        )
     return folder

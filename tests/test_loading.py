@@ -13,7 +13,7 @@ from layerskip.checkpoints import DTYPES, encode, load
 from layerskip.config import SkipConfig
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import SHIPPED, SHIPPED_PROMPTS
+from layerskip.shelf import MADE, SHIPPED, SHIPPED_PROMPTS
 
 
 @pytest.fixture
@@ -128,3 +128,17 @@ def test_shipped_models_have_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("layerskip.shelf._SHELF", tmp_path)
     with pytest.raises(ValueError, match="demo-llama is missing from this installation"):
         load("demo-llama")
+
+
+def test_made_checkpoints_lie_in_the_working_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in MADE:
+        with pytest.raises(ValueError, match=rf"no folder checkpoints/{name} here; `make checkp"):
+            load(name)
+    save_checkpoint(tmp_path / "checkpoints/smollm2")
+    loaded = load("smollm2")
+    assert loaded.folder is not None
+    assert loaded.folder.resolve() == tmp_path / "checkpoints/smollm2"
+    assert loaded.model.name_or_path == "smollm2"  # what a search would call it
+    save_checkpoint(tmp_path / "smollm2")
+    assert str(load("smollm2").folder) == "smollm2"  # a folder of that name goes first

@@ -51,7 +51,10 @@ class Loading:
 
     model: Annotated[
         str,
-        typer.Argument(help="Hub id, local folder, or a shipped model: demo-llama, demo-gemma2."),
+        typer.Argument(
+            help="Hub id, local folder, a shipped model (demo-llama, demo-gemma2), or one of `make "
+            "checkpoints` (smollm2, gemma3-270m)."
+        ),
     ] = "demo-llama"
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")] = (
         "auto"
