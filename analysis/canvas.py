@@ -7,7 +7,6 @@ same without colour.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +94,6 @@ def error_bars(rows: pd.DataFrame, name: str) -> NDArray[np.float64]:
     return bars.clip(0)
 
 
-def as_predicted(axes: Axes, low: float, high: float) -> None:
-    """The line on which measured equals predicted, and 10% around it; low and high: ends of x."""
-    ends = np.array([low, high])
-    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color=LINE, alpha=0.5, label="within 10%")
-    axes.plot(ends, ends, color=INK, linewidth=1.2, label="as predicted")
-    axes.set_xlim(low, high)
-
-
 def note_at_the_side(axes: Axes, text: str, height: float) -> None:
     """A text in the right margin, at a height of the data."""
     axes.annotate(
@@ -111,9 +102,10 @@ def note_at_the_side(axes: Axes, text: str, height: float) -> None:
     )  # fmt: skip
 
 
-def few_ticks(count: int, most: int) -> Iterable[int]:
-    """Of the layers 0..count - 1 those to name, at equal distances."""
-    return range(0, count, max(1, -(-count // most)))
+def layer_ticks(axes: Axes, layers: int) -> None:
+    """Ticks in the middle of a layer's two columns, a dozen or so at equal distances."""
+    shown = range(0, layers, -(-layers // 16))
+    axes.set_xticks([2 * layer + 1 for layer in shown], [str(layer) for layer in shown])
 
 
 def listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from layerskip.analysis.canvas import INK, LINE, MUTED, PAPER
-from layerskip.analysis.columns import LONG, SHOWN, Table, cells_of
+from layerskip.analysis.columns import LONG, SHOWN, Table, columns_of
 from layerskip.analysis.runs import visible
 from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
@@ -37,8 +37,6 @@ class Section:
     verdict: Verdict | None
     pictures: Sequence[Picture]
     tables: Sequence[Table]
-    texts: Sequence[tuple[str, str, str]] = field(default_factory=tuple)
-    """Prompt's name, prompt, and what followed."""
 
 
 GLOSSARY = (
@@ -98,17 +96,15 @@ td.t { white-space: normal; min-width: 7rem; max-width: 18rem; }
 thead th { border-bottom: 1px solid var(--line); background: var(--soft); }
 tbody tr + tr td { border-top: 1px solid var(--line); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
-pre { white-space: pre-wrap; background: var(--soft); padding: .7rem; border-radius: .4rem;
-  max-height: 18rem; overflow: auto; }
 @media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
   .facts dd { margin-bottom: .4rem; } }
 .glossary dt { font-weight: 600; } .glossary dd { margin: 0 0 .5rem; }
 """
 
 
-def escape(text: str, *, lines: bool = False) -> str:
+def escape(text: str) -> str:
     """Text for HTML, elements and attributes."""
-    return html.escape(visible(text, lines=lines), quote=True)
+    return html.escape(visible(text), quote=True)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
@@ -193,14 +189,6 @@ def _section(section: Section, number: int) -> str:
             )
         parts.append("</div>")
     parts += [_shown(table) for table in section.tables if len(table.frame)]
-    if section.texts:
-        parts.append("<details><summary>Some of the texts</summary>")
-        for name, prompt, text in section.texts:
-            parts.append(
-                f"<h3>{escape(name)}</h3><pre>{escape(prompt, lines=True)}</pre>"
-                f"<pre>{escape(text, lines=True)}</pre>"
-            )
-        parts.append("</details>")
     parts.append("</section>")
     return "\n".join(parts)
 
@@ -217,15 +205,17 @@ def _shown(table: Table) -> str:
 
 
 def _html_table(table: Table, *, heading: bool = True) -> str:
-    title, note, *_ = SHOWN[table.name]
-    heads, rows = cells_of(table)
-    aligned = [' class="t"' if text else "" for _, text in heads]
+    title, note, _ = SHOWN[table.name]
+    columns = columns_of(table)
+    aligned = [' class="t"' if words else "" for _, words, _ in columns]
     head = "".join(
-        f'<th scope="col"{a}>{escape(h)}</th>' for (h, _), a in zip(heads, aligned, strict=True)
+        f'<th scope="col"{a}>{escape(heading)}</th>'
+        for a, (heading, _, _) in zip(aligned, columns, strict=True)
     )
+    rows = zip(*(cells for _, _, cells in columns), strict=True)
     body = "\n".join(
         "<tr>"
-        + "".join(f"<td{a}>{escape(c)}</td>" for c, a in zip(row, aligned, strict=True))
+        + "".join(f"<td{a}>{escape(cell)}</td>" for a, cell in zip(aligned, row, strict=True))
         + "</tr>"
         for row in rows
     )

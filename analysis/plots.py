@@ -1,4 +1,4 @@
-"""Knows how measured tables look as pictures, and says each in words too; computes nothing anew.
+"""Knows how a run's tables look as pictures, and says each in words too; computes nothing anew.
 
 Every function takes a run (or all of them) and returns a `Plot`, or None where there is nothing to
 draw. Its `alt` says what it shows, with the numbers.
@@ -7,26 +7,27 @@ draw. Its `alt` says what it shows, with the numbers.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.patches import Rectangle
 
-from layerskip.analysis import model_plots, tables
+from layerskip.analysis import predictions, shared_plots, tables
 from layerskip.analysis.canvas import (
+    BLACK,
     BLUE,
     INK,
     LINE,
-    MUTED,
     ORANGE,
     PAPER,
     PURPLE,
+    RED,
     SKY,
-    STYLE,
+    WHITE,
     Plot,
     add_legend,
     clipped,
@@ -37,37 +38,24 @@ from layerskip.analysis.canvas import (
     new_figure,
     note_at_the_side,
 )
-from layerskip.analysis.runs import Run, rounds_of
+from layerskip.analysis.runs import Run
 
 WITH_INTERVAL = "{speedup:.2f} ({low:.2f} to {high:.2f})"
-HATCHES = {"prefill": "", "draft": "///", "verify": "\\\\\\", "other": "xxx", "rest": ""}
+PHASES = {
+    "prefill": ("prefill", SKY, ""),
+    "draft": ("drafting", ORANGE, "///"),
+    "verify": ("verifying", BLUE, "\\\\\\"),
+    "other": ("accepting and other", PURPLE, "xxx"),
+    "rest": ("not told apart", LINE, ""),
+}
+"""How a phase looks: its word, colour and hatch."""
 
 
 def run_plots(run: Run) -> list[Plot]:
     """All plots of one run that its records have data for."""
-    drawn: list[Plot | None] = []
-    with mpl.rc_context(STYLE):
-        drawn += [speedups(run, batch_size) for batch_size in run.batch_sizes]
-        makers: Sequence[Callable[[Run], Plot | None]] = (
-            phases,
-            model_plots.forecasts,
-            model_plots.surface,
-            model_plots.what_if,
-            model_plots.calibration,
-            model_plots.skip_map,
-            draft_lengths,
-        )
-        drawn += [maker(run) for maker in makers]
+    drawn = [speedups(run, batch_size) for batch_size in run.batch_sizes]
+    drawn += [maker(run) for maker in (phases, forecasts, surface, what_if, skip_map)]
     return [plot for plot in drawn if plot is not None]
-
-
-def overview_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Plots over several runs; none for one."""
-    if len(runs) < 2:
-        return []
-    with mpl.rc_context(STYLE):
-        plot = overview(runs)
-    return [] if plot is None else [plot]
 
 
 def speedups(run: Run, batch_size: int) -> Plot | None:
@@ -90,16 +78,16 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
     )
 
 
-def overview(runs: Sequence[Run]) -> Plot | None:
-    """Every run's methods over its baseline, all prompts, at the smallest batch size."""
-    table = _over_baseline(tables.comparison(list(runs)))
+def overview_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Methods over their runs' baselines, all prompts, at the smallest batch size."""
+    table = _over_baseline(tables.comparison(runs))
     table = table.groupby(["run", "method"], sort=False).head(1)
     if not len(table):
-        return None
+        return []
     figure, axes = _in_groups(table, "run", "method")
     axes.set_xlabel("times as fast as the baseline")
     alt = f"Speed relative to each run's baseline. {_in_words(table, 'run', 'method')}."
-    return Plot("overview", "All runs side by side", alt, figure)
+    return [Plot("overview", "All runs side by side", alt, figure)]
 
 
 def _over_baseline(table: pd.DataFrame) -> pd.DataFrame:
@@ -149,29 +137,20 @@ def _in_groups(table: pd.DataFrame, group: str, series: str) -> tuple[Figure, Ax
     return figure, axes
 
 
-def phases(run: Run) -> Plot | None:
+def phases(run: Run) -> Plot:
     """Where a token's time goes, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
     figure, axes = new_figure(1.3 + 0.38 * len(table))
-    labels = {
-        "prefill": "prefill",
-        "draft": "drafting",
-        "verify": "verifying",
-        "other": "accepting and other",
-        "rest": "not told apart",
-    }
-    colours = dict(zip(labels, (SKY, ORANGE, BLUE, PURPLE, LINE), strict=True))
     places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
-    for phase, label in labels.items():
+    for phase, (word, colour, hatch) in PHASES.items():
         values = table[phase].fillna(0.0).to_numpy()
-        if not values.any():
-            continue
-        axes.barh(
-            places, values, left=left, label=label, color=colours[phase],
-            hatch=HATCHES[phase], edgecolor=INK, linewidth=0.5,
-        )  # fmt: skip
+        if values.any():
+            axes.barh(
+                places, values, left=left, label=word, color=colour, hatch=hatch, edgecolor=INK,
+                linewidth=0.5,
+            )  # fmt: skip
         left += values
     axes.set_yticks(places, [clipped(method, 30) for method in table["method"]])
     axes.invert_yaxis()
@@ -180,43 +159,101 @@ def phases(run: Run) -> Plot | None:
     add_legend(figure, axes)
     parts = []
     for _, row in table.iterrows():
-        known = [f"{labels[p]} {row[p]:.3g}" for p in labels if not pd.isna(row[p]) and row[p]]
+        known = [
+            f"{word} {row[phase]:.3g}" for phase, (word, *_) in PHASES.items() if row[phase] > 0
+        ]
         parts.append(f"{row['method']} {row['total']:.3g} ({', '.join(known)})")
     alt = f"Milliseconds per new token, by phase: {'; '.join(parts)}."
     return Plot("phases", "Where the time goes", alt, figure)
 
 
-def draft_lengths(run: Run) -> Plot | None:
-    """Tokens drafted and accepted, round by round, of one prompt's text."""
-    record = next(
-        (r for r in run.records if r["method"] in run.drafting[:1] and rounds_of(r)), None
+def forecasts(run: Run) -> Plot | None:
+    """Predicted against measured decode speedups."""
+    table = predictions.predictions(run)
+    if not len(table):
+        return None
+    table = table.rename(columns={"predicted": "forecast"})
+    return shared_plots.forecasts(
+        "predicted-measured", "Predicted and measured speedup", table, "method"
     )
-    if record is None:
+
+
+def surface(run: Run) -> Plot | None:
+    """Where drafts lie between the best speedups over (c, alpha), at the smallest batch size."""
+    table = predictions.predictions(run)
+    if len(table):
+        table = table[table["batch_size"] == run.batch_sizes[0]].dropna(subset=["alpha"])
+    if not len(table):
         return None
-    names = ("drafted", "accepted", "emitted")
-    first = {name: [row[:1] for row in record["rounds"][name]] for name in names}
-    rounds = rounds_of(record | {"rounds": first})
-    if not rounds:
-        return None
-    places = np.arange(1, len(rounds) + 1)
-    drafted = np.array([r.drafted for r in rounds])
-    accepted = np.array([r.accepted for r in rounds])
-    figure, axes = new_figure(2.7)
-    axes.bar(places, drafted, width=0.85, facecolor=PAPER, edgecolor=MUTED, hatch="////",
-             linewidth=0.5, label="drafted")  # fmt: skip
-    axes.bar(places, accepted, width=0.85, color=BLUE, label="of them accepted")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, len(rounds) + 1)
-    axes.set_ylim(0, max(1, drafted.max()) * 1.08)
-    axes.grid(axis="x", visible=False)
-    axes.set_xlabel("round")
-    axes.set_ylabel("tokens")
+    whole = table[table["category"] == tables.ALL]
+    costs = run.cost_table(whole["method"].iloc[0], run.batch_sizes[0])
+    assert costs is not None  # there is no prediction without
+    figure, axes = new_figure(4.4)
+    axes.set_xlim(0, max(1.0, table["draft_cost"].max()) * 1.02)
+    axes.set_ylim(0, 1)
+    shared_plots.equal_speedups(axes, costs, predictions.LONGEST)
+    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
+        for part, size in ((rows, 4), (rows[rows["category"] == tables.ALL], 9)):
+            axes.plot(
+                part["draft_cost"], part["alpha"], marker_of(number), color=colour_of(number),
+                markersize=size, clip_on=False, label=str(method) if size > 4 else None,
+            )  # fmt: skip
+    shared_plots.name_plane(axes)
     add_legend(figure, axes)
-    prompt = clipped(str(record["prompts"][0]), 40)
-    alt = (
-        f"{record['method']} on prompt {prompt}: {len(rounds)} rounds drafted {drafted.mean():.1f} "
-        f"tokens on average ({drafted.min()} to {drafted.max()}), {accepted.mean():.1f} accepted; "
-        f"{(drafted == 0).sum()} rounds drafted nothing."
+    form = (
+        "{method} lies at c {draft_cost:.2f}, alpha {alpha:.2f}: measured {measured:.2f}, best "
+        "fixed length {best_length:.0f} by formula {best_formula:.2f}, bound {bound:.1f}"
     )
-    return Plot("draft-length", f"Draft length over time, prompt {prompt}", alt, figure)
+    words = listed(whole, form, "; ")
+    alt = f"Curves of the best speedup a fixed draft length can give. {words}."
+    return Plot("surface", "Cost and acceptance (small: kinds of prompts)", alt, figure)
+
+
+def what_if(run: Run) -> Plot | None:
+    """Speedup by exit and draft length, at each cell's best threshold."""
+    table = predictions.what_if(run)
+    if len(table):
+        table = table[table["trace"] == 0].dropna(subset=["speedup"])
+    if not len(table):
+        return None
+    cells = table.pivot_table(index="exit", columns="draft_length", values="speedup", aggfunc="max")
+    values = cells.to_numpy()
+    figure, axes = new_figure(1.5 + 0.27 * len(cells))
+    mesh = axes.pcolormesh(values, cmap="cividis", edgecolors=PAPER, linewidth=0.8)
+    for (i, j), value in np.ndenumerate(values):
+        shade = mpl.colors.rgb_to_hsv(mesh.cmap(mesh.norm(value))[:3])[2]
+        colour = BLACK if shade > 0.55 else WHITE
+        middle = (j + 0.5, i + 0.5)
+        axes.text(*middle, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=colour)
+    i, j = (int(n) for n in np.unravel_index(np.nanargmax(values), values.shape))
+    axes.add_patch(Rectangle((j, i), 1, 1, fill=False, edgecolor=RED, linewidth=2.5))
+    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, [f"{n:g}" for n in cells.columns])
+    axes.set_yticks(np.arange(len(cells)) + 0.5, [f"{n:g}" for n in cells.index])
+    axes.grid(visible=False)
+    axes.set_xlabel("most tokens drafted in a round (at its best threshold)")
+    axes.set_ylabel("exit after layer")
+    best = table.loc[table["speedup"].idxmax()]
+    by_exit = (f"exit {e} {row.max():.2f}" for e, row in cells.iterrows())
+    alt = (
+        f"Priced speedup by exit layer and draft length. Best: exit {best['exit']:.0f}, length "
+        f"{best['draft_length']:.0f}, threshold {best['threshold']:g}, {best['speedup']:.2f} "
+        f"(boxed). Best by exit: {', '.join(by_exit)}."
+    )
+    return Plot("what-if", "What if: priced speedup by exit and draft length", alt, figure)
+
+
+def skip_map(run: Run) -> Plot | None:
+    """What the skip configs leave out, with the best speedup of the methods that have them."""
+    table = tables.speedup(run)
+    table = table[(table["over"] == run.baseline) & (table["category"] == tables.ALL)]
+    fastest = table.groupby("method")["speedup"].max()
+    owners: dict[str, list[str]] = {}
+    for method in run.drafting:
+        owners.setdefault(str(run.methods[method]["skipped"]), []).append(method)
+    rows = [
+        (", ".join(names), run.methods[names[0]]["skipped"], fastest.reindex(names).max())
+        for names in owners.values()
+    ]
+    if not rows:
+        return None
+    return shared_plots.skip_map("skip-map", rows, run.num_layers, told=len(rows))

@@ -161,45 +161,6 @@ def _formula(run: Run, method: str, alpha: float, costs: CostTable) -> dict[str,
     return found
 
 
-def controllers(run: Run) -> pd.DataFrame:
-    """Drafting methods with the same skip config, their counted rounds priced with one cost table.
-
-    The table is that of the first of them, so that no clock noise stands between controllers.
-    Columns: `speedup` (plain steps / priced steps, all prompts), `of_best_fixed` (over the best of
-    the fixed draft lengths that were run, NaN without any), `mean_draft_length`, `alpha`.
-    """
-    rows = []
-    groups: dict[str, list[str]] = defaultdict(list)
-    for method in run.drafting:
-        groups[str(run.methods[method]["skipped"])].append(method)
-    for batch_size in run.batch_sizes:
-        for members in groups.values():
-            tables = [run.cost_table(method, batch_size) for method in members]
-            costs = next((table for table in tables if table is not None), None)
-            if costs is None:
-                continue
-            group = []
-            for method in members:
-                units = price(run, method, batch_size, costs)
-                if not units:
-                    continue
-                found = acceptance_of(r for unit in units.values() for r in unit.rounds)
-                group.append(
-                    {
-                        "batch_size": batch_size,
-                        "method": method,
-                        "controller": run.methods[method]["controller"],
-                        "speedup": len(units) / sum(unit.rate for unit in units.values()),
-                        "mean_draft_length": found["mean_draft_length"],
-                        "alpha": found["alpha"],
-                    }
-                )
-            fixed = [row["speedup"] for row in group if row["controller"] == "fixed"]
-            best = max(fixed, default=float("nan"))
-            rows += [row | {"of_best_fixed": row["speedup"] / best} for row in group]
-    return pd.DataFrame(rows)
-
-
 def exit_costs(run: Run, layer: int) -> tuple[CostTable, str] | None:
     """Costs of an early exit at batch size 1, and where they come from; None where unknown.
 

@@ -38,9 +38,6 @@ from layerskip.files.writing import replace_folder
 MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
 
-TEXTS = 3  # prompts whose texts are shown, where the run kept them
-LONGEST_TEXT = 4000  # characters of them
-
 TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
     "speedup": tables.speedup,
     "losslessness": tables.losslessness,
@@ -48,18 +45,12 @@ TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
     "positions": tables.positions,
     "phases": tables.phases,
     "predictions": predictions.predictions,
-    "controllers": predictions.controllers,
     "repetition": tables.repetition,
     "exits": tables.exits,
     "what-if": predictions.what_if,
-    "calibration": tables.calibration,
-    "sublayers": tables.sublayers,
 }
-NOT_ON_THE_PAGE = ("calibration", "sublayers")  # their plots are
-
 SEARCH_TABLES: dict[str, Callable[[Search], pd.DataFrame]] = {
     "search-finalists": search_tables.finalists,
-    "search-origins": search_tables.origins,
     "search-sublayers": search_tables.sublayers,
     "search-trials": search_tables.trials,
 }
@@ -88,7 +79,7 @@ def write_report(
     """
     runs, searches = _load([Path(file) for file in files])
     output = Path(output)
-    _check_output(output, files)
+    _check_output(output)
     verdicts = [*map(verdict.judge, runs), *map(search_verdict.judge, searches)]
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +87,12 @@ def write_report(
             prefix=f".{output.name}.", dir=output.absolute().parent
         ) as folder:
             built = Path(folder) / "report"
-            _build(runs, searches, verdicts, [str(file) for file in files], built, progress)
+            with mpl.rc_context(STYLE):
+                sections = _Builder(built, len(files), progress).sections(runs, searches, verdicts)
+            title = "Self-speculative decoding" if len(files) > 1 else sections[0].title
+            _write(built / "index.html", page(title, sections, [str(file) for file in files]))
+            own = sorted(str(p.relative_to(built)) for p in built.rglob("*") if p.is_file())
+            _write(built / MARK, json.dumps({"files": own}, indent=0) + "\n")
             replace_folder(built, output)
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
@@ -116,96 +112,67 @@ def _load(files: Sequence[Path]) -> tuple[list[Run], list[Search]]:
     return load_runs([file for file in files if file not in searches]), load_searches(searches)
 
 
-def _build(
-    runs: Sequence[Run],
-    searches: Sequence[Search],
-    verdicts: Sequence[verdict.Verdict],
-    files: Sequence[str],
-    folder: Path,
-    progress: Callable[[str], None],
-) -> None:
-    (folder / "tables").mkdir(parents=True)
-    (folder / "plots").mkdir()
+class _Builder:
+    """Writes the tables and plots of a report, and collects the sections of its page."""
 
-    def pictures(drawn: Iterable[Plot], of: Run | Search | None = None) -> list[Picture]:
-        prefix = f"{of.slug}-" if of is not None and len(runs) + len(searches) > 1 else ""
-        return [_draw(plot, prefix, folder, progress) for plot in drawn]
+    def __init__(self, folder: Path, subjects: int, progress: Callable[[str], None]) -> None:
+        self.folder, self.subjects, self.progress = folder, subjects, progress
+        (folder / "tables").mkdir(parents=True)
+        (folder / "plots").mkdir()
 
-    sections = []
-    if len(runs) > 1:
-        everything = [
-            Table("comparison", tables.comparison(list(runs))),
-            Table("repeatability", tables.repeatability(list(runs))),
-        ]
-        for table in everything:
-            _write_table(table, folder)
-        drawn = pictures(plots.overview_plots(runs))
-        sections.append(Section("All runs", "all-runs", {}, None, drawn, everything))
-    for number, (run, judged) in enumerate(zip(runs, verdicts, strict=False), 1):
-        progress(f"drawing {run.label}")
-        own = [
-            Table(name, make(run)) for name, make in TABLES.items() if name not in NOT_ON_THE_PAGE
-        ]
-        sections.append(
-            Section(
-                title=run.label,
-                slug=f"run-{number}",
-                facts=_facts(run),
-                verdict=judged,
-                pictures=pictures(plots.run_plots(run), run),
-                tables=own,
-                texts=_texts(run),
-            )
+    def sections(
+        self,
+        runs: Sequence[Run],
+        searches: Sequence[Search],
+        verdicts: Sequence[verdict.Verdict],
+    ) -> list[Section]:
+        made = []
+        if len(runs) > 1:
+            table = Table("comparison", tables.comparison(runs))
+            self.write(table)
+            pictures = self.pictures(plots.overview_plots(runs))
+            made.append(Section("All runs", "all-runs", {}, None, pictures, [table]))
+        for number, (run, judged) in enumerate(zip(runs, verdicts, strict=False), 1):
+            shown = [Table(name, make(run)) for name, make in TABLES.items()]
+            pictures = self.pictures(plots.run_plots(run), run)
+            facts = _facts(run)
+            made.append(Section(run.label, f"run-{number}", facts, judged, pictures, shown))
+        for number, (search, judged) in enumerate(
+            zip(searches, verdicts[len(runs) :], strict=True), 1
+        ):
+            makers = SEARCH_TABLES | {"search-trials": _best_trials}
+            shown = [Table(name, make(search)) for name, make in makers.items()]
+            pictures = self.pictures(search_plots(search), search)
+            facts = _search_facts(search)
+            made.append(Section(search.label, f"search-{number}", facts, judged, pictures, shown))
+        for name, make in TABLES.items() if runs else ():
+            self.write(Table(name, tables.together(runs, make)))
+        for name, make_own in SEARCH_TABLES.items() if searches else ():
+            self.write(Table(name, tables.together(searches, make_own, "search")))
+        return made
+
+    def write(self, table: Table) -> None:
+        table.frame.to_csv(
+            self.folder / "tables" / f"{table.name}.csv", index=False, errors="backslashreplace"
         )
-    for number, (search, judged) in enumerate(zip(searches, verdicts[len(runs) :], strict=True), 1):
-        progress(f"drawing {search.label}")
-        shown = SEARCH_TABLES | {"search-trials": lambda s: search_tables.best_trials(s, TRIALS)}
-        sections.append(
-            Section(
-                title=search.label,
-                slug=f"search-{number}",
-                facts=_search_facts(search),
-                verdict=judged,
-                pictures=pictures(search_plots(search), search),
-                tables=[Table(name, make(search)) for name, make in shown.items()],
-            )
-        )
-    for name, make in TABLES.items() if runs else ():
-        _write_table(Table(name, tables.together(runs, make)), folder)
-    for name, make_own in SEARCH_TABLES.items() if searches else ():
-        _write_table(Table(name, tables.together(searches, make_own, "search")), folder)
-    title = _title(runs, searches)
-    _write(folder / "index.html", page(title, sections, files))
-    own_files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    _write(folder / MARK, json.dumps({"files": own_files}, indent=0) + "\n")
+
+    def pictures(self, drawn: Iterable[Plot], of: Run | Search | None = None) -> list[Picture]:
+        """Save plots as SVG; nothing in the files depends on when they were made."""
+        prefix = f"{of.slug}-" if of is not None and self.subjects > 1 else ""
+        made = []
+        for plot in drawn:
+            self.progress(f"drawing {plot.title}")
+            drawing = io.StringIO()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Glyph")  # in scripts the font lacks
+                plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
+            _write(self.folder / "plots" / f"{prefix}{plot.name}.svg", drawing.getvalue())
+            made.append(Picture(plot.title, plot.alt, drawing.getvalue()))
+        return made
 
 
-def _title(runs: Sequence[Run], searches: Sequence[Search]) -> str:
-    if not searches:
-        words = "Self-speculative decoding, measured"
-        return words if len(runs) > 1 else f"{words}: {runs[0].label}"
-    if runs:
-        return "Self-speculative decoding, searched and measured"
-    words = "Which sublayers to skip"
-    return words if len(searches) > 1 else f"{searches[0].label}: {words.lower()}"
-
-
-def _draw(plot: Plot, prefix: str, folder: Path, progress: Callable[[str], None]) -> Picture:
-    """Save a plot as SVG; nothing in the file depends on when it was made."""
-    progress(f"drawing {plot.title}")
-    drawing = io.StringIO()
-    with mpl.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # names in scripts the font lacks
-        plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
-    svg = drawing.getvalue()
-    _write(folder / "plots" / f"{prefix}{plot.name}.svg", svg)
-    return Picture(plot.title, plot.alt, svg)
-
-
-def _write_table(table: Table, folder: Path) -> None:
-    table.frame.to_csv(
-        folder / "tables" / f"{table.name}.csv", index=False, errors="backslashreplace"
-    )
+def _best_trials(search: Search) -> pd.DataFrame:
+    return search_tables.best_trials(search, TRIALS)
 
 
 def _write(path: Path, text: str) -> None:
@@ -223,7 +190,6 @@ def _facts(run: Run) -> dict[str, str]:
         f"{prompts['count']} ({prompts.get('name') or 'unnamed'}), {header['repeats']} repeats "
         f"after {header['warmup']} for warming up"
     )
-    facts["Measured"] = f"{header['created']}, {_code(header['environment'])}"
     for method in run.drafting:
         costs = run.cost_table(method, run.batch_sizes[0])
         if costs is not None:
@@ -238,77 +204,45 @@ def _search_facts(search: Search) -> dict[str, str]:
     prompts, space, trace, study = (
         document[name] for name in ("prompts", "space", "trace", "study")
     )
-    ends = "" if space["kind"] == "exit" else f", ends {'free' if space['allow_ends'] else 'kept'}"
+    ends = "free" if space["allow_ends"] else "kept"
     budget = "" if space["budget"] is None else f", at most {space['budget']} sublayers left out"
     storage = "memory" if study["storage"] is None else redacted(study["storage"])
-    took = {
-        "trace": "trace",
-        "cost": "costs",
-        "trials": "trials",
-        "confirm": "timing the finalists",
-    }
-    seconds = document["seconds"]
-    facts = _setting(document)
-    facts["Prompts"] = (
-        f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
-        f"{len(prompts['held_out'])} held out"
-    )
-    facts["Space"] = (
-        f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} sets"
-        f"{ends}{budget}"
-    )
-    facts["Trace"] = (
-        f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
+    seconds = ", ".join(f"{k} {v:.0f}" for k, v in document["seconds"].items() if v is not None)
+    return _setting(document) | {
+        "Prompts": f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
+        f"{len(prompts['held_out'])} held out",
+        "Space": f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} "
+        f"sets, ends {ends}{budget}",
+        "Trace": f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
         f"{trace['draft_length']} tokens; a plain step costs "
-        f"{1000 * document['step_seconds']:.3g} ms"
-    )
-    facts["Study"] = f"{study['name']} in {storage}"
-    facts["Seconds"] = ", ".join(
-        f"{words} {seconds[name]:.0f}" for name, words in took.items() if seconds[name] is not None
-    )
-    facts["Searched"] = f"{document['created']}, {_code(document['environment'])}"
-    return facts
+        f"{1000 * document['step_seconds']:.3g} ms",
+        "Study": f"{study['name']} in {storage}",
+        "Seconds": seconds,
+    }
 
 
 def _setting(header: Mapping[str, Any]) -> dict[str, str]:
-    """Model, law and machine, of runs and searches alike."""
-    model = header["model"]
-    devices = [str(device.get("name")) for device in header["environment"].get("devices") or []]
-    cpu = header["environment"].get("cpu") or {}
-    machine = ", ".join([*devices, str(cpu.get("model") or "unknown processor")])
+    """Model, law, machine and code, of runs and searches alike."""
+    model, environment = header["model"], header["environment"]
+    devices = [str(device.get("name")) for device in environment.get("devices") or []]
+    cpu = (environment.get("cpu") or {}).get("model") or "unknown processor"
+    git = environment.get("git") or {}
+    packages = environment.get("packages") or {}
+    code = {"layerskip": environment.get("layerskip"), "revision": git.get("revision")} | {
+        name: packages.get(name) for name in ("torch", "transformers")
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in code.items() if version)
     return {
         "Model": f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
         f"{model['parameters'] / 1e6:,.1f} M parameters",
         "Law": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
-        "Machine": f"{machine}; {machine_words(header)}",
+        "Machine": f"{', '.join([*devices, str(cpu)])}; {machine_words(header)}",
+        "Made": f"{header['created']}, {versions}{', code changed' if git.get('dirty') else ''}",
     }
 
 
-def _code(environment: dict[str, Any]) -> str:
-    packages = environment.get("packages") or {}
-    words = f"layerskip {environment.get('layerskip')}"
-    git = environment.get("git")
-    if git:
-        words += f" ({str(git['revision'])[:10]}{', changed' if git['dirty'] else ''})"
-    known = [f"{n} {packages[n]}" for n in ("torch", "transformers") if packages.get(n)]
-    return ", ".join([words, *known])
-
-
-def _texts(run: Run) -> list[tuple[str, str, str]]:
-    """A few prompts and what followed, of the last drafting method, where the run kept them."""
-    method = (run.drafting or [run.baseline])[-1]
-    found: dict[str, tuple[str, str, str]] = {}
-    for record in run.records:
-        if record["method"] != method or not record.get("texts"):
-            continue
-        prompts = record.get("prompt_texts") or [""] * len(record["texts"])
-        for name, prompt, text in zip(record["prompts"], prompts, record["texts"], strict=False):
-            found.setdefault(name, (name, prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]))
-    return list(found.values())[:TEXTS]
-
-
-def _check_output(output: Path, files: Sequence[Path]) -> None:
-    """Refuse what may not be replaced: files, foreign folders, and folders with the input."""
+def _check_output(output: Path) -> None:
+    """Refuse what may not be replaced: files, and folders with what no report put there."""
     if not output.exists():
         return
     if not output.is_dir() or output.is_symlink():

@@ -154,33 +154,6 @@ def best_trials(search: Search, count: int) -> pd.DataFrame:
     return frame.sort_values(["score", "number"], ascending=[False, True]).head(count)
 
 
-def origins(search: Search) -> pd.DataFrame:
-    """By kind of origin: `trials` and their `share`, `failed`, `copies`, `best` score and its
-    `best_trial`, and how many `finalists` came from there."""
-    frame = search.trials
-    chosen = frame[frame["number"].isin([f["trial"] for f in search.finalists])]
-    rows = []
-    for kind, words in ORIGINS.items():
-        own = frame[frame["kind"] == kind]
-        if not len(own):
-            continue
-        known = own.dropna(subset=["score"])
-        best = known.loc[known["score"].idxmax()] if len(known) else None
-        rows.append(
-            {
-                "kind": words,
-                "trials": len(own),
-                "share": len(own) / len(frame),
-                "failed": int((own["state"] != "complete").sum()),
-                "copies": int(own["copy_of"].notna().sum()),
-                "best": float("nan") if best is None else best["score"],
-                "best_trial": float("nan") if best is None else best["number"],
-                "finalists": int((chosen["kind"] == kind).sum()),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
 def finalists(search: Search) -> pd.DataFrame:
     """The finalists in the file's order: priced, and measured where they were.
 

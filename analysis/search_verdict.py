@@ -12,98 +12,97 @@ from typing import Any
 import pandas as pd
 
 from layerskip.analysis import search_tables
-from layerskip.analysis.runs import count_words, law_words, machine_words
+from layerskip.analysis.runs import count_words
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search
-from layerskip.analysis.verdict import FEW_PROMPTS, LOW_BOUND, MOST_ADVICE, WIDE, Verdict
+from layerskip.analysis.verdict import (
+    FEW_PROMPTS,
+    MOST_ADVICE,
+    WIDE,
+    Verdict,
+    faults_of,
+    interval,
+    setting,
+)
 
 LATE = 0.8  # share of the trials after which a new best says that more would be found
 LEARNED = 0.95  # held-out over traced price, under which a set was fitted to its prompts
+TIME_THEM = "Time the finalists before you rely on a price."
 
 
 def judge(search: Search) -> Verdict:
     """The verdict on a search: its winner, or why there is none."""
-    verdict = Verdict(search.label)
     table = search_tables.finalists(search)
-    timed = table[table["measured"].notna()] if len(table) else table
-    for _, row in timed.iterrows():
-        if row["faults"]:
-            verdict.faults.append(
-                f"FAULT: {row['faults']:.0f} of {row['compared']:.0f} texts of {row['name']} "
-                "differ from plain decoding's by more than rounding can explain: its speed means "
-                "nothing; run `layerskip check`."
-            )
+    verdict = Verdict(search.label, faults_of(table, "name"))
     winner = _named(table, search.document["winner"])
     if winner is None:
-        verdict.result.append(_nothing(search, table, timed))
+        verdict.result.append(_nothing(search, table))
         verdict.reasons.append(
             f"No set of this space can be more than {search.document['bound']:.1f} times as fast "
             "as plain decoding (1/c of its cheapest draft)."
         )
-        verdict.advice += _without_winner(search, table, timed)[:MOST_ADVICE]
+        advice = _without_winner(table)
     else:
-        verdict.result += _found(search, winner, table, len(timed))
+        verdict.result += _found(search, winner, table)
         verdict.reasons.append(_limit(winner))
-        verdict.advice += _with_winner(search, winner, table, verdict)[:MOST_ADVICE]
+        advice = _with_winner(search, winner, table, faulty=bool(verdict.faults))
     verdict.reasons.append(_trials(search, winner))
+    verdict.advice += [*advice, *_more_trials(search)][:MOST_ADVICE]
     return verdict
 
 
-def _found(search: Search, winner: Any, table: pd.DataFrame, candidates: int) -> list[str]:
+def _found(search: Search, winner: Any, table: pd.DataFrame) -> list[str]:
     """What the winner is worth, and the best early exit beside it."""
-    document = search.document
-    what = (
+    doubt = ", but it is not distinguishable from plain decoding" if winner["low"] <= 1 else ""
+    said = [
         f"The search found {winner['name']}, a draft that leaves out {winner['left_out']} of "
-        f"{2 * search.num_layers} sublayers of {document['model']['name']}"
-    )
-    if math.isnan(winner["measured"]):
-        said = (
-            f"{what}. It is priced at {winner['forecast']:.2f} times plain decoding "
-            f"({_where(search)}); it has not been timed."
+        f"{2 * search.num_layers} sublayers of {search.document['model']['name']}{doubt} "
+        f"({setting(search.document)}): it {_speed(winner)}."
+    ]
+    best = _named(table, search.document["best_exit"])
+    if best is not None and search.document["space"]["kind"] != "exit":
+        said.append(
+            "It is an early exit: no other set of sublayers did better."
+            if best["name"] == winner["name"]
+            else f"The best early exit, {best['name']}, {_speed(best)}."
         )
-    else:
-        fastest = f"the fastest of {candidates} timed, " if candidates > 1 else ""
-        doubt = ", but it is not distinguishable from plain decoding" if winner["low"] <= 1 else ""
-        said = (
-            f"{what}{doubt}: on the clock it was {winner['measured']:.2f} times as fast as plain "
-            f"decoding ({_interval(winner)}, {fastest}{_plural(int(winner['prompts']), 'prompt')}; "
-            f"{_where(search)})."
-        )
-    best = _named(table, document["best_exit"])
-    if best is None or document["space"]["kind"] == "exit":
-        return [said]
-    if best["name"] == winner["name"]:
-        return [said, "It is an early exit: no other set of sublayers did better."]
-    if math.isnan(best["measured"]) or math.isnan(winner["measured"]):
-        speed = f"is priced at {best['forecast']:.2f}"
-    else:
-        speed = f"was {best['measured']:.2f} times as fast ({_interval(best)})"
-    return [said, f"The best early exit, {best['name']}, {speed}."]
+    return said
 
 
-def _nothing(search: Search, table: pd.DataFrame, timed: pd.DataFrame) -> str:
-    name, where = search.document["model"]["name"], _where(search)
+def _nothing(search: Search, table: pd.DataFrame) -> str:
+    timed = table[table["measured"].notna()] if len(table) else table
+    where = f"{search.document['model']['name']} ({setting(search.document)})"
     if len(timed):
         best = timed.loc[timed["measured"].idxmax()]
         clearly = " clearly" if best["measured"] > 1 else ""
         return (
-            f"Nothing{clearly} beat plain decoding of {name} on the clock ({where}): the fastest "
-            f"of {len(timed)} finalists, {best['name']}, was {best['measured']:.2f} times as fast "
-            f"({_interval(best)}), where its price promised {best['forecast']:.2f}."
+            f"Nothing{clearly} beat plain decoding of {where}: the fastest of {len(timed)} "
+            f"finalists, {best['name']}, {_speed(best)}, where its price promised "
+            f"{best['forecast']:.2f}."
         )
-    if len(table) and table["forecast"].max() > PAYS:
+    if _priced(table):
         best = table.loc[table["forecast"].idxmax()]
         return (
-            f"The search names no winner for {name} ({where}): its finalists have not been timed. "
-            f"The best by price is {best['name']}, at {best['forecast']:.2f} times plain decoding."
+            f"The search names no winner for {where}: its finalists have not been timed. The best "
+            f"by price, {best['name']}, {_speed(best)}."
         )
-    return f"Nothing beat plain decoding of {name} ({where}): no draft is priced above it."
+    return f"Nothing beat plain decoding of {where}: no draft is priced above it."
+
+
+def _speed(row: Any) -> str:
+    """How fast a finalist was, or by its price should be."""
+    if math.isnan(row["measured"]):
+        return f"is priced at {row['forecast']:.2f} times plain decoding and has not been timed"
+    return (
+        f"was {row['measured']:.2f} times as fast as plain decoding on the clock "
+        f"({interval(row)}, n = {row['prompts']:.0f})"
+    )
 
 
 def _limit(winner: Any) -> str:
     accepted = "" if math.isnan(winner["alpha"]) else f", accepted with alpha {winner['alpha']:.2f}"
-    price = f"{winner['predicted']:.2f} on the traced prompts" + (
-        "" if math.isnan(winner["held_out"]) else f", {winner['held_out']:.2f} on others"
-    )
+    price = f"{winner['predicted']:.2f} on the traced prompts"
+    if not math.isnan(winner["held_out"]):
+        price += f", {winner['held_out']:.2f} on others"
     return (
         f"Its draft step costs c = {winner['draft_cost']:.2f} target steps (bound "
         f"{winner['bound']:.1f}){accepted}; its price promised {price}."
@@ -112,27 +111,25 @@ def _limit(winner: Any) -> str:
 
 def _trials(search: Search, winner: Any) -> str:
     table = search.trials
-    if not len(table):
-        return "The search holds no trials."
     space, failed = search.document["space"], int((table["state"] != "complete").sum())
     came = "" if winner is None else f"; the winner came from the {ORIGINS[winner['kind']]}"
     return (
-        f"{_plural(len(table), 'trial')}{f' ({failed} failed)' if failed else ''} in the "
-        f"{space['kind']} space of {count_words(space['size'])} sets{came}."
+        f"Trials: {len(table)}{f' ({failed} failed)' if failed else ''}, in the {space['kind']} "
+        f"space of {count_words(space['size'])} sets{came}."
     )
 
 
-def _with_winner(search: Search, winner: Any, table: pd.DataFrame, verdict: Verdict) -> list[str]:
+def _with_winner(search: Search, winner: Any, table: pd.DataFrame, faulty: bool) -> list[str]:
     """What to do with a winner, what matters most first."""
     if math.isnan(winner["measured"]):
-        return ["Time the finalists before you rely on a price.", *_more_trials(search)]
+        return [TIME_THEM]
     advice = []
     if winner["held_out"] < LEARNED * winner["predicted"]:
         advice.append(
             "The winner is priced lower on held-out prompts than on those it was found on: search "
             "with more prompts."
         )
-    if not verdict.faults and not winner["low"] <= 1:
+    if not faulty and not winner["low"] <= 1:
         advice.append(
             "Give the search's skip.json to --skip, or put it beside the checkpoint as "
             "layerskip.json."
@@ -141,46 +138,24 @@ def _with_winner(search: Search, winner: Any, table: pd.DataFrame, verdict: Verd
     best = _named(table, search.document["best_exit"])
     if best is not None and best["name"] != winner["name"] and best["high"] >= winner["low"]:
         advice.append(f"The early exit {best['name']} may be as good, and is simpler.")
-    return advice + _more_trials(search)
+    return advice
 
 
-def _without_winner(search: Search, table: pd.DataFrame, timed: pd.DataFrame) -> list[str]:
-    priced = len(table) and table["forecast"].max() > PAYS
-    if priced and not len(timed):
-        return ["Time the finalists before you rely on a price.", *_more_trials(search)]
-    advice = ["Decode plainly (--no-draft) as long as no draft is faster."]
-    space = search.document["space"]
+def _without_winner(table: pd.DataFrame) -> list[str]:
+    timed = table[table["measured"].notna()] if len(table) else table
     if len(timed):
-        advice += _more_prompts(timed.loc[timed["measured"].idxmax()])
-    if search.document["bound"] < LOW_BOUND:
-        wider = [
-            *(["--space sublayer"] if space["kind"] != "sublayer" else []),
-            *(["--allow-ends"] if not space["allow_ends"] else []),
-            *(["no --budget"] if space["budget"] is not None else []),
-        ]
-        advice.append(
-            "The space holds no cheap draft: even perfect acceptance could hardly pay."
-            + (f" Search a wider one ({', '.join(wider)})." if wider else "")
-        )
-    more = _more_trials(search)
-    if not priced and not more and len(search.complete):
-        advice.append(
-            "These drafts are wrong too often for their price: take a checkpoint trained with "
-            "early exits."
-        )
-    return advice + more
+        best = timed.loc[timed["measured"].idxmax()]
+        return ["Decode plainly (--no-draft) as long as no draft is faster.", *_more_prompts(best)]
+    return [TIME_THEM] if _priced(table) else ["Decode plainly (--no-draft)."]
 
 
 def _more_prompts(timed: Any) -> list[str]:
     """Advice where a timed draft's interval leaves its gain open."""
     wide = timed["high"] - timed["low"] > WIDE * timed["measured"]
-    if math.isnan(timed["low"]):
-        return ["Time the finalists on more prompts: one leaves the interval unknown."]
-    if timed["high"] >= 1 and (wide or timed["prompts"] < FEW_PROMPTS or timed["low"] <= 1):
-        return [
-            f"Time the finalists on more prompts: {timed['prompts']:.0f} leave the interval "
-            f"{timed['low']:.2f} to {timed['high']:.2f}."
-        ]
+    open_ = timed["high"] >= 1 and (wide or timed["prompts"] < FEW_PROMPTS or timed["low"] <= 1)
+    if math.isnan(timed["low"]) or open_:
+        doubt = f"{timed['prompts']:.0f} leave doubt ({interval(timed)})"
+        return [f"Time the finalists on more prompts: {doubt}."]
     return []
 
 
@@ -198,22 +173,11 @@ def _more_trials(search: Search) -> list[str]:
     return []
 
 
+def _priced(table: pd.DataFrame) -> bool:
+    """Whether a finalist's price promises a gain."""
+    return bool(len(table) and table["forecast"].max() > PAYS)
+
+
 def _named(table: pd.DataFrame, name: str | None) -> Any:
     """A finalist's line by name; None where there is no such name."""
-    if name is None:
-        return None
-    return table[table["name"] == name].iloc[0]
-
-
-def _where(search: Search) -> str:
-    return f"{law_words(search.document['law'])}, {machine_words(search.document)}"
-
-
-def _interval(row: Any) -> str:
-    if math.isnan(row["low"]):
-        return "no interval"
-    return f"95% interval {row['low']:.2f} to {row['high']:.2f}"
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+    return None if name is None else table[table["name"] == name].iloc[0]

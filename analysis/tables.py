@@ -6,10 +6,9 @@ units (prompts at batch size 1) of the unit's median over repeats of seconds / n
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -242,26 +241,6 @@ def repetition(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def calibration(run: Run) -> pd.DataFrame:
-    """The traces' bins: mean confidence against the share of drafted tokens that matched."""
-    rows = [
-        {
-            "trace": number,
-            "exit": entry["exit"],
-            "low": bin_["low"],
-            "high": bin_["high"],
-            "tokens": bin_["count"],
-            "confidence": bin_["mean"],
-            "matched": _share(bin_["matched"], bin_["count"]),
-        }
-        for number, trace in enumerate(run.traces)
-        for entry in trace["exits"]
-        for bin_ in entry["confidence"]
-        if bin_["count"]
-    ]
-    return pd.DataFrame(rows)
-
-
 def exits(run: Run) -> pd.DataFrame:
     """The traces' exits: agreement, match under the law, and calibration error.
 
@@ -284,64 +263,12 @@ def exits(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def sublayers(run: Run) -> pd.DataFrame:
-    """Every drafting method's kept and skipped sublayers; `ms` of one token where measured."""
-    milliseconds: dict[tuple[str, int], float] = {}
-    for cost in run.costs[:1]:
-        one = cost["counts"].index(1)
-        for kind in ("attention", "mlp"):
-            by_context = [context[one] for context in cost[kind]]  # (contexts, layers)
-            for layer, seconds in enumerate(np.mean(by_context, axis=0)):
-                milliseconds[kind, layer] = 1000 * float(seconds)
-    rows = [
-        {
-            "method": method,
-            "layer": layer,
-            "sublayer": kind,
-            "kept": layer not in run.methods[method]["skipped"][kind],
-            "ms": milliseconds.get((kind, layer), float("nan")),
-        }
-        for method in run.drafting
-        for kind in ("attention", "mlp")
-        for layer in range(run.num_layers)
-    ]
-    return pd.DataFrame(rows)
-
-
-def comparison(runs: list[Run]) -> pd.DataFrame:
+def comparison(runs: Sequence[Run]) -> pd.DataFrame:
     """All runs' speedups over their baselines, all categories together, one below the other."""
     table = together(runs, speedup)
     baselines = table["run"].map({run.label: run.baseline for run in runs})
     wanted = (table["category"] == ALL) & (table["over"] == baselines)
     return table[wanted].reset_index(drop=True)
-
-
-def repeatability(runs: list[Run]) -> pd.DataFrame:
-    """Pairs of runs of the same thing: do the intervals of a method's speedup overlap?
-
-    The same thing: model hash, law, dtype, device, threads, execution and number of new tokens.
-    """
-    table = comparison(runs)
-    table = table[table["method"] != table["over"]].set_index(["batch_size", "method"])
-    rows = []
-    for first, second in itertools.combinations(runs, 2):
-        if _thing(first) != _thing(second):
-            continue
-        a, b = (table[table["run"] == run.label] for run in (first, second))
-        for batch_size, method in a.index.intersection(b.index):
-            x, y = (part.loc[(batch_size, method)] for part in (a, b))
-            rows.append(
-                {
-                    "run": first.label,
-                    "other_run": second.label,
-                    "batch_size": batch_size,
-                    "method": method,
-                    "speedup": x["speedup"],
-                    "other_speedup": y["speedup"],
-                    "overlap": bool(x["low"] <= y["high"] and y["low"] <= x["high"]),
-                }
-            )
-    return pd.DataFrame(rows)
 
 
 def together(
@@ -355,13 +282,6 @@ def together(
             frame.insert(0, column, thing.label)
             frames.append(frame)
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-
-def _thing(run: Run) -> tuple[Any, ...]:
-    header = run.header
-    law = tuple(sorted((k, v) for k, v in header["law"].items() if k != "seed"))
-    names = ("dtype", "device", "threads", "execution", "max_new_tokens")
-    return (header["model"]["hash"], law, *(header[name] for name in names))
 
 
 def _groups(run: Run, frame: pd.DataFrame) -> Iterable[tuple[tuple[int, str], pd.DataFrame]]:
