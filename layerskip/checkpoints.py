@@ -114,7 +114,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"prompt {prompt.id} holds chat messages, and this model's tokenizer has no chat "
-                "template; give plain text as prompt"
+                "template; give plain text as prompt, on the command line without --chat"
             )
         ids = tokenizer.apply_chat_template(
             list(prompt.messages), add_generation_prompt=True, return_dict=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -22,6 +22,12 @@ class Prompt:
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     category: str | None = None
+
+    def as_chat(self) -> Prompt:
+        """The same for a chat template: text is what a user says; messages stay as they are."""
+        if self.text is None:
+            return self
+        return replace(self, text=None, messages=({"role": "user", "content": self.text},))
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:

@@ -13,6 +13,8 @@ MADE = ("smollm2", "gemma3-270m")
 _SHELF = Path(__file__).parent / "models"
 SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
 """Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
+SPEC_BENCH = _SHELF / "spec-bench" / "prompts.jsonl"
+"""Questions of Spec-Bench, the first turns: four of each of nine categories."""
 
 
 def shipped(name: str) -> Path:

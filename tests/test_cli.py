@@ -178,6 +178,30 @@ def test_several_prompts(folder, tmp_path, expected):
     assert alone.stdout == sampled[1]["text"] + "\n"
 
 
+def test_what_a_user_says_goes_through_the_chat_template(tmp_path):
+    folder = save_checkpoint(tmp_path / "chatting")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %} w10"
+    tokenizer.save_pretrained(folder)
+    found = {
+        prompt: document(generate(folder, *DRAFT, "--json", *flags, prompt=prompt))["token_ids"]
+        for prompt, flags in ((PROMPT, ["--chat"]), (f"w9 {PROMPT} w10", []))
+    }
+    chat, text = found.values()
+    assert chat == text
+    assert chat != document(generate(folder, "--no-draft", "--json"))["token_ids"]
+
+
+@pytest.mark.parametrize("command", ["generate", "check", "benchmark", "search"])
+def test_chat_means_the_same_to_every_command(folder, tmp_path, command):
+    flags = ["--prompt-file" if command == "generate" else "--prompts", "spec-bench", "--chat"]
+    if command in ("benchmark", "search"):
+        flags += ["--output", tmp_path / "out"]
+    else:
+        flags += ["--exit-layer", 3]
+    assert "holds chat messages, and this model's tokenizer" in refused(command, folder, *flags)
+
+
 def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expected):
     decoding = DecodingOptions(controller="fixed", max_draft_length=2)
     path = save_skip(attention=(2, 3), mlp=(4,), decoding=decoding)

@@ -1,10 +1,13 @@
 """Prompt files: the forms they may take, and errors that name the line."""
 
 import json
+from collections import Counter
 
 import pytest
+from sample_prompts import main, sample
 
 from layerskip.prompts import Prompt, read_prompts
+from layerskip.shelf import SPEC_BENCH
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -95,3 +98,52 @@ def test_what_cannot_be_read_is_named(tmp_path):
     path.write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt are not UTF-8: .* at byte 3"):
         read_prompts(path)
+
+
+def test_text_becomes_what_a_user_says():
+    text = Prompt(id="a", text="Hello", category="talk")
+    said = ({"role": "user", "content": "Hello"},)
+    assert text.as_chat() == Prompt(id="a", messages=said, category="talk")
+    chat = Prompt(id="b", messages=tuple(CHAT))
+    assert chat.as_chat() == chat
+
+
+def test_the_shipped_sample_of_spec_bench():
+    prompts = read_prompts(SPEC_BENCH)
+    counts = Counter(prompt.category for prompt in prompts)
+    assert len(counts) == 9
+    assert set(counts.values()) == {4}
+    # the others may not be passed on
+    assert not counts.keys() & {"translation", "summarization", "qa", "rag"}
+    terms = (SPEC_BENCH.parent / "README.md").read_text()
+    assert all(f"`{category}`" in terms for category in counts)
+    assert "Copyright (c) 2021 OpenAI" in terms
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 10])
+def test_a_sample_is_spread_over_every_category(count):
+    prompts = [
+        Prompt(id=f"{name}{n}", text="x", category=name)
+        for name, size in (("a", 10), ("b", 3))
+        for n in range(size)
+    ]
+    found = [prompt.id for prompt in sample(prompts, count)]
+    places = {1: "0", 3: "036", 4: "0257", 10: "0123456789"}[count]
+    few = "012" if count >= 3 else "0"
+    assert found == [*(f"a{n}" for n in places), *(f"b{n}" for n in few)]
+    assert {prompt.category for prompt in sample(prompts, count, ["b"])} == {"b"}
+
+
+def test_a_sample_is_a_prompt_file(tmp_path, capsys):
+    rows = [{"question_id": n, "category": "qa", "turns": [f"Q {n}?", "And?"]} for n in range(8)]
+    given = write(tmp_path / "question.jsonl", *rows, {"messages": CHAT, "category": "talk"})
+    main([str(given), "--per-category", "2", "--output", str(tmp_path / "sample.jsonl")])
+    assert read_prompts(tmp_path / "sample.jsonl") == [
+        Prompt(id="0", text="Q 0?", category="qa"),
+        Prompt(id="4", text="Q 4?", category="qa"),
+        Prompt(id="9", messages=tuple(CHAT), category="talk"),
+    ]
+    with pytest.raises(SystemExit) as end:
+        main([str(given), "--category", "rag", "--output", str(tmp_path / "none.jsonl")])
+    assert end.value.code == 2
+    assert "a category must be one of qa, talk, got 'rag'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import typer
 
 from layerskip.cli.options import (
     AsJson,
+    Chat,
     Loading,
     MaxDraftLength,
     MaxNewTokens,
@@ -22,6 +23,7 @@ from layerskip.cli.options import (
     first_of_each,
     given_prompts,
     open_model,
+    spoken,
     to_json,
     warn_idle,
 )
@@ -42,6 +44,7 @@ def benchmark(
         typer.Option(metavar="RUN.jsonl", help="Records; a file that is there is gone on with."),
     ],
     prompts: Prompts = None,
+    chat: Chat = False,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="Skip config, as JSON; repeatable.")
     ] = None,
@@ -114,7 +117,7 @@ def benchmark(
     found = read_unfinished(output)
     if found is not None and not (found.records or found.traces or found.costs):
         found = None  # it was refused or stopped before it measured: its settings bind nobody
-    chosen = first_of_each(given_prompts(prompts, loading.model), limit)
+    chosen = first_of_each(spoken(given_prompts(prompts, loading.model), chat), limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
 

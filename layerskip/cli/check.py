@@ -10,6 +10,7 @@ import typer
 
 from layerskip.cli.options import (
     AsJson,
+    Chat,
     ExitLayer,
     Loading,
     MaxNewTokens,
@@ -19,7 +20,9 @@ from layerskip.cli.options import (
     given_skip,
     need_skip,
     open_model,
+    read_given,
     shipped_prompts,
+    spoken,
     to_json,
 )
 from layerskip.cli.terminal import Talk, differences, two_columns, verdict, wrap
@@ -35,6 +38,7 @@ def check(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
     ] = None,
+    chat: Chat = False,
     max_new_tokens: MaxNewTokens = 64,
     seed: Seed = 0,
     loading: Loading,
@@ -46,10 +50,8 @@ def check(
     Greedy text against transformers' own; sampled text against plain decoding; tokens drawn by
     both accept rules against the model's law; the cache; and the model, which must stay as it was.
     """
-    from layerskip.prompts import read_prompts
-
     given = given_skip(skip, exit_layer)
-    chosen = shipped_prompts(2) if prompts is None else read_prompts(prompts)
+    chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
     config = need_skip(given, loaded)

@@ -12,6 +12,7 @@ import typer
 from layerskip.cli.options import (
     NO_SKIP,
     AsJson,
+    Chat,
     ExitLayer,
     Loading,
     MaxDraftLength,
@@ -22,7 +23,9 @@ from layerskip.cli.options import (
     Threshold,
     given_skip,
     open_model,
+    read_given,
     skip_config,
+    spoken,
     to_json,
     warn_idle,
     write_out,
@@ -41,6 +44,7 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="Prompts: JSON lines, or text, one prompt a line."),
     ] = None,
+    chat: Chat = False,
     skip: Skip = None,
     exit_layer: ExitLayer = None,
     controller: Annotated[
@@ -62,7 +66,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
-    prompts = _given_prompts(prompt, prompt_file)
+    prompts = spoken(_given_prompts(prompt, prompt_file), chat)
     given = given_skip(skip, exit_layer)
     sampling.check(seed)
     drafting: dict[str, Any] = {
@@ -126,13 +130,13 @@ def generate(
 
 
 def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
-    from layerskip.prompts import Prompt, read_prompts
+    from layerskip.prompts import Prompt
 
     if (prompt is None) == (prompt_file is None):
         got = "neither" if prompt is None else "both"
         raise ValueError(f"give --prompt TEXT or --prompt-file FILE, one of them; got {got}")
     if prompt_file is not None:
-        return read_prompts(prompt_file)
+        return read_given(prompt_file)
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
     return [Prompt(id="1", text=prompt)]

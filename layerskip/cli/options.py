@@ -30,7 +30,13 @@ ExitLayer = Annotated[
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Prompts.  [default: those shipped with the model]"),
+    typer.Option(
+        metavar="FILE",
+        help="Prompts; spec-bench are 36 questions.  [default: those shipped with the model]",
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Prompts are what a user says: use the chat template.")
 ]
 MaxDraftLength = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Tokens a round drafts at most.")
@@ -233,17 +239,30 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     """The prompts of a file, else those shipped with the model."""
-    from layerskip.prompts import read_prompts
     from layerskip.shelf import SHIPPED
 
     if path is not None:
-        return read_prompts(path)
+        return read_given(path)
     if model not in SHIPPED:
         raise ValueError(
             "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
-            f"a few dozen of them (only {' and '.join(SHIPPED)} come with prompts)"
+            f"a few dozen of them, or spec-bench (only {' and '.join(SHIPPED)} come with prompts)"
         )
     return shipped_prompts(None)
+
+
+def read_given(path: Path) -> list[Prompt]:
+    """The prompts of a file, or of the sample that is called spec-bench."""
+    from layerskip.prompts import read_prompts
+    from layerskip.shelf import SPEC_BENCH
+
+    named = str(path) == "spec-bench" and not path.exists()
+    return read_prompts(SPEC_BENCH if named else path)
+
+
+def spoken(prompts: Sequence[Prompt], chat: bool) -> list[Prompt]:
+    """The prompts, for the chat template where --chat was given."""
+    return [prompt.as_chat() if chat else prompt for prompt in prompts]
 
 
 def shipped_prompts(per_category: int | None) -> list[Prompt]:

@@ -20,6 +20,7 @@ import typer
 
 from layerskip.cli.options import (
     AsJson,
+    Chat,
     Loading,
     MaxNewTokens,
     Prompts,
@@ -28,6 +29,7 @@ from layerskip.cli.options import (
     Seed,
     given_prompts,
     open_model,
+    spoken,
     to_json,
     warn_idle,
 )
@@ -53,6 +55,7 @@ def search(
         typer.Option(metavar="DIR", help="Where everything goes; a study in it is gone on with."),
     ],
     prompts: Prompts = None,
+    chat: Chat = False,
     space: Annotated[
         Literal["exit", "layer", "sublayer"],
         typer.Option(help="Early exits only, any whole layers, or attention and MLPs one by one."),
@@ -117,7 +120,7 @@ def search(
         warn_idle({"allow_ends": True}, "with --space exit")
     given = {path: SkipConfig.load(path) for path in skip or ()}
     chosen, held_out = split_prompts(
-        given_prompts(prompts, loading.model), positions // max_new_tokens
+        spoken(given_prompts(prompts, loading.model), chat), positions // max_new_tokens
     )
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
