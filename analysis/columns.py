@@ -91,9 +91,8 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "what-if": (
         "What if",
-        "Simulated rounds over the trace, priced; costs from the measured parts of a pass, or "
-        "scaled from a drafting method's table. Acceptance: r.",
-        "exit draft_length threshold speedup acceptance mean_draft_length costs",
+        "Simulated rounds over the trace, priced by the measured parts of a pass. Acceptance: r.",
+        "exit draft_length threshold speedup acceptance mean_draft_length",
     ),
     "comparison": (
         "All runs",

@@ -161,53 +161,27 @@ def _formula(run: Run, method: str, alpha: float, costs: CostTable) -> dict[str,
     return found
 
 
-def exit_costs(run: Run, layer: int) -> tuple[CostTable, str] | None:
-    """Costs of an early exit at batch size 1, and where they come from; None where unknown.
-
-    From the run's cost line (`"parts"`) if it has one; else from a drafting method's table, its c
-    drawn out on the line through (its kept sublayers, c) and (all sublayers, 1) and its v taken as
-    it is (`"scaled"`).
-    """
-    depth = run.num_layers
-    if not 1 <= layer <= depth:
-        raise ValueError(f"exit layer must be in 1..{depth}, got {layer}")
-    for cost in run.costs:
-        if cost["batch_size"] == 1:
-            return cost_table(cost, SkipConfig.early_exit(layer)), "parts"
-    for method in run.drafting:
-        known, kept = run.cost_table(method, 1), run.methods[method]["num_kept"]
-        if known is not None and kept < 2 * depth:
-            slope = max(0.0, (1 - known.draft) / (2 * depth - kept))
-            draft = max(1e-6, known.draft + slope * (2 * layer - kept))
-            return CostTable(draft, known.verify, "analytic"), "scaled"
-    return None
-
-
 def what_if(run: Run) -> pd.DataFrame:
     """The traces' simulated rounds of every exit, draft length and threshold, priced.
 
-    `speedup` is emitted / cost of the rounds, each by the tokens it drafted; NaN where no costs are
-    known. `costs` says where they come from, as in `exit_costs`; `acceptance` is (emitted - rounds)
-    / drafted.
+    `speedup` is emitted / cost of the rounds, by the tokens drafted in them and the run's cost line
+    at batch size 1, NaN without one; `acceptance` is (emitted - rounds) / drafted.
     """
+    parts = next((cost for cost in run.costs if cost["batch_size"] == 1), None)
     rows = []
     for number, trace in enumerate(run.traces):
         table = trace["what_if"]
         for i, layer in enumerate(table["exits"]):
-            priced = exit_costs(run, layer)
+            costs = None if parts is None else cost_table(parts, SkipConfig.early_exit(layer))
             for j, length in enumerate(table["draft_lengths"]):
                 for k, threshold in enumerate(table["thresholds"]):
                     rounds, drafted, emitted = (
                         table[name][i][j][k] for name in ("rounds", "drafted", "emitted")
                     )
                     gain = float("nan")
-                    if priced is not None and rounds:
-                        counts = table["lengths"][i][j][k]
-                        gain = emitted / sum(
-                            count * priced[0].round_cost(d)
-                            for d, count in enumerate(counts)
-                            if count
-                        )
+                    if costs is not None and rounds:
+                        counts = enumerate(table["lengths"][i][j][k])
+                        gain = emitted / sum(n * costs.round_cost(d) for d, n in counts if n)
                     rows.append(
                         {
                             "trace": number,
@@ -215,7 +189,6 @@ def what_if(run: Run) -> pd.DataFrame:
                             "draft_length": length,
                             "threshold": threshold,
                             "speedup": gain,
-                            "costs": priced[1] if priced else "",
                             "mean_draft_length": drafted / rounds if rounds else float("nan"),
                             "acceptance": (emitted - rounds) / drafted if drafted else float("nan"),
                         }

@@ -24,6 +24,7 @@ from transformers import (
 
 from layerskip.training import recipes as training
 
+TOKENS_PER_STEP = 4096
 STEPS = {"demo-llama": 1520, "demo-gemma2": 700}
 COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350}
 # Further cycles of the learning rate: how long, from what factor.
@@ -71,16 +72,14 @@ def build_model(name: str) -> PreTrainedModel:
     return model
 
 
-def build_optimizers(
-    model: PreTrainedModel, rate: float, adam_rate: float
-) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the rest."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=6e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -114,7 +113,6 @@ def make_step_loss(
     tokens: Tensor,
     name: str,
     first_cycle: int,
-    tokens_per_step: int,
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
     """The loss of a step as a function of its number; puts the final layer's part into `log`."""
@@ -145,7 +143,7 @@ def make_step_loss(
         done = step / first_cycle
         length = 256 if done < 0.65 else 512
         # Blocks of 512 whatever the length, so that the order of the data does not depend on it.
-        blocks = training.batch_at(tokens, step, tokens_per_step // 512, 512)
+        blocks = training.batch_at(tokens, step, TOKENS_PER_STEP // 512, 512)
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
         exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
         phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
@@ -173,26 +171,22 @@ def main() -> None:
     parser.add_argument("name", choices=list(STEPS))
     parser.add_argument("--work", type=Path, default=Path("runs/train"))
     parser.add_argument("--steps", type=int, help="default: the shipped model's")
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--rate", type=float, default=6e-3)
-    parser.add_argument("--adam-rate", type=float, default=4e-3)
-    parser.add_argument("--run", help="name of the run's folder; default: the model's name")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     steps = args.steps or STEPS[args.name]
-    folder = args.work / (args.run or args.name)
+    folder = args.work / args.name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     tokens = torch.from_numpy(np.load(args.work / "train.npy").astype(np.int64))
     model = build_model(args.name)
     AutoTokenizer.from_pretrained(args.work / "tokenizer").save_pretrained(folder)
     model.config.save_pretrained(folder)
-    optimizers = build_optimizers(model, args.rate, args.adam_rate)
+    optimizers = build_optimizers(model)
     last: dict[str, float] = {}
     cycles = CYCLES.get(args.name, ())
     first = steps - sum(length for length, _ in cycles)
     cooldown = min(COOLDOWN[args.name], first // 2)
-    step_loss = make_step_loss(model, tokens, args.name, first, args.tokens_per_step, last)
+    step_loss = make_step_loss(model, tokens, args.name, first, last)
     progress = training.train(
         model,
         optimizers,

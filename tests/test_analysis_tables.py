@@ -258,28 +258,21 @@ def test_what_if_is_priced_from_the_parts_of_a_pass(tmp_path):
     # 6 layers of 150 us, head 60, rest 40: exit 2 drafts for 400 us of 1000, verifies 3 tokens
     # with 300 us of shared prefix for one token and 700 for three (1.4 times as dear)
     row = one(predictions.what_if(run))
-    assert row["costs"] == "parts"
     assert row["speedup"] == pytest.approx(25 / (20 * 0.4 + 10 * (0.3 + 0.7 * 1.4)))
     assert row["acceptance"] == pytest.approx(15 / 20)
     assert row["mean_draft_length"] == 2
 
 
-def test_what_if_without_parts_scales_a_drafting_methods_costs(tmp_path):
-    trace = small_trace([[0, 0, 10], [0, 0, 10]], 25, exits=[2, 6])
-    run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
-    table = predictions.what_if(run)
-    assert set(table["costs"]) == {"scaled"}
-    two, six = table["speedup"]
-    assert two == pytest.approx(25 / (20 * 0.15 + 10 * 1.35))  # the table's own exit
-    assert six == pytest.approx(25 / (20 * 1.0 + 10 * 1.35))  # the whole model
-    bare = run_of(tmp_path, [*PLAIN, trace])
-    assert predictions.what_if(bare)["speedup"].isna().all()
+def test_what_if_without_costs_has_no_price(tmp_path):
+    run = run_of(tmp_path, [*PLAIN, made.record("self"), small_trace([[0, 0, 10]], 25)])
+    assert predictions.what_if(run)["speedup"].isna().all()
 
 
 def test_what_if_of_drafts_of_mixed_lengths(tmp_path):
     trace = small_trace([[5, 1, 4]], 14)
-    run = run_of(tmp_path, [*PLAIN, made.record("self"), trace])
-    cost = 5 * 1 + 1 * (0.15 + 1.2) + 4 * (2 * 0.15 + 1.35)  # not that of ten rounds of .9 drafts
+    run = run_of(tmp_path, [*PLAIN, trace, made.cost()])
+    # costs as above: not those of ten rounds of .9 drafts
+    cost = 5 * 1 + (0.4 + 0.3 + 0.7 * 1.2) + 4 * (2 * 0.4 + 0.3 + 0.7 * 1.4)
     assert one(predictions.what_if(run))["speedup"] == pytest.approx(14 / cost)
 
 

@@ -26,7 +26,7 @@ from layerskip.model.backend import Block
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.lean import head_refusal
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import Stopwatch, machine
+from layerskip.timing.tables import Stopwatch, machine, typical
 
 COUNTS = tuple(range(1, 10))
 """Tokens of the passes timed, per row: those that verify 0 to 8 drafted tokens."""
@@ -298,8 +298,8 @@ class _Sweeps:
         """This context's entry of each of the record's tables."""
         attention, mlp, head, rest, passes, gap = [], [], [], [], [], []
         for count in self.counts:
-            whole = _typical(self.passes[count])
-            parts = [_typical(part) for part in zip(*self.parts[count], strict=True)]
+            whole = typical(self.passes[count])
+            parts = [typical(part) for part in zip(*self.parts[count], strict=True)]
             scale = whole / sum(parts)
             parts = [part * scale for part in parts]
             attention.append(parts[: 2 * self.layers : 2])
@@ -309,13 +309,13 @@ class _Sweeps:
             passes.append(whole)
             gap.append(1 / scale - 1)
         # a law that forbids all tokens of a head ends the draft steps before it
-        trimmed = [_typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed]
-        draft_rest = _typical(self.draft_rests) if self.draft_rests else rest[0]
+        trimmed = [typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed]
+        draft_rest = typical(self.draft_rests) if self.draft_rests else rest[0]
         repeated, shares = [], []
         for layer in self.exits:
             kept = sum(attention[0][:layer]) + sum(mlp[0][:layer])
             shares.append(kept / (sum(attention[0]) + sum(mlp[0])))
-            step = _typical(self.drafts[layer]) - draft_rest
+            step = typical(self.drafts[layer]) - draft_rest
             repeated.append(max(0.0, step) / (kept + head[0]))
         return {
             "attention": attention,
@@ -329,8 +329,3 @@ class _Sweeps:
             "repeated_shares": shares,
             **({"trimmed_head": trimmed} if trimmed else {}),
         }
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    """Lower quartile: other work on the machine only ever adds to a time."""
-    return sorted(seconds)[len(seconds) // 4]

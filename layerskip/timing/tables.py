@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -130,10 +130,10 @@ def measure(
             started = now()  # what the first one compiled is no part of the budget
         elif now() - started > _BUDGET:
             break
-    return _table(_typical(drafts), {length: _typical(t) for length, t in totals.items()})
+    return _table(typical(drafts), {length: typical(t) for length, t in totals.items()})
 
 
-def _typical(seconds: list[float]) -> float:
+def typical(seconds: Sequence[float]) -> float:
     """Lower quartile: other work on the machine only ever adds to a time."""
     return sorted(seconds)[len(seconds) // 4]
 
