@@ -1,7 +1,7 @@
 """Knows how a report is laid out, as one HTML page; computes and draws nothing.
 
-All text that comes from records is escaped here, invisible characters (line breaks, control and
-bidirectional ones) shown by their code points.
+All text is escaped here. That of records has its invisible characters (line breaks, control and
+bidirectional ones) as code points already, from when it was read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from layerskip.analysis.canvas import INK, LINE, MUTED, PAPER
 from layerskip.analysis.columns import LONG, SHOWN, Table, columns_of
-from layerskip.analysis.runs import visible
 from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
 
@@ -104,7 +103,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 
 def escape(text: str) -> str:
     """Text for HTML, elements and attributes."""
-    return html.escape(visible(text), quote=True)
+    return html.escape(text, quote=True)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:

@@ -90,13 +90,15 @@ def write_report(
             with mpl.rc_context(STYLE):
                 sections = _Builder(built, len(files), progress).sections(runs, searches, verdicts)
             title = "Self-speculative decoding" if len(files) > 1 else sections[0].title
-            _write(built / "index.html", page(title, sections, [str(file) for file in files]))
+            _write(
+                built / "index.html", page(title, sections, [visible(str(file)) for file in files])
+            )
             own = sorted(str(p.relative_to(built)) for p in built.rglob("*") if p.is_file())
             _write(built / MARK, json.dumps({"files": own}, indent=0) + "\n")
             replace_folder(built, output)
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
-    return visible(verdict.words(verdicts), lines=True)
+    return verdict.words(verdicts)
 
 
 def _load(files: Sequence[Path]) -> tuple[list[Run], list[Search]]:

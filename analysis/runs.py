@@ -124,7 +124,7 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
                 stacklevel=2,
             )
     headers = [printable(run.header) for run in read]
-    labels = labels_of(headers, [Path(file).stem for file in files])
+    labels = labels_of(headers, files)
     return [
         Run(
             label=label,
@@ -138,28 +138,19 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     ]
 
 
-def visible(text: str, *, lines: bool = False) -> str:
-    """The text with characters that do not print as their code points; spaces stay.
-
-    Args:
-        lines: keep line breaks and tabs.
-    """
-    kept = "\n\t" if lines else ""
-    return "".join(
-        c if c.isprintable() or c in kept else f"\\u{ord(c):04x}"
-        for c in text.replace("\r\n", "\n")
-    )
+def visible(text: str) -> str:
+    """The text with characters that do not print, line breaks too, as their code points."""
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 def printable(value: Any) -> Any:
-    """A JSON value with its strings visible, but for the texts: names end up in plots and files."""
+    """A JSON value with its strings visible: they end up in plots, pages and terminals."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, list):
         return [printable(item) for item in value]
     if isinstance(value, dict):
-        kept = ("texts", "prompt_texts")
-        return {k: v if k in kept else printable(v) for k, v in value.items()}
+        return {name: printable(item) for name, item in value.items()}
     return value
 
 
@@ -273,7 +264,7 @@ def slug_of(label: str, number: int) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
 
 
-def labels_of(headers: Sequence[dict[str, Any]], stems: Sequence[str]) -> list[str]:
+def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
     """Model and law; the machine, then the file too where those do not tell runs apart."""
     labels = [
         f"{header['model']['name']}, {law_words(header['law'])}"
@@ -281,6 +272,7 @@ def labels_of(headers: Sequence[dict[str, Any]], stems: Sequence[str]) -> list[s
         for header in headers
     ]
     further = [machine_words(header) for header in headers]
+    stems = [visible(Path(file).stem) for file in files]
     for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
         times = Counter(labels)
         labels = [

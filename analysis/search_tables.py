@@ -69,7 +69,7 @@ def load_searches(files: Sequence[Path]) -> list[Search]:
         ValueError: a file is not what it must be; says which and why, in one line.
     """
     documents = [printable(read_search(file)) for file in files]
-    labels = labels_of(documents, [Path(file).stem for file in files])
+    labels = labels_of(documents, files)
     return [
         Search(f"Search of {label}", f"search-{slug_of(label, number)}", document)
         for number, (label, document) in enumerate(zip(labels, documents, strict=True))

@@ -144,7 +144,6 @@ def test_text_from_records_is_escaped(tmp_path):
 
 def test_escaping():
     assert visible("a\nb\u202e\x00") == "a\\u000ab\\u202e\\u0000"
-    assert visible("a\r\nb\x1b[1m", lines=True) == "a\nb\\u001b[1m"
     assert escape("<a href='x'>&") == "&lt;a href=&#x27;x&#x27;&gt;&amp;"
 
 
