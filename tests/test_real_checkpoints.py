@@ -1,0 +1,100 @@
+"""Checkpoints that nobody trained for this: the same texts, up to near-ties, by every way.
+
+They are what `make checkpoints` made in the folder `checkpoints`, and are skipped where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import ragged
+from test_cli import document, run
+from ties import partings
+
+from layerskip import LayerSkipDecoding
+from layerskip.checkpoints import Loaded, encode, load
+from layerskip.decoding.laws import stream_key
+from layerskip.prompts import Prompt, read_prompts
+from layerskip.shelf import MADE, SPEC_BENCH, made
+
+pytestmark = pytest.mark.checkpoint
+
+ROOT = Path(__file__).parents[1]
+CHATS = {"smollm2": True, "gemma3-270m": False}
+NEW_TOKENS = 32
+TEMPERATURE = 0.8
+RESOLUTION = 1e-4  # of scores, as in test_parity
+
+
+@pytest.fixture(scope="module", params=MADE)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        try:
+            made(request.param)
+        except ValueError as error:
+            pytest.skip(str(error))
+        return load(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def questions(name: str) -> list[Prompt]:
+    """Three of Spec-Bench, of three categories."""
+    chosen = read_prompts(SPEC_BENCH)[::12]
+    return [prompt.as_chat() if CHATS[name] else prompt for prompt in chosen]
+
+
+def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded: Loaded) -> None:
+    rows = [encode(loaded.tokenizer, prompt)[0] for prompt in questions(loaded.name)]
+    ids, mask = ragged(tuple(map(len, rows)))  # (3, W) each
+    for row, tokens in enumerate(rows):
+        ids[row, mask[row].bool()] = tokens
+    skip = loaded.skip_config()
+    how = {"skip": skip, "enabled": True, "controller": "fixed", "max_draft_length": 4}
+
+    def decode(sample: bool, settings: dict[str, Any] | None) -> Any:
+        return loaded.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=sample,
+            **({"temperature": TEMPERATURE, "top_k": 0} if sample else {}),
+            **({} if settings is None else {"custom_generate": LayerSkipDecoding(**settings)}),
+            return_dict_in_generate=True,
+        )
+
+    library, plain, drafted = decode(False, None), decode(False, {}), decode(False, how)
+    gaps = partings(loaded.model, mask, plain.sequences, library.sequences)
+    gaps += partings(loaded.model, mask, drafted.sequences, library.sequences)
+    plain, sampled = decode(True, {"seed": 4}), decode(True, how | {"seed": 4})
+    keys = [stream_key(4, row) for row in range(len(rows))]
+    noisy: dict[str, Any] = {"keys": keys, "temperature": TEMPERATURE}
+    gaps += partings(loaded.model, mask, sampled.sequences, plain.sequences, **noisy)
+    assert max(gaps, default=0) < RESOLUTION
+    assert len(gaps) <= 1  # of nine comparisons
+    for output in (drafted, sampled):
+        assert 0 < output.stats.num_accepted_tokens < output.stats.num_draft_tokens
+
+
+def test_the_check_passes(loaded: Loaded, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "2, 4,")))
+    flags = ["--prompts", prompts, "--max-new-tokens", 12, "--json"]
+    flags += ["--chat"] if CHATS[loaded.name] else []
+    assert document(run("check", loaded.name, *flags))["passed"]
+
+
+def test_an_answer_ends() -> None:
+    if not (ROOT / "checkpoints/smollm2").is_dir():
+        pytest.skip("no checkpoints/smollm2")
+    question = "What is the capital of France?"
+    found = document(run("generate", "smollm2", "--chat", "--prompt", question, "--json"))
+    assert found["text"] == "The capital of France is Paris."
+    assert found["token_ids"][-1] == load("smollm2").tokenizer.eos_token_id
