@@ -22,7 +22,8 @@ import torch
 from random_models import SHAPES, Dial, configuration, random_model
 
 from layerskip.analysis.runs import Run, load_runs, typical
-from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Peer, Task
+from layerskip.bench.batches import Batch
+from layerskip.bench.methods import Clock, Decoded, Engine, Method, Peer, Task
 from layerskip.bench.plans import make_header
 from layerskip.bench.runner import WARMUP_TOKENS, benchmark, device_clock
 from layerskip.checkpoints import DTYPES, Loaded

@@ -16,7 +16,8 @@ import torch
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.bench.methods import Batch, Engine, Task
+from layerskip.bench.batches import Batch
+from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import Judge, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
@@ -179,7 +180,10 @@ def confirm(
         for round_ in (timed.decoded.rounds or [])[1:]:
             drafted[name][0] += sum(round_.drafted)
             drafted[name][1] += sum(round_.accepted)
-        if timed.repeat == 0 and (differences := judge.differences(timed)) is not None:
+        if timed.repeat == 0:
+            differences = judge.differences(timed.method, timed.batch, timed.decoded.tokens)
+            if differences is None:
+                continue
             near = sum(difference.near_tie for difference in differences)
             for place, number in enumerate((timed.batch.rows, near, len(differences) - near)):
                 texts[name][place] += number

@@ -19,8 +19,8 @@ from optuna import Study
 from optuna.trial import TrialState
 from torch import Tensor
 
+from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Task
-from layerskip.bench.runner import make_batches
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.model.fingerprint import fingerprint
@@ -282,8 +282,7 @@ class Search:
         if not self.finalists:
             return
         started = time.perf_counter()
-        prompts = [(str(number), None, ids) for number, ids in enumerate(self.held_out)]
-        batches, _ = make_batches(prompts, [1], 0)
+        batches = one_by_one(self.held_out)
         timed = partial(confirm, self.model, self.task, progress=self.progress)
         self.plain_tokens_per_second = timed(self.finalists, batches, repeats=repeats)
         # The fastest of several is partly the luckiest: what no price backs is timed anew.

@@ -8,8 +8,8 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
+from layerskip.bench.batches import Batch, make_batches
 from layerskip.bench.methods import (
-    Batch,
     Decoded,
     Engine,
     Peer,
@@ -17,16 +17,8 @@ from layerskip.bench.methods import (
     early_exit_peer,
     prompt_lookup_peer,
 )
-from layerskip.bench.runner import (
-    Judge,
-    benchmark,
-    interleaved,
-    loops,
-    make_batches,
-    mean_draft_length,
-    price,
-    repeated_share,
-)
+from layerskip.bench.plans import mean_draft_length, price
+from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished

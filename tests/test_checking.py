@@ -7,9 +7,10 @@ import pytest
 import torch
 from models import prompt, tiny_model
 
-from layerskip.bench.checks import LEVEL, _deviation, check, compare_coupled, compare_greedy
+from layerskip.bench.checks import LEVEL, _deviation, check, compare
 from layerskip.bench.comparison import Comparison, Difference, first_difference
 from layerskip.bench.lawtest import chi_square, draw_rounds
+from layerskip.bench.methods import Task
 from layerskip.config import SkipConfig
 from layerskip.decoding import draws, engine
 from layerskip.decoding.laws import TARGET, gumbel_noise
@@ -50,7 +51,7 @@ def test_a_correct_engine_passes(family, dtype, skip):
 def test_it_honours_processors_of_the_model():
     model = tiny_model("llama")
     model.generation_config.repetition_penalty = 1.5
-    assert compare_greedy(model, PROMPTS, SKIP, max_new_tokens=16).tokens == 32
+    assert compare(model, PROMPTS, SKIP, Task(16)).tokens == 32
 
 
 def shifted_verify(monkeypatch, step):
@@ -92,7 +93,7 @@ def test_rounding_is_told_from_faults():
             return out
 
     model.__class__ = Tied
-    found = compare_greedy(model, PROMPTS[:1], SKIP, max_new_tokens=16)
+    found = compare(model, PROMPTS[:1], SKIP, Task(16))
     (difference,) = found.differences
     assert (difference.expected, difference.got) == (6, 5)
     assert difference.near_tie
@@ -114,7 +115,7 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
 
     right = draws.Draws.judge
     monkeypatch.setattr(draws.Draws, "judge", wrong)
-    found = compare_coupled(model, PROMPTS, SKIP, max_new_tokens=16, temperature=0.8, seed=3)
+    found = compare(model, PROMPTS, SKIP, Task(16, do_sample=True, temperature=0.8, seed=3))
     assert found.faults > 0
 
 
@@ -143,10 +144,8 @@ def test_devices_without_float64_are_served():
         narrow.double()
     opened = Sublayers(tiny_model("llama", dtype=torch.float32))
     first, second = narrow.cpu().topk(2).indices.tolist()
-    equal, found = first_difference(
-        opened, 0, PROMPTS[0], [4, first], [4, second], lambda ids: narrow
-    )
-    assert (equal, found.expected, found.got) == (1, first, second)
+    found = first_difference(opened, 0, PROMPTS[0], [4, first], [4, second], lambda ids: narrow)
+    assert (found.position, found.expected, found.got) == (1, first, second)
     assert found.margin == float(narrow[first].cpu().double()) - float(
         narrow[second].cpu().double()
     )

@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.bench.comparison import Comparison, first_difference
+from layerskip.bench.batches import one_by_one
+from layerskip.bench.comparison import Comparison
 from layerskip.bench.lawtest import LawTest, law_tests
-from layerskip.checkpoints import unpadded
+from layerskip.bench.methods import Engine, Peer, Task
+from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, gumbel_noise, stream_key
+from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Session
-from layerskip.generation import decode, generate
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6
@@ -127,21 +128,19 @@ def check(
     )
     before = _fingerprint(model)
     prompts = [ids.to(opened.device) for ids in prompts]
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "execution": execution}
+    sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
     note("greedy, against transformers")
-    greedy = compare_greedy(model, prompts, skip, **settings)
+    greedy = compare(model, prompts, skip, Task(max_new_tokens, execution=execution))
     note("coupled sampling, against plain decoding")
-    coupled = compare_coupled(model, prompts, skip, temperature=temperature, seed=seed, **settings)
+    coupled = compare(model, prompts, skip, sampled)
     note("the sampled law")
     if skip.draft_vocabulary is not None:
         opened = opened.trimmed(skip.draft_vocabulary)
+    few = one_by_one(prompts[:_LAW_PROMPTS])
+    texts = [Engine(model, sampled).decode(batch, 0, perf_counter).tokens[0] for batch in few]
     with torch.no_grad():
-        law: dict[str, Any] = {"temperature": temperature, "seed": seed}
-        texts = [
-            (ids, _sample(model, ids, skip, enabled=False, max_new_tokens=max_new_tokens, **law))
-            for ids in prompts[:_LAW_PROMPTS]
-        ]
-        laws = law_tests(opened, texts, skip, **law)
+        pairs = [(batch.input_ids, text) for batch, text in zip(few, texts, strict=True)]
+        laws = law_tests(opened, pairs, skip, temperature=temperature, seed=seed)
     note("the cache")
     with torch.no_grad():
         cache_error = _cache_error(opened, prompts[0], skip, max_new_tokens)
@@ -159,98 +158,21 @@ def check(
     )
 
 
-def compare_greedy(
-    model: Any,
-    prompts: Sequence[Tensor],
-    skip: SkipConfig,
-    *,
-    max_new_tokens: int,
-    execution: str = "auto",
-) -> Comparison:
-    """Greedy self-speculation against `model.generate(do_sample=False)`, prompts (1, T)."""
+def compare(model: Any, prompts: Sequence[Tensor], skip: SkipConfig, task: Task) -> Comparison:
+    """Decoding with drafts, prompts (1, T), against the text that it must give.
 
-    def reference(ids: Tensor, limit: int, **kwargs: Any) -> Any:
-        return model.generate(**unpadded(ids), do_sample=False, max_new_tokens=limit, **kwargs)
-
-    def drafting(ids: Tensor) -> Any:
-        out = generate(
-            model,
-            unpadded(ids),
-            skip=skip.bare(),
-            controller="fixed",
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            execution=execution,
-        )
-        return out.sequences
-
-    def scores(ids: Tensor) -> Tensor:
-        # one step of the library's own, so that its processors speak too
-        out = reference(ids, 1, output_scores=True, return_dict_in_generate=True)
-        return out.scores[0][0]  # type: ignore[no-any-return]  # (V,)
-
-    return _compare(
-        Sublayers(model, execution=execution),
-        prompts,
-        lambda ids: reference(ids, max_new_tokens)[0, ids.shape[1] :].tolist(),
-        lambda ids: drafting(ids)[0, ids.shape[1] :].tolist(),
-        scores,
-    )
-
-
-def compare_coupled(
-    model: Any,
-    prompts: Sequence[Tensor],
-    skip: SkipConfig,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    execution: str = "auto",
-) -> Comparison:
-    """Coupled sampling with drafts against this engine's plain decoding, prompts (1, T)."""
-
-    def sample(ids: Tensor, *, enabled: bool) -> list[int]:
-        law: dict[str, Any] = {"temperature": temperature, "seed": seed}
-        settings = {"controller": "fixed", "enabled": enabled, "execution": execution}
-        return _sample(model, ids, skip.bare(), max_new_tokens=max_new_tokens, **law, **settings)
-
-    def scores(ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            raw: Tensor = model(ids).logits[0, -1].float()  # (V,)
-        noise = gumbel_noise([stream_key(seed, 0)], [ids.shape[1]], len(raw), device=raw.device)
-        return raw / temperature + noise[0]
-
-    return _compare(
-        Sublayers(model, execution=execution),
-        prompts,
-        partial(sample, enabled=False),
-        partial(sample, enabled=True),
-        scores,
-    )
-
-
-def _sample(model: Any, ids: Tensor, skip: SkipConfig, **settings: Any) -> list[int]:
-    rounds = decode(model, ids, skip=skip, do_sample=True, **settings)
-    return [token for round_ in rounds for token in round_.tokens[0]]
-
-
-def _compare(
-    opened: Sublayers,
-    prompts: Sequence[Tensor],
-    expected: Callable[[Tensor], list[int]],
-    got: Callable[[Tensor], list[int]],
-    scores: Callable[[Tensor], Tensor],
-) -> Comparison:
-    results = [
-        first_difference(opened, index, ids, expected(ids), got(ids), scores)
-        for index, ids in enumerate(prompts)
-    ]
-    return Comparison(
-        prompts=len(results),
-        tokens=sum(equal for equal, _ in results),
-        differences=tuple(difference for _, difference in results if difference is not None),
-    )
+    That is the text of `model.generate(do_sample=False)`, or of this engine's plain decoding where
+    the task samples. Every round drafts a fixed length, also where drafts would not pay.
+    """
+    drafting = Engine(model, task, "self", skip.bare(), controller="fixed")
+    judge = Judge(model, task, [Engine(model, task), Peer(model, task), drafting])
+    texts: list[list[int]] = []
+    differences = {}
+    for number, batch in enumerate(one_by_one(prompts)):
+        texts += drafting.decode(batch, 0, perf_counter).tokens
+        for difference in judge.differences(drafting, batch, texts[-1:]) or ():
+            differences[number] = difference
+    return Comparison.of(texts, differences)
 
 
 # ---------------------------------------------------------------------------------------------

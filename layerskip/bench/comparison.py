@@ -14,8 +14,8 @@ neither how texts come about nor what becomes of a fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,16 @@ class Comparison:
     tokens: int
     differences: tuple[Difference, ...]
 
+    @classmethod
+    def of(cls, texts: Sequence[list[int]], differences: Mapping[int, Difference]) -> Comparison:
+        """Of the texts of all prompts, and where those that differ do, by the prompt's number."""
+        equal = [
+            differences[number].position if number in differences else len(text)
+            for number, text in enumerate(texts)
+        ]
+        found = tuple(replace(each, prompt=number) for number, each in differences.items())
+        return cls(len(texts), sum(equal), found)
+
     @property
     def near_ties(self) -> int:
         return sum(difference.near_tie for difference in self.differences)
@@ -94,27 +104,27 @@ def first_difference(
     expected: list[int],
     got: list[int],
     scores: Callable[[Tensor], Tensor],
-) -> tuple[int, Difference | None]:
-    """How many leading tokens are equal, and what follows them if it differs.
+) -> Difference | None:
+    """Where tokens that follow a prompt first differ, if they do.
 
     Args:
-        scores: what the token after the ids (1, T) is chosen by, (V,).
+        ids: the prompt, (1, T), number `prompt`.
+        scores: what the token after the ids (1, T + n) is chosen by, (V,).
     """
     if expected == got:
-        return len(got), None
+        return None
     pairs = zip(expected, got, strict=False)
     shorter = min(len(expected), len(got))
     equal = next((i for i, (left, right) in enumerate(pairs) if left != right), shorter)
     if equal == shorter:  # one goes on where the other ended: no score explains that
         left, right = (tokens[equal] if equal < len(tokens) else None for tokens in (expected, got))
-        return equal, Difference(prompt, equal, left, right, math.inf, 0.0)
+        return Difference(prompt, equal, left, right, math.inf, 0.0)
     prefix = torch.cat([ids, ids.new_tensor([expected[:equal]])], dim=1)  # (1, T + equal)
     there = scores(prefix).cpu().double()  # (V,); not every device has float64
-    margin = float(there.max() - torch.min(there[expected[equal]], there[got[equal]]))
+    left, right = expected[equal], got[equal]
+    margin = float(there.max() - torch.min(there[left], there[right]))
     scale = float(there[there.isfinite()].abs().max())
-    return equal, Difference(
-        prompt, equal, expected[equal], got[equal], margin, _resolution(model, scale)
-    )
+    return Difference(prompt, equal, left, right, margin, _resolution(model, scale))
 
 
 def _resolution(model: Sublayers, scale: float) -> float:

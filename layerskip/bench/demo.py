@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.bench.batches import one_by_one
 from layerskip.bench.comparison import Comparison, Difference
-from layerskip.bench.methods import Batch, Engine, Method, Peer, Task
+from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -126,10 +127,7 @@ def side_by_side(
         note: told what begins, in words.
     """
     task = Task(max_new_tokens, True, temperature=TEMPERATURE, seed=seed, execution=execution)
-    batches = [
-        Batch((str(number + 1),), (number,), None, ids, torch.ones_like(ids))
-        for number, ids in enumerate(prompts)
-    ]
+    batches = one_by_one(prompts)
     speculative = Engine(model, task, "self", skip)
     methods: list[Method] = [
         Peer(model, task, name="transformers"),
@@ -161,19 +159,15 @@ def side_by_side(
             tokens[number] = text
         if name == "self":
             rounds[number] = timed.decoded.rounds or ()
-            for difference in judge.differences(timed) or ():
-                differences.setdefault(number, replace(difference, prompt=number))
-    equal = [
-        differences[number].position if number in differences else len(text)
-        for number, text in enumerate(tokens)
-    ]
+            for difference in judge.differences(timed.method, timed.batch, [text]) or ():
+                differences.setdefault(number, difference)
     fastest = {
         name: [min(tries, key=lambda one: one[0] / one[1]) for tries in each]
         for name, each in times.items()
     }
     return SideBySide(
         tokens=tokens,
-        comparison=Comparison(len(prompts), sum(equal), tuple(differences.values())),
+        comparison=Comparison.of(tokens, differences),
         rounds=rounds,
         costs=costs,
         seconds={name: [seconds for seconds, _ in each] for name, each in fastest.items()},

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from layerskip.bench.batches import Batch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
@@ -29,27 +30,6 @@ _ASSISTED = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Prompts that are decoded together.
-
-    Attributes:
-        names: their ids; `numbers` their places among all prompts of the run.
-        category: of all of them.
-        input_ids, attention_mask: left-padded, (B, W).
-    """
-
-    names: tuple[str, ...]
-    numbers: tuple[int, ...]
-    category: str | None
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.names)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from layerskip.bench.batches import Batch
 from layerskip.bench.methods import (
-    Batch,
+    Clock,
     Engine,
     Method,
     Peer,
@@ -28,7 +30,7 @@ from layerskip.bench.methods import (
     early_exit_peer,
     prompt_lookup_peer,
 )
-from layerskip.bench.runner import device_clock, mean_draft_length, price
+from layerskip.bench.runner import device_clock
 from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
@@ -43,6 +45,8 @@ from layerskip.timing.sublayers import measure
 
 TRACE_TOKENS = 64  # of each text of a trace, at most
 TRACE_PROMPTS = 2  # of each category
+CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how long drafts get
+CALIBRATION_BATCHES = 3
 _Named = tuple[str, str | None, Tensor]  # name, category, token ids (1, T)
 
 WITH_THRESHOLD = ("confidence", "adaptive-threshold")
@@ -282,3 +286,47 @@ class Plan:
 def _depth(skip: SkipConfig, num_layers: int) -> int:
     """The early exit that runs as many sublayers as the draft does."""
     return max(1, min(num_layers - 1, round(len(skip.kept(num_layers)) / 2)))
+
+
+def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """A few batches of that size, of different categories where there are any."""
+    of_size = [batch for batch in batches if batch.rows == size]
+    step = max(1, len(of_size) // CALIBRATION_BATCHES)
+    return of_size[::step][:CALIBRATION_BATCHES]
+
+
+def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
+    """Measure what drafting costs, once, and give it to the method for all its calls."""
+    assert method.skip is not None
+    task = replace(method.task, acceptance="coupled")
+    for size in sorted({batch.rows for batch in batches}):
+        few = calibration(batches, size)
+        bare = Engine(method.model, task, skip=method.skip.bare())
+        measured = bare.generate(few[0], max_new_tokens=1)
+        assert measured.costs is not None
+        steps = []
+        for batch in few:
+            rounds = plain.generate(batch, now, max_new_tokens=_shorter(task)).rounds
+            steps += [r.times[-1] - r.times[0] for r in (rounds or [])[1:] if r.times is not None]
+        method.prices[str(size)] = {
+            **measured.costs.to_dict(),
+            "step_seconds": statistics.median(steps) if steps else None,
+        }
+        method.use(size, measured.costs)
+
+
+def mean_draft_length(method: Engine, batches: Sequence[Batch]) -> int:
+    """Tokens the method drafts in a round that drafts, on a few prompts, rounded; at least 1."""
+    if method.controller == "fixed" and method.max_draft_length is not None:
+        return method.max_draft_length
+    drafts = drafted = 0
+    for batch in calibration(batches, min(batch.rows for batch in batches)):
+        stats = method.generate(batch, max_new_tokens=_shorter(method.task)).stats
+        assert stats is not None
+        drafts += stats.num_drafts
+        drafted += stats.num_draft_tokens
+    return max(1, round(drafted / drafts)) if drafts else 1
+
+
+def _shorter(task: Task) -> int:
+    return min(task.max_new_tokens, CALIBRATION_TOKENS)

@@ -8,28 +8,24 @@ so that whatever else the machine does meets all of them alike.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.bench.batches import Batch
 from layerskip.bench.comparison import Difference, first_difference
-from layerskip.bench.methods import Batch, Clock, Decoded, Engine, Method, Task
+from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.decoding.laws import gumbel_noise, stream_key
 from layerskip.files.records import Key
 from layerskip.generation import generate
 from layerskip.model.compiled import compile_seconds
 from layerskip.model.sublayers import Sublayers
-
-CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how long drafts get
-CALIBRATION_BATCHES = 3
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
 
@@ -221,20 +217,19 @@ class Judge:
             again = self.reference.decode(batch, 0, time.perf_counter)
             self._batch, self._expected = batch, again.tokens
 
-    def differences(self, timed: Timed) -> list[Difference] | None:
+    def differences(
+        self, method: Method, batch: Batch, texts: Sequence[list[int]]
+    ) -> list[Difference] | None:
         """First differences from the reference, of the rows that differ; None: nothing promised."""
-        if not self.promised(timed.method):
+        if not self.promised(method):
             return None
-        batch = timed.batch
         self.prepare(batch)
         opened = Sublayers(self.model, execution=self.task.execution)
         found = []
-        for row, (expected, got) in enumerate(
-            zip(self._expected, timed.decoded.tokens, strict=True)
-        ):
+        for row, (expected, got) in enumerate(zip(self._expected, texts, strict=True)):
             prompt = batch.input_ids[row : row + 1]  # (1, W)
             scores = partial(self._scores, batch, row)
-            _, difference = first_difference(opened, row, prompt, expected, got, scores)
+            difference = first_difference(opened, row, prompt, expected, got, scores)
             if difference is not None:
                 found.append(difference)
         return found
@@ -282,7 +277,7 @@ def record_of(
             "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],
             "confidences": [[list(row) for row in round_.confidences] for round_ in after],
         }
-    differences = judge.differences(timed)
+    differences = judge.differences(timed.method, batch, decoded.tokens)
     record = {
         "kind": "record",
         "method": timed.method.name,
@@ -340,93 +335,3 @@ def loops(tokens: Sequence[int]) -> bool:
         if span <= len(text) and text[-span:-period] == text[period - span :]:
             return True
     return False
-
-
-# ---------------------------------------------------------------------------------------------
-# Before the first timed call.
-
-
-def make_batches(
-    prompts: Sequence[tuple[str, str | None, Tensor]], sizes: Sequence[int], pad: int
-) -> tuple[list[Batch], list[str]]:
-    """Batches of every size, of prompts of one category in their order, left-padded.
-
-    Args:
-        prompts: name, category and token ids (1, T) of each.
-        pad: the token to fill up with.
-
-    Returns:
-        The batches, and words about prompts that are left over at a size.
-    """
-    by_category: dict[str | None, list[int]] = defaultdict(list)
-    for number, (_, category, _) in enumerate(prompts):
-        by_category[category].append(number)
-    batches, words = [], []
-    for size in sizes:
-        left = 0
-        for category, numbers in by_category.items():
-            left += len(numbers) % size
-            for start in range(0, len(numbers) - size + 1, size):
-                chosen = tuple(numbers[start : start + size])
-                ids = [prompts[number][2][0] for number in chosen]
-                width = max(map(len, ids))
-                batches.append(
-                    Batch(
-                        names=tuple(prompts[number][0] for number in chosen),
-                        numbers=chosen,
-                        category=category,
-                        input_ids=torch.stack(
-                            [torch.cat([r.new_full((width - len(r),), pad), r]) for r in ids]
-                        ),  # (B, W)
-                        attention_mask=torch.stack(
-                            [(torch.arange(width) >= width - len(r)).long() for r in ids]
-                        ).to(ids[0].device),  # (B, W)
-                    )
-                )
-        if left:
-            words.append(f"{left} prompts are left out at batch size {size}: they fill no batch")
-    return batches, words
-
-
-def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """A few batches of that size, of different categories where there are any."""
-    of_size = [batch for batch in batches if batch.rows == size]
-    step = max(1, len(of_size) // CALIBRATION_BATCHES)
-    return of_size[::step][:CALIBRATION_BATCHES]
-
-
-def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
-    """Measure what drafting costs, once, and give it to the method for all its calls."""
-    assert method.skip is not None
-    task = replace(method.task, acceptance="coupled")
-    for size in sorted({batch.rows for batch in batches}):
-        few = calibration(batches, size)
-        bare = Engine(method.model, task, skip=method.skip.bare())
-        measured = bare.generate(few[0], max_new_tokens=1)
-        assert measured.costs is not None
-        steps = []
-        for batch in few:
-            rounds = plain.generate(batch, now, max_new_tokens=_shorter(task)).rounds
-            steps += [r.times[-1] - r.times[0] for r in (rounds or [])[1:] if r.times is not None]
-        method.prices[str(size)] = {
-            **measured.costs.to_dict(),
-            "step_seconds": statistics.median(steps) if steps else None,
-        }
-        method.use(size, measured.costs)
-
-
-def mean_draft_length(method: Engine, batches: Sequence[Batch]) -> int:
-    """Tokens the method drafts in a round that drafts, on a few prompts, rounded; at least 1."""
-    if method.controller == "fixed" and method.max_draft_length is not None:
-        return method.max_draft_length
-    drafts = drafted = 0
-    for batch in calibration(batches, min(batch.rows for batch in batches)):
-        stats = method.generate(batch, max_new_tokens=_shorter(method.task)).stats
-        assert stats is not None
-        drafts += stats.num_drafts
-        drafted += stats.num_draft_tokens
-    return max(1, round(drafted / drafts)) if drafts else 1
-
-
-def _shorter(task: Task) -> int:
-    return min(task.max_new_tokens, CALIBRATION_TOKENS)

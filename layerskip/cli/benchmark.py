@@ -127,9 +127,10 @@ def benchmark(
 
     import torch
 
+    from layerskip.bench.batches import make_batches
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import make_batches, try_out
+    from layerskip.bench.runner import try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
     from layerskip.model.sublayers import Sublayers

@@ -57,8 +57,9 @@ def demo(
     loaded = open_model(loading, talk)
     config = need_skip(given, loaded)
 
-    from layerskip.bench.checks import compare_coupled, compare_greedy
+    from layerskip.bench.checks import compare
     from layerskip.bench.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side
+    from layerskip.bench.methods import Task
     from layerskip.checkpoints import encode
 
     prompts = shipped_prompts(2)
@@ -78,13 +79,12 @@ def demo(
             streamer=TextStream(loaded.tokenizer, write_out),
             note=talk.progress,
         )
-        settings: dict[str, Any] = {"execution": loading.execution}
-        sampling: dict[str, Any] = {"temperature": TEMPERATURE, "seed": seed} | settings
+        length, execution = min(max_new_tokens, _DEMO_CHECK_TOKENS), loading.execution
         talk.progress("checking greedy text against transformers")
-        length = min(max_new_tokens, _DEMO_CHECK_TOKENS)
-        greedy = compare_greedy(loaded.model, inputs, config, max_new_tokens=length, **settings)
+        greedy = compare(loaded.model, inputs, config, Task(length, execution=execution))
         talk.progress("checking sampled text against plain decoding")
-        coupled = compare_coupled(loaded.model, inputs, config, max_new_tokens=length, **sampling)
+        sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
+        coupled = compare(loaded.model, inputs, config, sampled)
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
