@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
 from layerskip.model.families import FAMILIES
+from layerskip.model.joined import join
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
 from layerskip.shelf import MADE, SHIPPED, made, shipped
@@ -43,9 +46,16 @@ class Loaded:
 
 
 def load(
-    name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    bars: bool = False,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer for decoding.
+    """Load a causal language model, its products joined for good, and its tokenizer.
+
+    transformers and the Hub are silent from then on, but for errors.
 
     Args:
         name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, or a Hugging Face
@@ -54,12 +64,17 @@ def load(
         dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
             on the CPU, where it is small and narrower types only make near-ties.
         trust_remote_code: run code that comes with the checkpoint.
+        bars: let the library show bars of its progress.
 
     Raises:
         ValueError: nothing by that name, a folder without a whole checkpoint, an unknown dtype, or
             a device that is not there.
         UnsupportedModelError: the architecture is not one this library serves.
     """
+    chatter.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if not bars:
+        chatter.disable_progress_bar()
     place = _device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -101,6 +116,7 @@ def load(
     model = model.to(place).eval()
     if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
+    join(model)
     return Loaded(name, model, tokenizer, folder)
 
 

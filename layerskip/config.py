@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -199,6 +200,15 @@ class SkipConfig:
         if self.model is not None and model is not None:
             return self.model == model
         return None
+
+    def warn_if_foreign(self, model: str | None, model_hash: str | None = None) -> None:
+        """Warn where this was searched on another model than that, by name or hash."""
+        if self.matches(model, model_hash) is False:
+            warnings.warn(
+                f"this skip config was searched on {self.model or 'another model'}, not on "
+                f"{model}: the output stays exact, the speedup may be gone",
+                stacklevel=2,
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SkipConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -253,7 +252,8 @@ class LayerSkipDecoding:
             skip = SkipConfig()
             return Decoder(opened, skip, plain, request, max_draft_length=0), None
         skip = self.skip.resolve(opened.num_layers)
-        _warn_foreign(skip, opened.model)
+        own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
+        skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
         if self.draft_vocabulary is not None:
             opened = opened.trimmed(self.draft_vocabulary)
         costs = self._costs(opened, skip, request)
@@ -317,18 +317,6 @@ def _streamer_of_the_call(decoding: LayerSkipDecoding) -> Any:
     ):
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("streamer")
-
-
-def _warn_foreign(skip: SkipConfig, model: Any) -> None:
-    name = getattr(model, "name_or_path", None) or None
-    own_hash = fingerprint(model, like=skip.model_hash) if skip.model_hash else None
-    if skip.matches(name, own_hash) is False:
-        warnings.warn(
-            f"this skip config was searched on {skip.model or 'another model'}, not on {name}: "
-            "the output stays exact, the speedup may be gone",
-            UserWarning,
-            stacklevel=5,
-        )
 
 
 def generate(

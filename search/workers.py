@@ -16,13 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.utils import logging as chatter
-
 from layerskip.bench.methods import Task
+from layerskip.bench.runner import cpu_threads
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
-from layerskip.model.joined import join
 from layerskip.prompts import Prompt
 from layerskip.search.finding import Search
 from layerskip.search.space import Space
@@ -32,10 +29,8 @@ from layerskip.search.space import Space
 class Asked:
     """What a worker needs to know to take part in a study; pickled for processes of its own."""
 
-    model: str
-    device: str
-    dtype: str
-    trust_remote_code: bool
+    loading: Mapping[str, Any]
+    """Arguments of `layerskip.checkpoints.load`."""
     traced: tuple[Prompt, ...]
     task: Task
     space: Space
@@ -60,16 +55,8 @@ def work(asked: Asked, threads: int, parent: int, started: float) -> None:
         if os.getppid() != parent:
             raise Orphaned
 
-    chatter.set_verbosity_error()
-    chatter.disable_progress_bar()  # its terminal is another process's
     with cpu_threads(threads), contextlib.suppress(Orphaned):
-        loaded = load(
-            asked.model,
-            device=asked.device,
-            dtype=asked.dtype,
-            trust_remote_code=asked.trust_remote_code,
-        )
-        join(loaded.model)  # for good: nobody else has this model
+        loaded = load(**asked.loading)
         traced = [encode(loaded.tokenizer, prompt) for prompt in asked.traced]
         going = Search(loaded.model, traced, task=asked.task, space=asked.space)
         going.open(asked.storage, asked.study_name, asked.given)
@@ -110,15 +97,3 @@ def _ignored(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-@contextlib.contextmanager
-def cpu_threads(count: int | None) -> Iterator[int]:
-    """So many threads of the CPU for torch; as many as before afterwards."""
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from layerskip import __version__
 from layerskip.bench import demo
 from layerskip.bench import plans as planning
+from layerskip.bench.runner import cpu_threads
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
 from layerskip.cli.options import Loading
@@ -350,7 +351,7 @@ def test_demo_decodes_small_models_on_one_thread(monkeypatch, largest, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with demo.fitting_threads(tiny_model("llama")) as given:
+        with cpu_threads(demo.fitting_threads(tiny_model("llama"))) as given:
             assert given == torch.get_num_threads() == threads
         assert torch.get_num_threads() == 2
     finally:

@@ -23,7 +23,7 @@ from cost_records import MACHINES
 from models import lively_model
 from test_cli import document, process, refused, run, warned
 
-from layerskip.cli.terminal import Talk, search_verdict
+from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.environment import hardware
 from layerskip.files.searches import read_search
@@ -146,76 +146,10 @@ def test_what_it_says(found: tuple[Path, Any]) -> None:
     assert last["output"] == str(output)
     for key in ("bound", "plain", "finalists", "best_exit", "winner", "seconds"):
         assert last[key] == record[key]
-    assert search_verdict(record, output / "skip.json") in result.stdout
     drafts = last["skip"].get("decoding", {}).get("enabled") is not False
-    assert drafts is (last["winner"] is not None) is ("use it" in result.output)
-
-
-def seen(held_out: float | None, *clock: Any, draft_cost: float = 0.5) -> dict[str, Any]:
-    """A finalist as the clock had it: speedup, ends of its interval, texts that differ."""
-    names = ("speedup", "low", "high", "faults")
-    return {
-        "name": "exit-3",
-        "skipped": {"attention": [3, 4, 5], "mlp": [3, 4, 5]},
-        "predicted": 1.3,
-        "predicted_held_out": held_out,
-        "draft_cost": draft_cost,
-        "confirmed": dict(zip(names, clock, strict=True)) if clock else None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("row", "won", "expected"),
-    [
-        (
-            seen(1.2, 1.1, 1.05, 1.15, 0),
-            True,
-            [
-                "found    exit-3, which leaves out 6 of 12 sublayers",
-                "gains    exit-3: 1.10x plain decoding (95% interval 1.05-1.15), priced at 1.20x "
-                "on prompts held out",
-                "next     use it: layerskip generate m --skip out/skip.json --prompt TEXT",
-            ],
-        ),
-        (
-            seen(0.93, 1.01, 0.90, 1.26, 0),
-            False,
-            [
-                "found    no draft that gains: skip.json drafts nothing",
-                "best     exit-3: 1.01x plain decoding (95% interval 0.90-1.26), priced at 0.93x "
-                "on prompts held out",
-                "next     decode plainly; or search with more prompts, trials or a wider space",
-            ],
-        ),
-        (
-            seen(None, draft_cost=0.95),
-            True,
-            [
-                "found    exit-3, which leaves out 6 of 12 sublayers",
-                "gains    exit-3: priced at 1.30x on the traced prompts, not timed",
-                "bound    1.05x, were it always right",
-                "next     time it: layerskip benchmark m --skip out/skip.json",
-            ],
-        ),
-        (
-            seen(1.2, 1.1, None, None, 2),
-            True,
-            [
-                "found    exit-3, which leaves out 6 of 12 sublayers",
-                "gains    exit-3: 1.10x plain decoding (no interval), priced at 1.20x on prompts "
-                "held out",
-                "next     2 texts DIFFER from plain decoding's: layerskip check m",
-            ],
-        ),
-    ],
-    ids=["gains", "does not", "not timed", "wrong"],
-)
-def test_the_verdict_is_a_few_short_lines(
-    row: dict[str, Any], won: bool, expected: list[str]
-) -> None:
-    record = {"model": {"name": "m", "num_layers": 6}, "bound": 3.0, "finalists": [row]}
-    record["winner"] = "exit-3" if won else None
-    assert search_verdict(record, Path("out/skip.json")).splitlines() == expected
+    assert drafts is (last["winner"] is not None) is ("The search found" in result.stdout)
+    for row in last["finalists"]:
+        assert row["name"] in result.stdout
 
 
 def test_the_skip_config_decodes(folder: Path, found: tuple[Path, Any]) -> None:

@@ -7,8 +7,7 @@ what else a machine does only adds seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,27 +83,16 @@ class SideBySide:
         return emitted / sum(self.costs.round_cost(round_.drafted[0]) for round_ in rounds)
 
 
-@contextmanager
-def fitting_threads(model: Any) -> Iterator[int | None]:
-    """One torch thread while a small model decodes on the CPU, as many as there were for others.
+def fitting_threads(model: Any) -> int | None:
+    """How many threads a model should decode on: one for a small one; None if not on the CPU.
 
     The steps of a small model are shorter than a time slice of the system: where something else
     takes a core, all threads of a step wait for the one that was on it, many times over.
-
-    Yields:
-        The number of threads; None where the model is not on the CPU.
     """
-    before = torch.get_num_threads()
     if model.device.type != "cpu":
-        yield None
-        return
+        return None
     size = sum(parameter.numel() for parameter in model.parameters())
-    threads = 1 if size <= ONE_THREAD_PARAMETERS else before
-    torch.set_num_threads(threads)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(before)
+    return 1 if size <= ONE_THREAD_PARAMETERS else torch.get_num_threads()
 
 
 def side_by_side(

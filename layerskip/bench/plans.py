@@ -135,12 +135,7 @@ class Plan:
     def _checked(self, skip: SkipConfig) -> SkipConfig:
         model = self.loaded.model
         skip.resolve(model.config.num_hidden_layers)
-        if skip.matches(self.loaded.name, fingerprint(model)) is False:
-            warnings.warn(
-                f"this skip config was searched on {skip.model or 'another model'}, not on "
-                f"{self.loaded.name}: the speedup may be gone",
-                stacklevel=2,
-            )
+        skip.warn_if_foreign(self.loaded.name, fingerprint(model))
         return replace(skip, model=None, model_hash=None)  # said once is enough
 
     def _best_exit(self) -> tuple[str, SkipConfig]:

@@ -27,7 +27,7 @@ from layerskip.cli.options import (
     to_json,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, aligned, decode_text
+from layerskip.cli.terminal import Talk, aligned, decode_text, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter, key_of, read_unfinished
@@ -125,20 +125,15 @@ def benchmark(
     if "generate-assistant" in kinds and assistant is not None:
         second = open_model(replace(loading, model=assistant), talk)
 
-    import torch
-
     from layerskip.bench.batches import make_batches
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import try_out
+    from layerskip.bench.runner import cpu_threads, try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
     from layerskip.model.sublayers import Sublayers
 
-    before = torch.get_num_threads()
-    try:
-        if threads is not None:
-            torch.set_num_threads(threads)
+    with cpu_threads(threads):
         opened = Sublayers(loaded.model, execution=loading.execution)
         ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
         lengths = [each.shape[1] for each in ids]
@@ -192,8 +187,6 @@ def benchmark(
             except KeyboardInterrupt:
                 talk.say(f"{output} keeps what was measured; the same command goes on with it")
                 raise
-    finally:
-        torch.set_num_threads(before)
     talk.progress("")
     summary = summarise(output)
     print(_table(summary))
@@ -274,14 +267,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
-            ratio, low, high = row["speedups"].get(name, (None, None, None))
-            interval = "" if low is None or row["method"] == name else f" ({low:.2f}-{high:.2f})"
-            line.append("-" if ratio is None else f"{ratio:.2f}{interval}")
+            speedup, low, high = row["speedups"].get(name, (None, None, None))
+            line.append(ratio(speedup, None if row["method"] == name else low, high))
         rate = row["acceptance_rate"]
         line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
-        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
-        same += f", {row['near_ties']} near-ties" if row["near_ties"] else ""
-        lines.append([*line, same + (f", {row['faults']} FAULTS" if row["faults"] else "")])
+        lines.append([*line, same_texts(row)])
     return aligned(lines)
 
 

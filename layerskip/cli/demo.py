@@ -60,6 +60,7 @@ def demo(
     from layerskip.bench.checks import compare
     from layerskip.bench.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side
     from layerskip.bench.methods import Task
+    from layerskip.bench.runner import cpu_threads
     from layerskip.checkpoints import encode
 
     prompts = shipped_prompts(2)
@@ -68,7 +69,8 @@ def demo(
     print(title("Prompt, held out from training"))
     print(prompts[0].text)
     print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
-    with fitting_threads(loaded.model) as threads:
+    threads = fitting_threads(loaded.model)
+    with cpu_threads(threads):
         found = side_by_side(
             loaded.model,
             timed,

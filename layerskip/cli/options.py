@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import warnings
@@ -80,6 +79,16 @@ class Loading:
         ),
     ] = "auto"
 
+    @property
+    def where(self) -> dict[str, Any]:
+        """What `checkpoints.load` wants to know."""
+        return {
+            "name": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -105,14 +114,14 @@ class Sampling:
 
     def check(self, seed: int | None = None) -> None:
         """Refuse a temperature that is none; warn of flags without an effect."""
-        if not self.do_sample:
-            given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
-            warn_idle(given, "without --do-sample")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"--temperature must be positive and finite, got {self.temperature}; for the "
-                "likeliest tokens leave out --do-sample"
+                "likeliest tokens leave out --temperature and --do-sample"
             )
+        if not self.do_sample:
+            given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
+            warn_idle(given, "without --do-sample")
 
     @property
     def settings(self) -> dict[str, float | None]:
@@ -187,23 +196,10 @@ def given_skip(skip: str | None, exit_layer: int | None) -> SkipConfig | None:
 
 def open_model(loading: Loading, talk: Talk) -> Loaded:
     talk.progress("importing torch and transformers")
-    from transformers.utils import logging as chatter
-
     from layerskip.checkpoints import load
-    from layerskip.model.joined import join
 
-    chatter.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if talk.quiet or not sys.stderr.isatty():
-        chatter.disable_progress_bar()
     talk.progress(f"loading {loading.model}")
-    loaded = load(
-        loading.model,
-        device=loading.device,
-        dtype=loading.dtype,
-        trust_remote_code=loading.trust_remote_code,
-    )
-    join(loaded.model)  # for good: nobody else has this model
+    loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet)
     talk.say(loaded.describe())
     return loaded
 

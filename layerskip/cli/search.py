@@ -33,7 +33,7 @@ from layerskip.cli.options import (
     to_json,
     warn_idle,
 )
-from layerskip.cli.terminal import LEAST_BOUND, Talk, search_table, search_verdict
+from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from layerskip.search.study import Progress
     from layerskip.search.workers import Asked
 
+LEAST_BOUND = 1.1
+"""A draft with a bound under this is hardly worth its trouble."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
 
@@ -134,11 +136,12 @@ def search(
     loaded = open_model(loading, talk)
 
     from layerskip.bench.plans import make_header
+    from layerskip.bench.runner import cpu_threads
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
     from layerskip.search.finding import Search
     from layerskip.search.space import Space
-    from layerskip.search.workers import Asked, cpu_threads, sharing
+    from layerskip.search.workers import Asked, sharing
 
     layers = loaded.model.config.num_hidden_layers
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
@@ -160,10 +163,7 @@ def search(
         write_text(output / "cost.json", json.dumps(cost, indent=1) + "\n")
         _say_bound(talk, going)
         asked = Asked(
-            model=loading.model,
-            device=loading.device,
-            dtype=loading.dtype,
-            trust_remote_code=loading.trust_remote_code,
+            loading=loading.where,
             traced=tuple(chosen),
             task=going.task,
             space=going.space,
@@ -297,15 +297,30 @@ def _finish(
     write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
     talk.progress("drawing the report")
-    write_report([output / "search.json"], output / "report", talk.progress)
+    words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
-    print(search_table(record))
-    print(search_verdict(record, output / "skip.json"))
+    print(_table(record["finalists"]))
+    print(words)
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = ("bound", "plain", "finalists", "best_exit", "winner", "seconds")
         document = {"skip": skip.to_dict(), **{key: record[key] for key in keys}}
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
+
+
+def _table(finalists: Sequence[dict[str, Any]]) -> str:
+    """The finalists: what was predicted and what the clock said, with 95% intervals."""
+    titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
+    lines = [[*titles, "measured", "same text"]]
+    for row in finalists:
+        skipped, held_out, timed = row["skipped"], row["predicted_held_out"], row["confirmed"]
+        line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
+        line.append(str(row.get("draft_vocabulary") or "all"))
+        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
+        line.append("-" if held_out is None else f"{held_out:.2f}")
+        line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
+        lines.append([*line, same_texts(timed) if timed else "-"])
+    return aligned(lines)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

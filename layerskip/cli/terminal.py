@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 
 EVERY, SOON = 30.0, 5.0
-LEAST_BOUND = 1.1
-"""A draft with a bound under this is hardly worth its trouble."""
 
 
 class Talk:
@@ -126,80 +123,19 @@ def _token(token: int | None, tokenizer: Any) -> str:
     return "the end" if token is None else repr(tokenizer.decode([token]))
 
 
-def search_table(record: Mapping[str, Any]) -> str:
-    """A search's finalists: what was predicted and what the clock said, with 95% intervals."""
-    titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
-    lines = [[*titles, "measured", "same text"]]
-    for row in record["finalists"]:
-        skipped = row["skipped"]
-        held_out, timed = row["predicted_held_out"], row["confirmed"]
-        line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
-        line.append(str(row.get("draft_vocabulary") or "all"))
-        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
-        line.append("-" if held_out is None else f"{held_out:.2f}")
-        if timed is None:
-            line += ["-", "-"]
-        else:
-            low, high = timed["low"], timed["high"]
-            interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
-            line.append(f"{timed['speedup']:.2f}{interval}")
-            same = f"{timed['equal']}/{timed['compared']}" if timed["compared"] else "-"
-            same += f", {timed['near_ties']} near-ties" if timed["near_ties"] else ""
-            line.append(same + (f", {timed['faults']} FAULTS" if timed["faults"] else ""))
-        lines.append(line)
-    return aligned(lines)
+def ratio(value: float | None, low: float | None, high: float | None) -> str:
+    """A speedup with its 95% interval, as far as they are known."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if low is None else f"{value:.2f} ({low:.2f}-{high:.2f})"
 
 
-def search_verdict(record: Mapping[str, Any], skip: Path) -> str:
-    """What a search found, what that gains, and what to do next: a line each."""
-    rows = {row["name"]: row for row in record["finalists"]}
-    won = rows.get(record["winner"])
-    best = won or max(rows.values(), key=_worth, default=None)
-    lines = ["found    no draft that gains: skip.json drafts nothing"]
-    if won is not None:
-        left_out = sum(map(len, won["skipped"].values()))
-        of = 2 * record["model"]["num_layers"]
-        lines = [f"found    {won['name']}, which leaves out {left_out} of {of} sublayers"]
-    if best is not None:
-        lines.append(f"{'best' if won is None else 'gains':<8} {_gain(best)}")
-    bound = record["bound"] if won is None else 1 / won["draft_cost"]
-    if bound < LEAST_BOUND:
-        lines.append(f"bound    {bound:.2f}x, were it always right")
-    faults = 0 if best is None or best["confirmed"] is None else best["confirmed"]["faults"]
-    name = record["model"]["name"]
-    if faults:
-        lines.append(
-            f"next     {faults} texts DIFFER from plain decoding's: layerskip check {name}"
-        )
-    elif won is None:
-        lines.append(
-            "next     decode plainly; or search with more prompts, trials or a wider space"
-        )
-    elif won["confirmed"] is None:
-        lines.append(f"next     time it: layerskip benchmark {name} --skip {skip}")
-    else:
-        lines.append(f"next     use it: layerskip generate {name} --skip {skip} --prompt TEXT")
-    return "\n".join(lines)
-
-
-def _worth(row: Mapping[str, Any]) -> float:
-    """A finalist's speedup, as far as it is known."""
-    held_out, timed = row["predicted_held_out"], row["confirmed"]
-    known: float = row["predicted"] if held_out is None else held_out
-    return known if timed is None else timed["speedup"]
-
-
-def _gain(row: Mapping[str, Any]) -> str:
-    """A finalist's speedup on the clock, its interval, and its price."""
-    held_out, timed = row["predicted_held_out"], row["confirmed"]
-    on = "the traced prompts" if held_out is None else "prompts held out"
-    price = f"priced at {row['predicted'] if held_out is None else held_out:.2f}x on {on}"
-    if timed is None:
-        return f"{row['name']}: {price}, not timed"
-    interval = "no interval"
-    if timed["low"] is not None:
-        interval = f"95% interval {timed['low']:.2f}-{timed['high']:.2f}"
-    return f"{row['name']}: {timed['speedup']:.2f}x plain decoding ({interval}), {price}"
+def same_texts(row: Mapping[str, Any]) -> str:
+    """Of a method's texts, how many were those they must be, and what the others were."""
+    words = [f"{row['equal']}/{row['compared']}" if row["compared"] else "-"]
+    words += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
+    words += [f"{row['faults']} FAULTS"] if row["faults"] else []
+    return ", ".join(words)
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
