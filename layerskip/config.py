@@ -297,10 +297,14 @@ check_costs = has(draft=POSITIVE, verify=items(POSITIVE, least=1))
 """Check of a cost table, in whatever file it comes: c, and v from one token on."""
 
 
-def _index_set(name: str, values: object) -> tuple[int, ...]:
+def _integers(name: str, what: str, each: str, values: object) -> list[int]:
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of layer indices, got {values!r}")
-    indices = sorted(integer()(value, f"{name} index") for value in values)
+        raise TypeError(f"{name} must be a list of {what}, got {shown(values)}")
+    return [integer()(value, each) for value in values]
+
+
+def _index_set(name: str, values: object) -> tuple[int, ...]:
+    indices = sorted(_integers(name, "layer indices", f"{name} index", values))
     for left, right in pairwise(indices):
         if left == right:
             raise ValueError(f"{name} indices must differ from each other, got {left} twice")
@@ -308,9 +312,7 @@ def _index_set(name: str, values: object) -> tuple[int, ...]:
 
 
 def _token_list(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of token ids, got {shown(values)}")
-    tokens = tuple(integer()(value, f"a token of {name}") for value in values)
+    tokens = tuple(_integers(name, "token ids", f"a token of {name}", values))
     if not tokens:
         raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
     if len(set(tokens)) < len(tokens):

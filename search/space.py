@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
-from operator import index
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
 from layerskip.config import SkipConfig
+from layerskip.files.schema import integer, optional
 
 KINDS = ("exit", "layer", "sublayer")
 
@@ -44,14 +44,8 @@ class Space:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"space must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        for name in ("num_layers", "budget"):
-            value = getattr(self, name)
-            if value is None and name == "budget":
-                continue
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if index(value) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+        integer(1)(self.num_layers, "num_layers")
+        optional(integer(1))(self.budget, "budget")
 
     @cached_property
     def switches(self) -> dict[str, int]:

@@ -15,7 +15,6 @@ from layerskip.bench.methods import (
     Peer,
     Task,
     early_exit_peer,
-    prompt_lookup_peer,
 )
 from layerskip.bench.plans import mean_draft_length, price
 from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
@@ -171,7 +170,7 @@ def all_methods(model, task, **drafting):
         Peer(model, task),
         early_exit_peer(model, task, 3),
         early_exit_peer(model, task, 3, 4),
-        prompt_lookup_peer(model, task),
+        Peer(model, task, "generate-prompt-lookup", options={"prompt_lookup_num_tokens": 10}),
     ]
 
 

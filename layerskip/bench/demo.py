@@ -17,7 +17,7 @@ from torch import Tensor
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.comparison import Comparison, Difference
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.bench.runner import Judge, device_clock, interleaved
+from layerskip.bench.runner import Judge, Timed, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import DecodingStats, Round
@@ -38,49 +38,59 @@ class SideBySide:
     """Prompts decoded three ways.
 
     Attributes:
-        tokens: per prompt, new tokens of this engine's plain decoding.
-        comparison: of self-speculation with it; a prompt's first difference counts.
-        rounds: per prompt, those of the last self-speculative decoding.
+        fastest: by method, each prompt's fastest repeat, in seconds per token: transformers draws
+            others in every repeat, and may end sooner.
+        comparison: of self-speculation with plain decoding, every time; a prompt's first
+            difference counts.
         costs: what the controller decided with; None where it needed no costs.
-        seconds: by method, those of each prompt's fastest repeat.
-        counts: by method, the new tokens of the same repeats; transformers draws others in every
-            repeat, and may end sooner.
     """
 
-    tokens: list[list[int]]
+    fastest: dict[str, list[Timed]]
     comparison: Comparison
-    rounds: list[Sequence[Round]]
     costs: CostTable | None
-    seconds: dict[str, list[float]]
-    counts: dict[str, list[int]]
 
     @property
-    def identical(self) -> bool:
-        """Whether self-speculation gave the same tokens, every time."""
-        return not self.comparison.differences
+    def tokens(self) -> list[list[int]]:
+        """Per prompt, new tokens of this engine's plain decoding."""
+        return [timed.decoded.tokens[0] for timed in self.fastest["plain"]]
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Those of self-speculation, all prompts', without the prefills."""
+        return [r for timed in self.fastest["self"] for r in (timed.decoded.rounds or ())[1:]]
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """By method, those of every prompt."""
+        return {name: [timed.seconds for timed in each] for name, each in self.fastest.items()}
 
     @property
     def tokens_per_second(self) -> dict[str, float]:
         """By method, all new tokens over all seconds, prefill included."""
-        return {method: sum(self.counts[method]) / sum(self.seconds[method]) for method in METHODS}
+        return {
+            name: sum(map(_count, each)) / sum(timed.seconds for timed in each)
+            for name, each in self.fastest.items()
+        }
 
     @property
     def stats(self) -> DecodingStats:
         """The counts of all prompts together."""
         total = DecodingStats()
-        for rounds in self.rounds:
-            for round_ in rounds:
-                total.add(round_, lambda drafted: 0)
+        for round_ in self.rounds:
+            total.add(round_, lambda drafted: 0)
         return total
 
     @property
     def predicted_speedup(self) -> float | None:
         """Tokens per target step over the rounds, at the cost table's prices; None without one."""
-        rounds = [round_ for each in self.rounds for round_ in each[1:]]
-        if self.costs is None or not rounds:
+        if self.costs is None or not self.rounds:
             return None
-        emitted = sum(len(round_.tokens[0]) for round_ in rounds)
-        return emitted / sum(self.costs.round_cost(round_.drafted[0]) for round_ in rounds)
+        emitted = sum(len(round_.tokens[0]) for round_ in self.rounds)
+        return emitted / sum(self.costs.round_cost(round_.drafted[0]) for round_ in self.rounds)
+
+
+def _count(timed: Timed) -> int:
+    return len(timed.decoded.tokens[0])
 
 
 def fitting_threads(model: Any) -> int | None:
@@ -125,10 +135,8 @@ def side_by_side(
     judge = Judge(model, task, methods)
     note("decoding")
     costs = speculative.generate(batches[0], streamer=streamer).costs
-    tokens: list[list[int]] = [[] for _ in prompts]
-    rounds: list[Sequence[Round]] = [() for _ in prompts]
+    tries: dict[str, list[list[Timed]]] = {name: [[] for _ in prompts] for name in METHODS}
     differences: dict[int, Difference] = {}
-    times: dict[str, list[list[tuple[float, int]]]] = {n: [[] for _ in prompts] for n in METHODS}
     for timed in interleaved(
         methods,
         batches,
@@ -140,24 +148,15 @@ def side_by_side(
         judge.prepare(timed.batch)
         if timed.repeat < 0:
             continue
-        name, (number,) = timed.method.name, timed.batch.numbers
-        (text,) = timed.decoded.tokens
-        times[name][number].append((timed.seconds, len(text)))
-        if name == "plain":
-            tokens[number] = text
-        if name == "self":
-            rounds[number] = timed.decoded.rounds or ()
-            for difference in judge.differences(timed.method, timed.batch, [text]) or ():
+        (number,) = timed.batch.numbers
+        tries[timed.method.name][number].append(timed)
+        if timed.method is speculative:
+            found = judge.differences(speculative, timed.batch, timed.decoded.tokens)
+            for difference in found or ():
                 differences.setdefault(number, difference)
     fastest = {
-        name: [min(tries, key=lambda one: one[0] / one[1]) for tries in each]
-        for name, each in times.items()
+        name: [min(repeated, key=lambda one: one.seconds / _count(one)) for repeated in each]
+        for name, each in tries.items()
     }
-    return SideBySide(
-        tokens=tokens,
-        comparison=Comparison.of(tokens, differences),
-        rounds=rounds,
-        costs=costs,
-        seconds={name: [seconds for seconds, _ in each] for name, each in fastest.items()},
-        counts={name: [count for _, count in each] for name, each in fastest.items()},
-    )
+    texts = [timed.decoded.tokens[0] for timed in fastest["plain"]]
+    return SideBySide(fastest, Comparison.of(texts, differences), costs)

@@ -24,7 +24,6 @@ from layerskip.served import end_tokens
 
 Clock = Callable[[], float]
 
-PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
 _ASSISTED = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -347,28 +346,6 @@ def early_exit_peer(
             "schedule": own["num_assistant_tokens_schedule"],
             "threshold": own["assistant_confidence_threshold"],
         },
-    )
-
-
-def prompt_lookup_peer(model: Any, task: Task, num_tokens: int = PROMPT_LOOKUP_TOKENS) -> Peer:
-    """transformers' drafts that are copied from the text so far."""
-    return Peer(
-        model,
-        task,
-        "generate-prompt-lookup",
-        options={"prompt_lookup_num_tokens": num_tokens},
-        details={"num_tokens": num_tokens},
-    )
-
-
-def assistant_peer(model: Any, task: Task, assistant: Any, name: str) -> Peer:
-    """transformers' drafts by a second model."""
-    return Peer(
-        model,
-        task,
-        "generate-assistant",
-        options={"assistant_model": assistant},
-        details={"assistant": name},
     )
 
 

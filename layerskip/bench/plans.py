@@ -26,9 +26,7 @@ from layerskip.bench.methods import (
     Method,
     Peer,
     Task,
-    assistant_peer,
     early_exit_peer,
-    prompt_lookup_peer,
 )
 from layerskip.bench.runner import device_clock
 from layerskip.checkpoints import Loaded
@@ -49,6 +47,7 @@ CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how l
 CALIBRATION_BATCHES = 3
 _Named = tuple[str, str | None, Tensor]  # name, category, token ids (1, T)
 
+PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
 WITH_THRESHOLD = ("confidence", "adaptive-threshold")
 
 
@@ -121,12 +120,9 @@ class Plan:
         """The drafts, with names: those given, the one beside the checkpoint, or the best exit."""
         if not given and (own := self.loaded.skip_config()) is not None:
             given = [("layerskip", replace(own, model=None))]
-        if not given and self.found is not None:
-            known = {
-                entry["draft"]: entry["skip"]
-                for entry in self.found.header["methods"]
-                if entry["kind"] == "self"
-            }
+        if not given:
+            entries = [entry for entry in self._known.values() if entry["kind"] == "self"]
+            known = {entry["draft"]: entry["skip"] for entry in entries}
             given = [(name, SkipConfig.from_dict(skip)) for name, skip in known.items()]
         if not given:
             given = [self._best_exit()]
@@ -172,9 +168,14 @@ class Plan:
             methods += [early_exit_peer(model, task, depth)]
             methods += [early_exit_peer(model, task, depth, length)]
         if "generate-prompt-lookup" in kinds:
-            methods.append(prompt_lookup_peer(model, task))
+            copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+            told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
+            methods.append(
+                Peer(model, task, "generate-prompt-lookup", options=copied, details=told)
+            )
         if assistant is not None:
-            methods.append(assistant_peer(model, task, assistant.model, assistant.name))
+            second, name = {"assistant_model": assistant.model}, {"assistant": assistant.name}
+            methods.append(Peer(model, task, "generate-assistant", options=second, details=name))
         alone = [m.name for m in methods if m.one_row]
         if alone and any(batch.rows > 1 for batch in self.batches):
             self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
@@ -208,11 +209,11 @@ class Plan:
         return list(found.values())
 
     def _price(self, method: Engine, plain: Engine) -> None:
-        known = self._entry(method.name)
-        if known is not None and known.get("costs"):
-            method.prices = known["costs"]
+        known = self._known.get(method.name, {}).get("costs")
+        if known:
+            method.prices = known
             names = ("draft", "verify", "source")
-            for size, costs in known["costs"].items():
+            for size, costs in known.items():
                 table = CostTable.from_dict({name: costs[name] for name in names})
                 method.use(int(size), table)
             return
@@ -221,16 +222,17 @@ class Plan:
 
     def _matched_length(self, method: Engine) -> int:
         """How long drafts of transformers' early exit are, to be like the method's."""
-        for entry in self.found.header["methods"] if self.found else ():
-            matched = entry["kind"] == "generate-early-exit" and entry["name"] != entry["kind"]
-            if matched:
+        for name, entry in self._known.items():
+            if entry["kind"] == "generate-early-exit" and name != entry["kind"]:
                 return int(entry["num_assistant_tokens"])
         self.talk.progress(f"how long the drafts of {method.name} are")
         return mean_draft_length(method, self.batches)
 
-    def _entry(self, name: str) -> dict[str, Any] | None:
+    @cached_property
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """What a run to go on with says of its methods, by name."""
         entries = self.found.header["methods"] if self.found else []
-        return next((entry for entry in entries if entry["name"] == name), None)
+        return {entry["name"]: entry for entry in entries}
 
     @cached_property
     def trace(self) -> dict[str, Any]:

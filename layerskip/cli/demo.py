@@ -14,6 +14,7 @@ from layerskip.cli.options import (
     Quiet,
     Seed,
     Skip,
+    counts,
     describe_skip,
     given_skip,
     need_skip,
@@ -32,7 +33,6 @@ from layerskip.cli.terminal import (
     verdict,
     wrap,
 )
-from layerskip.config import SkipConfig
 
 if TYPE_CHECKING:
     from layerskip.bench.demo import SideBySide
@@ -90,18 +90,17 @@ def demo(
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
-    same = "yes" if found.identical else "no"
+    identical = not found.comparison.differences
     print(title("The same text?"))
-    total = sum(map(len, found.tokens))
-    print(f"plain decoding of {len(timed)} prompts gives the same {total} tokens: {same}")
+    counted = f"{len(timed)} prompts gives the same {sum(map(len, found.tokens))} tokens"
+    print(f"plain decoding of {counted}: {'yes' if identical else 'no'}")
     rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
     print(two_columns(rows))
     ids = [each.id for each in prompts]
     for comparison, names in zip(comparisons, (ids[::2], ids, ids), strict=True):
         for line in differences(comparison, names, loaded.tokenizer):
             print(wrap(line))
-    num_layers = loaded.model.config.num_hidden_layers
-    why = _why(found, config, num_layers)
+    why = _why(found, describe_skip(config, loaded.model.config.num_hidden_layers))
     print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
     if threads is not None:
         print(f"best of {REPEATS} on {threads} CPU thread{'s' if threads > 1 else ''}")
@@ -123,7 +122,7 @@ def demo(
         document = {
             "model": loaded.name,
             "passed": passed,
-            "identical": found.identical,
+            "identical": identical,
             "seed": seed,
             "temperature": TEMPERATURE,
             "threads": threads,
@@ -143,18 +142,14 @@ def demo(
         raise typer.Exit(1)
 
 
-def _why(found: SideBySide, skip: SkipConfig, num_layers: int) -> dict[str, Any]:
+def _why(found: SideBySide, draft: str) -> dict[str, Any]:
     """The numbers behind the speedup, JSON values."""
     stats, costs = found.stats, found.costs
     drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
     return {
-        "draft": describe_skip(skip, num_layers),
+        "draft": draft,
         "speedup": found.tokens_per_second["self"] / found.tokens_per_second["plain"],
-        "num_drafts": stats.num_drafts,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_acceptance_length": stats.mean_acceptance_length,
+        **counts(stats),
         "draft_cost": None if costs is None else costs.draft,
         "verify_tokens": drafted + 1,
         "verify_cost": None if costs is None else costs.verify_cost(drafted + 1),

@@ -21,6 +21,7 @@ from layerskip.cli.options import (
     Sampling,
     Skip,
     Threshold,
+    counts,
     given_skip,
     open_model,
     read_given,
@@ -153,11 +154,7 @@ def _result(
         "new_tokens": len(token_ids),
         "seconds": seconds,
         "tokens_per_second": len(token_ids) / seconds,
-        "num_drafts": stats.num_drafts,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_acceptance_length": stats.mean_acceptance_length,
+        **counts(stats),
         "seed": seed,
     }
 

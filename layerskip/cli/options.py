@@ -21,6 +21,7 @@ from layerskip.config import SkipConfig
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
     from layerskip.checkpoints import Loaded
+    from layerskip.decoding.rounds import DecodingStats
     from layerskip.prompts import Prompt
 
 Skip = Annotated[str | None, typer.Option(metavar="FILE", help="Skip config, as JSON.")]
@@ -183,6 +184,17 @@ def to_json(value: dict[str, Any]) -> str:
 
 def write_out(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def counts(stats: DecodingStats) -> dict[str, Any]:
+    """What a decoding drafted and accepted, as `--json` has it."""
+    return {
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+    }
 
 
 def given_skip(skip: str | None, exit_layer: int | None) -> SkipConfig | None:

@@ -74,9 +74,7 @@ def replay(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    length = _checked_length(trace, draft_length)
-    skip = skip.resolve(trace.model.num_layers)
-    layer = _exit_layer(skip)
+    skip, layer, length = _checked(trace, skip, draft_length)
     if layer is not None:
         return _assembled(trace, skip, _exit(trace, skip, layer, length, allowed))
     chains = Chains(trace, skip, _all_starts(trace), length, [allowed])
@@ -110,9 +108,7 @@ def follow(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    length = _checked_length(trace, draft_length)
-    skip = skip.resolve(trace.model.num_layers)
-    layer = _exit_layer(skip)
+    skip, layer, length = _checked(trace, skip, draft_length)
     if layer is None:
         chains = Chains(trace, skip, _all_starts(trace), length, vocabularies, follow=True)
         drafts = chains.run(enough)
@@ -127,15 +123,20 @@ def follow(
     return [_followed(_assembled(trace, skip, each)) for each in drafts]
 
 
-def _checked_length(trace: Trace, draft_length: int | None) -> int:
-    """The draft length asked for, J; the trace's by default."""
+def _checked(
+    trace: Trace, skip: SkipConfig, draft_length: int | None
+) -> tuple[SkipConfig, int | None, int]:
+    """A skip config resolved, how many whole layers it is if nothing more, and its draft length."""
     length = trace.draft_length if draft_length is None else draft_length
     if not 1 <= length <= trace.draft_length:
         raise ValueError(
             f"draft_length must be in 1..{trace.draft_length}, as far as this trace looks ahead; "
             f"got {length}; take a trace with a longer one"
         )
-    return length
+    skip = skip.resolve(trace.model.num_layers)
+    prefix = skip.shared_prefix()
+    whole = prefix == len(skip.kept()) and prefix % 2 == 0
+    return skip, prefix // 2 if whole else None, length
 
 
 def _all_starts(trace: Trace) -> list[Chain]:
@@ -146,12 +147,6 @@ def _all_starts(trace: Trace) -> list[Chain]:
         for place, token in enumerate(text.tokens.tolist()[: text.prompt + text.starts])
         if place >= text.prompt
     ]
-
-
-def _exit_layer(skip: SkipConfig) -> int | None:
-    """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
-    prefix = skip.shared_prefix()
-    return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
 
 
 def _assembled(trace: Trace, skip: SkipConfig, drafts: Drafts) -> Replay:
