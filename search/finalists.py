@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.bench.batches import Batch
 from layerskip.bench.methods import Engine, Task
-from layerskip.bench.runner import Judge, device_clock, interleaved
+from layerskip.bench.runner import benchmark
 from layerskip.config import SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
@@ -161,57 +162,56 @@ def confirm(
     """
     methods = [Engine(model, task)]
     methods += [Engine(model, task, finalist.name, finalist.skip) for finalist in finalists]
-    judge = Judge(model, task, methods)
-    seconds: dict[str, dict[tuple[str, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
-    tokens: dict[tuple[str, ...], int] = {}
-    drafted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    texts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # compared, near-ties, faults
-    now = device_clock(batches[0].input_ids.device)
-    for timed in interleaved(methods, batches, repeats=repeats, warmup=1, now=now, note=progress):
-        judge.prepare(timed.batch)
-        if timed.repeat < 0:
-            continue
-        name, names = timed.method.name, timed.batch.names
-        after = sum(map(len, timed.decoded.tokens)) - sum(timed.decoded.first_tokens)
-        if after < 1:
-            continue  # the text ended with its first token: nothing was decoded
-        seconds[name][names].append((timed.seconds - timed.first) / after)
-        tokens[names] = after
-        for round_ in (timed.decoded.rounds or [])[1:]:
-            drafted[name][0] += sum(round_.drafted)
-            drafted[name][1] += sum(round_.accepted)
-        if timed.repeat == 0:
-            differences = judge.differences(timed.method, timed.batch, timed.decoded.tokens)
-            if differences is None:
-                continue
-            near = sum(difference.near_tie for difference in differences)
-            for place, number in enumerate((timed.batch.rows, near, len(differences) - near)):
-                texts[name][place] += number
-    if not tokens:
+    found: list[dict[str, Any]] = []
+    benchmark(
+        model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress
+    )
+    # a text that ended with its first token tells nothing of decoding
+    decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
+    if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
-    typical = {  # seconds per token, by method and prompt; the median of the repeats
-        name: np.array([np.median(seconds[name][names]) for names in tokens]) for name in seconds
-    }
-    plain = typical["plain"]
+    plain = _typical(decoded, "plain")
     for finalist in finalists:
-        own = typical[finalist.name]
-        faster, low, high = ratio_of_totals(plain, own)
-        compared, near, faults = texts[finalist.name]
-        proposed, accepted = drafted[finalist.name]
+        typical = _typical(decoded, finalist.name)
+        faster, low, high = ratio_of_totals(plain, typical)
         finalist.confirmed = {
             "speedup": faster,
             "low": None if np.isnan(low) else low,
             "high": None if np.isnan(high) else high,
-            "tokens_per_second": float(len(own) / own.sum()),
-            "prompts": len(tokens),
+            "tokens_per_second": float(len(typical) / typical.sum()),
+            "prompts": len(typical),
             "repeats": repeats,
-            "acceptance_rate": accepted / proposed if proposed else None,
-            "compared": compared,
-            "equal": compared - near - faults,
-            "near_ties": near,
-            "faults": faults,
+            **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
     return float(len(plain) / plain.sum())
+
+
+def _typical(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
+    """Seconds per token of a method on each prompt, the median of the repeats, (prompts,)."""
+    seconds: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for each in records:
+        if each["method"] == name:
+            after = sum(each["new_tokens"]) - sum(each["first_tokens"])
+            spent = each["seconds"]["total"] - each["seconds"]["first"]
+            seconds[tuple(each["prompts"])].append(spent / after)
+    return np.array([np.median(times) for _, times in sorted(seconds.items())])
+
+
+def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a method drafted, and whether its texts were right, as a search file has them."""
+    proposed, accepted = (
+        sum(sum(map(sum, each["rounds"][name])) for each in records)
+        for name in ("drafted", "accepted")
+    )
+    compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
+    near = [d["near_tie"] for each in compared for d in each["differences"]]
+    return {
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "compared": len(compared),
+        "equal": len(compared) - len(near),
+        "near_ties": sum(near),
+        "faults": len(near) - sum(near),
+    }
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:

@@ -102,25 +102,15 @@ def follow(
         draft_length: tokens drafted from each start; the trace's by default.
         enough: told the survival of each (of each step so far, the share of a sample of the starts
             that still agree), says whether longer drafts are of no interest; the replays then end
-            there. Early exits, which the trace has at hardly any cost, are not asked about.
+            there.
 
     Raises:
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    skip, layer, length = _checked(trace, skip, draft_length)
-    if layer is None:
-        chains = Chains(trace, skip, _all_starts(trace), length, vocabularies, follow=True)
-        drafts = chains.run(enough)
-    else:
-        proposed = [trace.proposed(text, layer, vocabularies) for text in trace.texts]
-        drafts = [
-            Drafts.joined(
-                [_exit_drafts(*pair, length) for pair in zip(trace.texts, each, strict=True)]
-            )
-            for each in zip(*proposed, strict=True)
-        ]
-    return [_followed(_assembled(trace, skip, each)) for each in drafts]
+    skip, _, length = _checked(trace, skip, draft_length)
+    chains = Chains(trace, skip, _all_starts(trace), length, vocabularies, follow=True)
+    return [_followed(_assembled(trace, skip, each)) for each in chains.run(enough)]
 
 
 def _checked(
@@ -197,7 +187,7 @@ def _exit(
     """
     wrong: list[Tensor] = []
     chains: list[Chain] = []
-    proposals = [trace.proposed(text, layer, [allowed])[0] for text in trace.texts]
+    proposals = [trace.proposed(text, layer, allowed) for text in trace.texts]
     for text, proposed in zip(trace.texts, proposals, strict=True):
         drafted, following = proposed.tokens, text.following  # (places,) each
         places = torch.nonzero(drafted != following)[:, 0]

@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -132,36 +132,27 @@ class Trace:
         """Likelihood of each of `following`, (P,)."""
         return torch.cat([text.likelihoods for text in self.texts])
 
-    def proposed(
-        self, text: Text, layer: int, vocabularies: Sequence[Tensor | None] = (None,)
-    ) -> list[Drawn]:
+    def proposed(self, text: Text, layer: int, allowed: Tensor | None = None) -> Drawn:
         """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
 
         Args:
-            vocabularies: W times the tokens that it can draw on each text, (texts, V) bool, or None
-                for all of them.
-
-        Returns:
-            W proposals.
+            allowed: the tokens that it can draw on each text, (texts, V) bool; all by default.
         """
-        whole = Drawn(*(table[layer - 1] for table in text.exits))
-        device = self.model.device
-        trimmed = [each[text.number].to(device) for each in vocabularies if each is not None]
-        found: Iterator[Drawn] = iter(())
-        if trimmed:
-            drawn, _ = _along(
-                self.model,
-                self.law,
-                text.tokens.to(device),
-                text.prompt,
-                text.key,
-                text.states[layer - 1 : layer],
-                text.states[-1],
-                trimmed,
-                rejection=self.rejection,
-            )
-            found = (Drawn(*tables) for tables in zip(*drawn, strict=True))
-        return [whole if each is None else next(found) for each in vocabularies]
+        if allowed is None:
+            return Drawn(*(table[layer - 1] for table in text.exits))
+        device, states = self.model.device, text.states
+        drawn, _ = _along(
+            self.model,
+            self.law,
+            text.tokens.to(device),
+            text.prompt,
+            text.key,
+            states[layer - 1 : layer],
+            states[-1],
+            allowed[text.number].to(device),
+            rejection=self.rejection,
+        )
+        return Drawn(*(table[0] for table in drawn))
 
     def rotary(self, slots: int) -> Any:
         """Angles of so many places, for drafts of any text."""
@@ -339,7 +330,7 @@ def _along(
     key: int,
     states: Tensor,
     target: Tensor,
-    vocabularies: Sequence[Tensor | None] = (None,),
+    allowed: Tensor | None = None,
     *,
     rejection: bool,
 ) -> tuple[Drawn, Tensor]:
@@ -347,11 +338,11 @@ def _along(
 
     Args:
         states: of L exits, (L, N, H); `target`: of the whole model, (N, H).
-        vocabularies: W times the tokens that can be drawn, (V,) bool, or None for all.
+        allowed: the tokens that can be drawn, (V,) bool, or None for all.
 
     Returns:
-        The proposals of each exit in each vocabulary, (L W, N) each; and, under the rejection rule,
-        the text's likelihoods, (N,), else NaN.
+        The proposals of each exit, (L, N) each; and, under the rejection rule, the text's
+        likelihoods, (N,), else NaN.
     """
     count = len(tokens) - prompt
     following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
@@ -364,10 +355,8 @@ def _along(
         keys = [key] * len(seen)
         histories = [tokens[:length] for length in seen] if law.reads_history else None
         raws = (  # (N, V) each
-            narrowed(raw, allowed)
+            narrowed(model.logits(layer_states[None, places])[0], allowed)
             for layer_states in states
-            for raw in model.logits(layer_states[None, places])
-            for allowed in vocabularies
         )
         if rejection:
             own = model.logits(target[None, places])[0]
