@@ -20,7 +20,17 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from layerskip.files.schema import POSITIVE, flag, has, integer, items, mapping, name_text, number
+from layerskip.files.schema import (
+    POSITIVE,
+    flag,
+    has,
+    integer,
+    items,
+    mapping,
+    name_text,
+    number,
+    optional,
+)
 from layerskip.files.schema import parse as parse_json
 from layerskip.files.writing import write_text
 
@@ -49,15 +59,11 @@ class DecodingOptions:
     other rows of the head, and the text does not depend on it."""
 
     def __post_init__(self) -> None:
-        if self.controller is not None:
-            name_text(self.controller, "controller")
-        if self.max_draft_length is not None:
-            length = integer(1)(self.max_draft_length, "max_draft_length")
-            object.__setattr__(self, "max_draft_length", length)
-        if self.threshold is not None:
-            number(0, 1)(self.threshold, "threshold")
-        if self.enabled is not None:
-            flag(self.enabled, "enabled")
+        optional(name_text)(self.controller, "controller")
+        length = optional(integer(1))(self.max_draft_length, "max_draft_length")
+        object.__setattr__(self, "max_draft_length", length)
+        optional(number(0, 1))(self.threshold, "threshold")
+        optional(flag)(self.enabled, "enabled")
         if self.acceptance not in (None, "coupled", "rejection"):
             raise ValueError(
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
@@ -101,17 +107,13 @@ class SkipConfig:
         for name in ("attention", "mlp"):
             object.__setattr__(self, name, _index_set(name, getattr(self, name)))
         for name in ("exit_layer", "num_layers"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(1)(getattr(self, name), name))
-        for name in ("model", "model_hash"):
-            if getattr(self, name) is not None:
-                name_text(getattr(self, name), name)
+            object.__setattr__(self, name, optional(integer(1))(getattr(self, name), name))
+        optional(name_text)(self.model, "model")
+        optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):
             raise TypeError(f"decoding must be DecodingOptions, got {self.decoding!r}")
-        if self.costs is not None:
-            check_costs(self.costs, "costs")
-        if self.notes is not None:
-            mapping(self.notes, "notes")
+        optional(check_costs)(self.costs, "costs")
+        optional(mapping)(self.notes, "notes")
 
     @classmethod
     def early_exit(cls, exit_layer: int) -> SkipConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -39,9 +38,11 @@ from layerskip.served import (
     check_one_row,
     checked_mask,
     end_tokens,
+    ending,
     padded,
     per_step,
     stop_of,
+    streamer_of_the_call,
     warpers,
 )
 from layerskip.timing.tables import analytic, cost_table, stored
@@ -169,7 +170,6 @@ class LayerSkipDecoding:
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig | None = None,
         streamer: Any = None,
-        layerskip_streamer: Any = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
@@ -177,18 +177,15 @@ class LayerSkipDecoding:
         Raises:
             ValueError: something asked for cannot be served; the message names it.
         """
-        greeted = streamer or _streamer_of_the_call(self)  # the library gave it the prompt
-        with _ending(greeted or layerskip_streamer):
-            if greeted is None and layerskip_streamer is not None:
-                check_one_row(input_ids)
-                layerskip_streamer.put(input_ids.cpu())  # (1, W)
+        streamer = streamer or streamer_of_the_call(self)  # the library gave it the prompt
+        with ending(streamer):
             return self._decode(
                 model,
                 input_ids,
                 logits_processor,
                 stopping_criteria,
                 generation_config or model.generation_config,
-                greeted or layerskip_streamer,
+                streamer,
                 **model_kwargs,
             )
 
@@ -295,30 +292,6 @@ class LayerSkipDecoding:
         return [(seed, row) for row in range(rows)]
 
 
-@contextmanager
-def _ending(streamer: Any) -> Iterator[None]:
-    """End the streamer, whatever happens: somebody may be waiting for the next token."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
-
-
-def _streamer_of_the_call(decoding: LayerSkipDecoding) -> Any:
-    """The `streamer` given to the `model.generate()` that is calling this decoding.
-
-    transformers 5.23 hands it to no callable, and whoever reads from it would wait for ever.
-    """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and not (
-        frame.f_code is code and frame.f_locals.get("custom_generate") is decoding
-    ):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("streamer")
-
-
 def generate(
     model: Any,
     inputs: Tensor | Mapping[str, Any],
@@ -341,7 +314,7 @@ def generate(
         tokenizer: needed for `stop_strings`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
-    with _ending(streamer):
+    with ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
         decoding = LayerSkipDecoding(skip, **settings)
         ends = StoppingCriteriaList(stopping_criteria or [])

@@ -6,8 +6,10 @@ prompts, n new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
 
@@ -103,6 +106,30 @@ def check_one_row(input_ids: Tensor) -> None:
     rows = len(input_ids)
     if rows > 1:
         raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """End the streamer, whatever happens: somebody may be waiting for the next token."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def streamer_of_the_call(decoding: Any) -> Any:
+    """The `streamer` given to the `model.generate()` that is calling this decoding.
+
+    transformers 5.23 hands it to no callable, and whoever reads from it would wait for ever.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and not (
+        frame.f_code is code and frame.f_locals.get("custom_generate") is decoding
+    ):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:

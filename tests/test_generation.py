@@ -634,18 +634,10 @@ def test_streamer_gets_the_prompt_then_new_tokens_then_the_end(llama: Any) -> No
     check_stream(recorder.events, ids, out.sequences)
 
 
-@pytest.mark.parametrize("name", ["streamer", "layerskip_streamer"])
-def test_streamers_reach_through_the_librarys_generate(llama: Any, name: str) -> None:
-    """It hands a callable no `streamer` on, and gives the prompt to no other."""
+def test_streamers_reach_through_the_librarys_generate(llama: Any) -> None:
+    """It hands a callable no `streamer` on."""
     ids, recorder = prompt(6), Recorder()
-    out = llama.generate(ids, custom_generate=decoding(), max_new_tokens=12, **{name: recorder})
-    check_stream(recorder.events, ids, out)
-
-
-def test_a_streamer_given_twice_gets_everything_once(llama: Any) -> None:
-    ids, recorder = prompt(6), Recorder()
-    both = {"streamer": recorder, "layerskip_streamer": recorder}
-    out = llama.generate(ids, custom_generate=decoding(), max_new_tokens=12, **both)
+    out = llama.generate(ids, custom_generate=decoding(), max_new_tokens=12, streamer=recorder)
     check_stream(recorder.events, ids, out)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -107,45 +107,37 @@ class Method(Protocol):
         """
 
 
+@dataclass(eq=False)
 class Engine:
     """This engine: plain decoding, or self-speculation where there is a skip config.
 
-    Args:
+    Attributes:
         controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
         draft: what the skip config is called.
-
-    Attributes:
         costs: by batch size, what the controller decides with; without an entry it is measured
             at the first call.
         prices: the header's `costs`: by batch size, what was measured.
     """
 
+    model: Any
+    task: Task
+    name: str = "plain"
+    skip: SkipConfig | None = None
+    _: KW_ONLY
+    controller: str | None = None
+    max_draft_length: int | None = None
+    threshold: float | None = None
+    draft: str | None = None
+    costs: dict[int, CostTable] = field(default_factory=dict, init=False)
+    prices: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     one_row = False
 
-    def __init__(
-        self,
-        model: Any,
-        task: Task,
-        name: str = "plain",
-        skip: SkipConfig | None = None,
-        *,
-        controller: str | None = None,
-        max_draft_length: int | None = None,
-        threshold: float | None = None,
-        draft: str | None = None,
-    ) -> None:
-        self.model = model
-        self.task = task
-        self.name = name
-        self.kind = "plain" if skip is None else "self"
-        self.skip = skip
-        stored = (skip and skip.decoding) or DecodingOptions()
-        self.controller = controller or stored.controller or DEFAULT_CONTROLLER
-        self.max_draft_length = max_draft_length or stored.max_draft_length
-        self.threshold = stored.threshold if threshold is None else threshold
-        self.draft = draft
-        self.costs: dict[int, CostTable] = {}
-        self.prices: dict[str, dict[str, Any]] = {}
+    def __post_init__(self) -> None:
+        self.kind = "plain" if self.skip is None else "self"
+        stored = (self.skip and self.skip.decoding) or DecodingOptions()
+        self.controller = self.controller or stored.controller or DEFAULT_CONTROLLER
+        self.max_draft_length = self.max_draft_length or stored.max_draft_length
+        self.threshold = stored.threshold if self.threshold is None else self.threshold
 
     def describe(self) -> dict[str, Any]:
         if self.skip is None:
@@ -214,35 +206,30 @@ class Engine:
         )
 
 
+@dataclass(eq=False)
 class Peer:
     """A way to decode that comes with transformers.
 
-    Args:
+    Attributes:
+        name: its kind by default.
         options: further arguments of its `generate()`.
         config: what is set in `model.generation_config` during the call, where the library's early
             exit looks for its settings.
         details: the rest of the header's entry.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        task: Task,
-        kind: str = "generate",
-        name: str | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.task = task
-        self.kind = kind
-        self.name = name or kind
-        self.one_row = kind != "generate"
-        self.options = dict(options or {})
-        self.config = dict(config or {})
-        self.details = dict(details or {})
+    model: Any
+    task: Task
+    kind: str = "generate"
+    name: str = ""
+    _: KW_ONLY
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.kind
+        self.one_row = self.kind != "generate"
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind, **self.details}

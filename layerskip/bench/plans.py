@@ -197,7 +197,7 @@ class Plan:
                 if each.controller in WITH_THRESHOLD and options.threshold is not None:
                     each.threshold = options.threshold
                 parts = [label] if len(skips) > 1 else []
-                parts += [each.controller] if len(options.controllers) > 1 else []
+                parts += [str(each.controller)] if len(options.controllers) > 1 else []
                 name = ":".join(["self", *parts])
                 like = sum(other.partition("#")[0] == name for other in found)
                 each.name = f"{name}#{like + 1}" if like else name

@@ -74,7 +74,8 @@ def replay(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    skip, layer, length = _checked(trace, skip, draft_length)
+    skip, length = _checked(trace, skip, draft_length)
+    layer = _exit_layer(skip)
     if layer is not None:
         return _assembled(trace, skip, _exit(trace, skip, layer, length, allowed))
     chains = Chains(trace, skip, _all_starts(trace), length, [allowed])
@@ -108,25 +109,26 @@ def follow(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    skip, _, length = _checked(trace, skip, draft_length)
+    skip, length = _checked(trace, skip, draft_length)
     chains = Chains(trace, skip, _all_starts(trace), length, vocabularies, follow=True)
     return [_followed(_assembled(trace, skip, each)) for each in chains.run(enough)]
 
 
-def _checked(
-    trace: Trace, skip: SkipConfig, draft_length: int | None
-) -> tuple[SkipConfig, int | None, int]:
-    """A skip config resolved, how many whole layers it is if nothing more, and its draft length."""
+def _checked(trace: Trace, skip: SkipConfig, draft_length: int | None) -> tuple[SkipConfig, int]:
+    """A skip config resolved for the trace's model, and the draft length asked for."""
     length = trace.draft_length if draft_length is None else draft_length
     if not 1 <= length <= trace.draft_length:
         raise ValueError(
             f"draft_length must be in 1..{trace.draft_length}, as far as this trace looks ahead; "
             f"got {length}; take a trace with a longer one"
         )
-    skip = skip.resolve(trace.model.num_layers)
+    return skip.resolve(trace.model.num_layers), length
+
+
+def _exit_layer(skip: SkipConfig) -> int | None:
+    """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
     prefix = skip.shared_prefix()
-    whole = prefix == len(skip.kept()) and prefix % 2 == 0
-    return skip, prefix // 2 if whole else None, length
+    return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
 
 
 def _all_starts(trace: Trace) -> list[Chain]:

@@ -5,12 +5,8 @@ goes on with x, a draft of law q has proposed x there, and it was accepted, with
 w = min(1, q(x) / p(x)); or else the draft proposed another token, of the law (q - p)+ normalised,
 independently of all that follows. So drafts can be drawn after the text is known.
 
-The share of drafts whose first j tokens are accepted is the mean of the products of j such w, and
-tests hold the drawn ones to it. Replays draw nevertheless: a controller that looks at confidences
-stops by the drawn token's, accepted or not, and one that learns takes another way after another
-draw, so that both need rounds and not their expectation. Nor are products cheap but for early
-exits: what another draft computes at a place depends on where it started, so that w is to be had
-only by carrying every chain on to the full length, where a drawn chain is left when it is wrong.
+The mean of the products of j such w, a share of accepted drafts, would not do: controllers look at
+the drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
 Letters: N places, R of them rejected or off their texts, V vocabulary.
 """
 
