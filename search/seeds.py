@@ -1,4 +1,4 @@
-"""Sets worth trying first: exits, even spacing, low influence, files; knows no trial, no value.
+"""Sets worth trying first: exits, even spacing, near hidden states, files; knows no value.
 
 What a hidden state shows of a layer ranks layers poorly and sets of layers worse, so that these
 are places to start a search from and never its result.
@@ -53,7 +53,7 @@ def given(space: Space, configs: Mapping[str, SkipConfig]) -> dict[str, int]:
 
 
 def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
-    """Names and masks of low block influence, and of the cosine dynamic programming of CLaSp.
+    """Names and masks of the cosine dynamic programming of CLaSp.
 
     `hidden` is (2L + 1, T, D): what enters sublayer i at each of T tokens, and at the end what
     leaves the last one, before the final norm.
@@ -67,14 +67,10 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
             f"hidden must be ({sublayers + 1}, T, D) for {space.num_layers} layers, T and D at "
             f"least 1, got {tuple(hidden.shape)}"
         )
-    hidden = hidden.double()
     counts = _counts(space)
     switches = list(space.switches.values())
-    ranked = sorted(switches, key=lambda switch: _influence(hidden, switch))
-    found = {f"influence-{count}": sum(ranked[:count]) for count in counts}
-    nearest = cosine_sets(hidden, switches, max(counts, default=0))
-    found |= {f"cosine-{count}": nearest[count] for count in counts}
-    return _distinct(space, found)
+    nearest = cosine_sets(hidden.double(), switches, max(counts, default=0))
+    return _distinct(space, {f"cosine-{count}": nearest[count] for count in counts})
 
 
 @torch.no_grad()
@@ -126,12 +122,6 @@ def cosine_sets(hidden: torch.Tensor, switches: Sequence[int], most: int) -> lis
             run, masks = torch.stack(chosen), chosen_masks
         states, sublayer = run, after
     return masks
-
-
-def _influence(hidden: torch.Tensor, switch: int) -> float:
-    """1 - cosine of what enters and leaves (block influence: Men et al. 2024, arXiv 2403.03853)."""
-    start = _first(switch)
-    return 1.0 - float(_cosine(hidden[start][None], hidden[start + switch.bit_count()]))
 
 
 def _cosine(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
