@@ -11,15 +11,12 @@ import typer
 from layerskip.cli.options import (
     AsJson,
     Chat,
-    ExitLayer,
+    Draft,
     Loading,
     MaxNewTokens,
     Quiet,
     Seed,
-    Skip,
-    given_skip,
-    need_skip,
-    open_model,
+    open_draft,
     read_given,
     shipped_prompts,
     spoken,
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
 
 def check(
     *,
-    skip: Skip = None,
-    exit_layer: ExitLayer = None,
+    draft: Draft,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
     ] = None,
@@ -50,11 +46,9 @@ def check(
     Greedy text against transformers' own; sampled text against plain decoding; tokens drawn by
     both accept rules against the model's law; the cache; and the model, which must stay as it was.
     """
-    given = given_skip(skip, exit_layer)
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-    config = need_skip(given, loaded)
+    loaded, config = open_draft(draft, loading, talk)
 
     from layerskip.bench.checks import check as check_tokens
     from layerskip.checkpoints import encode

@@ -8,17 +8,14 @@ import typer
 
 from layerskip.cli.options import (
     AsJson,
-    ExitLayer,
+    Draft,
     Loading,
     MaxNewTokens,
     Quiet,
     Seed,
-    Skip,
     counts,
     describe_skip,
-    given_skip,
-    need_skip,
-    open_model,
+    open_draft,
     shipped_prompts,
     to_json,
     write_out,
@@ -43,8 +40,7 @@ _DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
 
 def demo(
     *,
-    skip: Skip = None,
-    exit_layer: ExitLayer = None,
+    draft: Draft,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     loading: Loading,
@@ -52,10 +48,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
-    given = given_skip(skip, exit_layer)
     talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-    config = need_skip(given, loaded)
+    loaded, config = open_draft(draft, loading, talk)
 
     from layerskip.bench.checks import compare
     from layerskip.bench.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side

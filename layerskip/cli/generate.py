@@ -13,16 +13,14 @@ from layerskip.cli.options import (
     NO_SKIP,
     AsJson,
     Chat,
-    ExitLayer,
+    Draft,
     Loading,
     MaxDraftLength,
     MaxNewTokens,
     Quiet,
     Sampling,
-    Skip,
     Threshold,
     counts,
-    given_skip,
     open_model,
     read_given,
     skip_config,
@@ -46,8 +44,7 @@ def generate(
         typer.Option(metavar="FILE", help="Prompts: JSON lines, or text, one prompt a line."),
     ] = None,
     chat: Chat = False,
-    skip: Skip = None,
-    exit_layer: ExitLayer = None,
+    draft: Draft,
     controller: Annotated[
         Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
         typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
@@ -68,7 +65,7 @@ def generate(
 ) -> None:
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
     prompts = spoken(_given_prompts(prompt, prompt_file), chat)
-    given = given_skip(skip, exit_layer)
+    given = draft.given()
     sampling.check(seed)
     drafting: dict[str, Any] = {
         "controller": controller,

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from layerskip.decoding.rounds import DecodingStats
     from layerskip.prompts import Prompt
 
-Skip = Annotated[str | None, typer.Option(metavar="FILE", help="Skip config, as JSON.")]
-ExitLayer = Annotated[
-    int | None, typer.Option(metavar="E", help="Draft with layers 0 to E-1: an early exit.")
-]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -89,6 +85,24 @@ class Loading:
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
         }
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Which sublayers a draft leaves out."""
+
+    skip: Annotated[str | None, typer.Option(metavar="FILE", help="Skip config, as JSON.")] = None
+    exit_layer: Annotated[
+        int | None, typer.Option(metavar="E", help="Draft with layers 0 to E-1: an early exit.")
+    ] = None
+
+    def given(self) -> SkipConfig | None:
+        """What is named; asked before the model is loaded, so that errors are quick."""
+        if self.skip is not None and self.exit_layer is not None:
+            raise ValueError("give --skip or --exit-layer, not both")
+        if self.exit_layer is not None:
+            return SkipConfig.early_exit(self.exit_layer)
+        return None if self.skip is None else SkipConfig.load(self.skip)
 
 
 @dataclass(frozen=True)
@@ -197,15 +211,6 @@ def counts(stats: DecodingStats) -> dict[str, Any]:
     }
 
 
-def given_skip(skip: str | None, exit_layer: int | None) -> SkipConfig | None:
-    """The skip config that the flags name; before the model is loaded, so that errors are quick."""
-    if skip is not None and exit_layer is not None:
-        raise ValueError("give --skip or --exit-layer, not both")
-    if exit_layer is not None:
-        return SkipConfig.early_exit(exit_layer)
-    return None if skip is None else SkipConfig.load(skip)
-
-
 def open_model(loading: Loading, talk: Talk) -> Loaded:
     talk.progress("importing torch and transformers")
     from layerskip.checkpoints import load
@@ -232,11 +237,14 @@ NO_SKIP = (
 )
 
 
-def need_skip(given: SkipConfig | None, loaded: Loaded) -> SkipConfig:
+def open_draft(draft: Draft, loading: Loading, talk: Talk) -> tuple[Loaded, SkipConfig]:
+    """The model, and the skip config that is named or lies beside it; refused without one."""
+    given = draft.given()
+    loaded = open_model(loading, talk)
     skip = skip_config(given, loaded)
     if skip is None:
         raise ValueError(NO_SKIP.format(name=loaded.name))
-    return skip
+    return loaded, skip
 
 
 def describe_skip(skip: SkipConfig, num_layers: int) -> str:
