@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerskip.config import DecodingOptions, SkipConfig
-    from layerskip.generation import (
-        DecodingStats,
-        GenerationOutput,
-        LayerSkipDecoding,
-        decode,
-        generate,
-    )
+    from layerskip.decoding.rounds import DecodingStats
+    from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
     from layerskip.model.fingerprint import fingerprint
     from layerskip.model.joined import joined
     from layerskip.model.wrappers import UnsupportedModelError
@@ -25,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DecodingOptions": "layerskip.config",
-    "DecodingStats": "layerskip.generation",
+    "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
     "SkipConfig": "layerskip.config",

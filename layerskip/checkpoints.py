@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ class Loaded:
     def skip_config(self) -> SkipConfig | None:
         """The `layerskip.json` beside the checkpoint, if there is one."""
         path = None if self.folder is None else self.folder / "layerskip.json"
-        return SkipConfig.load(path) if path is not None and path.exists() else None
+        if path is None or not path.exists():
+            return None
+        return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""

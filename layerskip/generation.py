@@ -51,16 +51,6 @@ DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
 
 
-__all__ = [
-    "DecodingStats",
-    "GenerationOutput",
-    "LayerSkipDecoding",
-    "Round",
-    "decode",
-    "generate",
-]
-
-
 @dataclass
 class GenerationOutput(GenerateDecoderOnlyOutput):
     """What `generate()` returns, and how it came about.

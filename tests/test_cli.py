@@ -622,6 +622,7 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
         (("--threshold", 1.5, "--controller", "confidence"), "'--threshold': "),
         (("--temperature", 0, "--do-sample"), "--temperature must be positive and finite, got 0"),
         (("--temperature", "nan", "--do-sample"), "must be positive and finite, got nan"),
+        (("--temperature", 0), "--temperature must be positive and finite, got 0"),
         (("--dtype", "float8"), "'float8' is not one of 'auto', 'float32'"),
         (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
         (("--execution", "magic"), "'magic' is not one of"),

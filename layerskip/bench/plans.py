@@ -119,7 +119,7 @@ class Plan:
     def skips(self, given: list[tuple[str, SkipConfig]]) -> list[tuple[str, SkipConfig]]:
         """The drafts, with names: those given, the one beside the checkpoint, or the best exit."""
         if not given and (own := self.loaded.skip_config()) is not None:
-            given = [("layerskip", replace(own, model=None))]
+            given = [("layerskip", own)]
         if not given:
             entries = [entry for entry in self._known.values() if entry["kind"] == "self"]
             known = {entry["draft"]: entry["skip"] for entry in entries}

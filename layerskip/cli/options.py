@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -223,9 +223,7 @@ def open_model(loading: Loading, talk: Talk) -> Loaded:
 
 def skip_config(given: SkipConfig | None, loaded: Loaded) -> SkipConfig | None:
     """The given skip config, else the one beside the checkpoint, for this model."""
-    skip = given
-    if skip is None and (skip := loaded.skip_config()) is not None:
-        skip = replace(skip, model=None)  # it lies with its model, whatever the folder is called
+    skip = loaded.skip_config() if given is None else given
     if skip is not None:
         skip.resolve(loaded.model.config.num_hidden_layers)  # refuses what does not fit
     return skip

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
@@ -247,24 +248,19 @@ def take_trace(
 
 def _decode(
     model: Sublayers,
-    prompts: Sequence[Tensor],
+    prompts: list[Tensor],
     keys: Sequence[int],
     law: Law,
     eos: frozenset[int],
     max_new_tokens: int,
 ) -> list[list[int]]:
     """New tokens of each prompt, by plain decoding of all of them together."""
-    rows, width = len(prompts), max(map(len, prompts))
-    ids = torch.zeros(rows, width, dtype=torch.long)
-    mask = torch.zeros(rows, width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
+    masks = list(map(torch.ones_like, prompts))
     request = Request(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+        input_ids=pad_sequence(prompts, batch_first=True, padding_side="left"),
+        attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
         max_new_tokens=max_new_tokens,
-        law=Law(law.processors, do_sample=law.do_sample, rows=rows),
+        law=Law(law.processors, do_sample=law.do_sample, rows=len(prompts)),
         keys=keys,
         eos=eos,
     )
