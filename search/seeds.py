@@ -57,16 +57,7 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
 
     `hidden` is (2L + 1, T, D): what enters sublayer i at each of T tokens, and at the end what
     leaves the last one, before the final norm.
-
-    Raises:
-        ValueError: `hidden` has another shape.
     """
-    sublayers = 2 * space.num_layers
-    if hidden.dim() != 3 or len(hidden) != sublayers + 1 or not hidden.numel():
-        raise ValueError(
-            f"hidden must be ({sublayers + 1}, T, D) for {space.num_layers} layers, T and D at "
-            f"least 1, got {tuple(hidden.shape)}"
-        )
     counts = _counts(space)
     switches = list(space.switches.values())
     nearest = cosine_sets(hidden.double(), switches, max(counts, default=0))
