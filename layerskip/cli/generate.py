@@ -30,10 +30,10 @@ from layerskip.cli.options import (
     write_out,
 )
 from layerskip.cli.terminal import Talk, TextStream, decode_text, title
+from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.generation import GenerationOutput
-    from layerskip.prompts import Prompt
 
 
 def generate(
@@ -128,8 +128,6 @@ def generate(
 
 
 def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
-    from layerskip.prompts import Prompt
-
     if (prompt is None) == (prompt_file is None):
         got = "neither" if prompt is None else "both"
         raise ValueError(f"give --prompt TEXT or --prompt-file FILE, one of them; got {got}")

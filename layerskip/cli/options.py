@@ -17,12 +17,13 @@ import typer
 
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
+from layerskip.prompts import Prompt, read_prompts
+from layerskip.shelf import SHIPPED, SHIPPED_PROMPTS, SPEC_BENCH
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
     from layerskip.checkpoints import Loaded
     from layerskip.decoding.rounds import DecodingStats
-    from layerskip.prompts import Prompt
 
 Prompts = Annotated[
     Path | None,
@@ -253,8 +254,6 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     """The prompts of a file, else those shipped with the model."""
-    from layerskip.shelf import SHIPPED
-
     if path is not None:
         return read_given(path)
     if model not in SHIPPED:
@@ -267,9 +266,6 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
 
 def read_given(path: Path) -> list[Prompt]:
     """The prompts of a file, or of the sample that is called spec-bench."""
-    from layerskip.prompts import read_prompts
-    from layerskip.shelf import SPEC_BENCH
-
     named = str(path) == "spec-bench" and not path.exists()
     return read_prompts(SPEC_BENCH if named else path)
 
@@ -281,9 +277,6 @@ def spoken(prompts: Sequence[Prompt], chat: bool) -> list[Prompt]:
 
 def shipped_prompts(per_category: int | None) -> list[Prompt]:
     """The first few prompts of each category; None takes all."""
-    from layerskip.prompts import read_prompts
-    from layerskip.shelf import SHIPPED_PROMPTS
-
     return first_of_each(read_prompts(SHIPPED_PROMPTS), per_category)
 
 

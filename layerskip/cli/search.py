@@ -37,9 +37,9 @@ from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
+from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
-    from layerskip.prompts import Prompt
     from layerskip.search.finding import Search
     from layerskip.search.study import Progress
     from layerskip.search.workers import Asked
