@@ -15,10 +15,9 @@ from layerskip.analysis import search_tables
 from layerskip.analysis.runs import count_words
 from layerskip.analysis.search_tables import ORIGINS, PAYS, Search
 from layerskip.analysis.verdict import (
-    FEW_PROMPTS,
     MOST_ADVICE,
-    WIDE,
     Verdict,
+    doubt,
     faults_of,
     interval,
     setting,
@@ -52,10 +51,10 @@ def judge(search: Search) -> Verdict:
 
 def _found(search: Search, winner: Any, table: pd.DataFrame) -> list[str]:
     """What the winner is worth, and the best early exit beside it."""
-    doubt = ", but it is not distinguishable from plain decoding" if winner["low"] <= 1 else ""
+    but = ", but it is not distinguishable from plain decoding" if winner["low"] <= 1 else ""
     said = [
         f"The search found {winner['name']}, a draft that leaves out {winner['left_out']} of "
-        f"{2 * search.num_layers} sublayers of {search.document['model']['name']}{doubt} "
+        f"{2 * search.num_layers} sublayers of {search.document['model']['name']}{but} "
         f"({setting(search.document)}): it {_speed(winner)}."
     ]
     best = _named(table, search.document["best_exit"])
@@ -150,13 +149,9 @@ def _without_winner(table: pd.DataFrame) -> list[str]:
 
 
 def _more_prompts(timed: Any) -> list[str]:
-    """Advice where a timed draft's interval leaves its gain open."""
-    wide = timed["high"] - timed["low"] > WIDE * timed["measured"]
-    open_ = timed["high"] >= 1 and (wide or timed["prompts"] < FEW_PROMPTS or timed["low"] <= 1)
-    if math.isnan(timed["low"]) or open_:
-        doubt = f"{timed['prompts']:.0f} leave doubt ({interval(timed)})"
-        return [f"Time the finalists on more prompts: {doubt}."]
-    return []
+    """Advice where a timed draft's interval leaves its gain open; a clear loss asks for nothing."""
+    more = "" if timed["high"] < 1 else doubt(timed, timed["measured"])
+    return [f"Time the finalists on {more}"] if more else []
 
 
 def _more_trials(search: Search) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,16 +17,6 @@ from layerskip.analysis.runs import PHASES, Round, Run, typical
 from layerskip.costs.ratios import ratio_of_totals
 
 ALL = "all"
-
-
-class Labelled(Protocol):
-    """What a report has several of."""
-
-    @property
-    def label(self) -> str: ...
-
-
-T = TypeVar("T", bound=Labelled)
 
 
 def comparisons(run: Run) -> list[str]:
@@ -272,9 +262,9 @@ def comparison(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def together(
-    things: Iterable[T], table: Callable[[T], pd.DataFrame], column: str = "run"
+    things: Iterable[Any], table: Callable[[Any], pd.DataFrame], column: str = "run"
 ) -> pd.DataFrame:
-    """One table of all runs (or searches), with the label of each in the first column."""
+    """One table of all runs (or searches), with their labels in the first column."""
     frames = []
     for thing in things:
         frame = table(thing)

@@ -68,6 +68,14 @@ def interval(row: Any) -> str:
     return f"95% interval {row['low']:.2f} to {row['high']:.2f}"
 
 
+def doubt(row: Any, speedup: float) -> str:
+    """What the interval leaves open, if it is wide, over few prompts or around 1."""
+    wide = row["high"] - row["low"] > WIDE * speedup
+    if row["prompts"] >= FEW_PROMPTS and not wide and not row["low"] <= 1 <= row["high"]:
+        return ""
+    return f"more prompts: {row['prompts']:.0f} leave doubt ({interval(row)})."
+
+
 def setting(header: Any) -> str:
     """Law and machine of a run or search, in words."""
     return f"{law_words(header['law'])}, {machine_words(header)}"
@@ -178,10 +186,8 @@ def _advice(run: Run, method: str, row: Any, forecast: Any) -> list[str]:
         advice += _better_exit(run, run.methods[method])
     else:
         advice.append("Add --trace to the benchmark: it prices every exit layer.")
-    wide = (row["high"] - row["low"]) / row["speedup"] > WIDE
-    if row["prompts"] < FEW_PROMPTS or wide or row["low"] <= 1 <= row["high"]:
-        advice.append(f"Measure more prompts: {row['prompts']} leave doubt ({interval(row)}).")
-    return advice
+    more = doubt(row, row["speedup"])
+    return [*advice, f"Measure {more}"] if more else advice
 
 
 def _better_exit(run: Run, settings: dict[str, Any]) -> list[str]:

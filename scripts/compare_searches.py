@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 import optuna
@@ -136,9 +136,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=1000)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument(
-        "--methods", default=";".join(METHODS), help="with ; between, *N: so many runs"
-    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     loaded = load(args.model, dtype="float32")
@@ -149,12 +147,10 @@ def main() -> None:
     planted = seeds.standard(space)
     planted |= seeds.from_hidden_states(space, seeds.hidden_states(trace))
     runs: dict[str, list[list[int]]] = {}
-    for name in args.methods.split(";"):
-        name, _, count = name.partition("*")
-        for seed in range(int(count or args.seeds)):
-            print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-            found = METHODS[name](landscape, planted, args.trials, seed)
-            runs.setdefault(name, []).append(found)
+    for name, seed in product(args.methods, range(args.seeds)):
+        print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+        found = METHODS[name](landscape, planted, args.trials, seed)
+        runs.setdefault(name, []).append(found)
     exits = [space.exit_mask(layer) for layer in range(1, space.num_layers)]
     tried = {mask for own in runs.values() for found in own for mask in found}.union(exits)
     best = best_of(landscape, tried)
