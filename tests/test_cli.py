@@ -18,7 +18,7 @@ from models import tiny_model
 from typer.testing import CliRunner
 
 from layerskip import __version__
-from layerskip.bench import demo
+from layerskip.bench import demo, lawtest
 from layerskip.bench import plans as planning
 from layerskip.bench.runner import cpu_threads
 from layerskip.checkpoints import DTYPES
@@ -101,6 +101,12 @@ def save_skip(tmp_path):
         return tmp_path / name
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch):
+    """Of the check's tests of laws, which have tests of their own."""
+    monkeypatch.setattr(lawtest, "DRAWS", 64)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from models import FAMILIES, FEW_FAMILIES, WINDOW, prompt, tiny_model
 from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
@@ -67,9 +69,17 @@ def assert_agree(modules: Sublayers, lean: Sublayers, **batch: Any) -> None:
     assert differing <= DIFFERING.get(dtype, 1) * numbers
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("attention", ["default", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+AXES = FAMILIES, ("default", "eager"), tuple(BOUNDS)
+PAIRS = covering(*AXES)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype"),
+    [
+        case if case in PAIRS else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(*AXES)
+    ],
+)
 def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
     modules, lean = Sublayers(model, "modules"), Sublayers(model)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from models import FAMILIES, VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
+from models import (
+    FAMILIES,
+    FEW_FAMILIES,
+    VOCABULARY,
+    Erratic,
+    lively_model,
+    prompt,
+    ragged,
+    tiny_model,
+)
 from ties import partings
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -917,8 +927,15 @@ def test_nan_logits_are_reported() -> None:
 RESOLUTION = {torch.float32: 1e-5, torch.bfloat16: 8 * 2**-8, torch.float16: 8 * 2**-11}
 
 
-@pytest.mark.parametrize("dtype", RESOLUTION, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        (family, dtype)
+        if dtype == torch.bfloat16 or family in FEW_FAMILIES
+        else pytest.param(family, dtype, marks=pytest.mark.slow)
+        for family, dtype in product(FAMILIES, RESOLUTION)
+    ],
+)
 def test_other_dtypes_give_the_same_text_but_for_near_ties(family: str, dtype: torch.dtype) -> None:
     model = lively_model(family).to(dtype)
     ids, mask = ragged(LENGTHS)

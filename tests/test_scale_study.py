@@ -109,11 +109,11 @@ def test_decoding_accepts_as_often_as_the_dial_says_at_every_exit(model, asked):
     def decoded(layer):
         rounds = layerskip.generate(
             model,
-            prompt(8, rows=4),
+            prompt(8, rows=8),
             skip=SkipConfig.early_exit(layer),
             controller="fixed",
             max_draft_length=4,
-            max_new_tokens=100,
+            max_new_tokens=50,
             do_sample=True,
             top_k=0,
             seed=0,

@@ -99,6 +99,15 @@ def timed(llama: Any) -> SearchResult:
     return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
 
 
+@pytest.fixture(scope="module")
+def priced(llama: Any) -> Search:
+    """A search of no trials yet, whose costs are known."""
+    going = steps(llama)
+    going.open()
+    going.price(COST)
+    return going
+
+
 def test_the_package_hands_out_what_it_imports_late() -> None:
     assert "search" in dir(layerskip.search)
     assert search is finding.search
@@ -262,15 +271,13 @@ class TestResult:
     def test_what_drafts(
         self,
         llama: Any,
+        priced: Search,
         predicted: float,
         held_out: float | None,
         speedup: float | None,
         low: float | None,
         drafts: bool,
     ) -> None:
-        going = steps(llama)
-        going.open()
-        going.price(COST)
         skip = SkipConfig.early_exit(4).resolve(6)
         skip = replace(skip, decoding=DecodingOptions(controller="fixed", max_draft_length=3))
         timed = None
@@ -286,8 +293,8 @@ class TestResult:
             predicted_held_out=held_out,
             confirmed=timed,
         )
-        going.finalists = [finalist]
-        result = going.result()
+        priced.finalists = [finalist]
+        result = priced.result()
         assert (winner([finalist]) is finalist) is drafts
         assert result.winner is (finalist if drafts else None)
         assert result.record["winner"] == ("exit-4" if drafts else None)
@@ -558,7 +565,6 @@ class TestStudy:
     ) -> None:
         path = tmp_path / "study.log"
         steps(llama).open(path)
-        steps(tiny()).open(path)
         other = steps(tiny(**model), **settings)
         with pytest.raises(ValueError, match=f"was made with {words}: .* Choose another"):
             other.open(path)
@@ -600,7 +606,9 @@ def test_a_model_in_a_wrapper_is_searched(llama: Any) -> None:
         def get_base_model(self) -> Any:
             return llama
 
-    wrapped, bare = (find(model, trials=3, held_out=HELD_OUT) for model in (Wrapper(), llama))
+    wrapped, bare = (
+        find(model, trials=3, held_out=HELD_OUT, repeats=1) for model in (Wrapper(), llama)
+    )
     assert story(wrapped) == story(bare)
     assert wrapped.skip.model_hash == bare.skip.model_hash
 

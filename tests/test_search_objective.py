@@ -114,7 +114,7 @@ def test_fixed_lengths_are_worth_what_counting_by_hand_says(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_value_is_that_of_the_best_way_and_never_below_plain(case: str) -> None:
     trace, flat, paying = traced(case), 0, 0
-    for skip in drawn(5, seed=1):
+    for skip in drawn(3, seed=1):
         followed = follow(trace, skip)[0]
         for record in MACHINES.values():
             objective = Objective(trace, record)
@@ -274,7 +274,7 @@ def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_follow_from_the_config_the_trace_and_the_costs(case: str) -> None:
-    skips = list(drawn(5, seed=4))
+    skips = list(drawn(3, seed=4))
 
     def values(record: dict[str, Any], trace: Trace) -> list[Evaluation]:
         objective = Objective(trace, record)
@@ -302,7 +302,7 @@ def test_the_best_of_all_vocabularies_counts(case: str) -> None:
     objective, trace = Objective(traced(case), HEADS), traced(case)
     assert objective.sizes == [None, 6, 12, 24, 48]
     chosen = set()
-    for skip in drawn(6, seed=7):
+    for skip in drawn(3, seed=7):
         found = objective(skip)
         best: dict[int | None, float] = {}
         for size in objective.sizes:

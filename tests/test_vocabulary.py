@@ -26,6 +26,7 @@ from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.bench import lawtest
 from layerskip.bench.checks import _fingerprint, check
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Engine, Task
@@ -338,6 +339,7 @@ def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Sublayers, "trimmed", counted)
     options = DecodingOptions(draft_vocabulary=SOME[:9], enabled=False, controller="fixed")
     skip = SkipConfig(exit_layer=4, decoding=options)
+    monkeypatch.setattr(lawtest, "DRAWS", 256)
     report = check(lively_model("llama"), [prompt(5), prompt(8)], skip, max_new_tokens=8)
     assert report.passed
     assert len(made) == 1 + 2 * 2

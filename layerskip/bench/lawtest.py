@@ -174,6 +174,7 @@ def law_tests(
                 draft,
                 rejection=rule == "rejection",
                 temperature=temperature,
+                draws=DRAWS,
                 seed=seed + number,
             ):
                 p_values.append(chi_square(tokens, law))
