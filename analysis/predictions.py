@@ -6,8 +6,8 @@ Predictions are of decoding, prefill left out, in target steps: a plain step cos
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,71 +71,71 @@ def predictions(run: Run) -> pd.DataFrame:
     is fixed; `best_length` and `best_formula`: the same at the best fixed length; `draft_cost` (c)
     and `bound` (1 / c).
     """
-    frame = typical(run)
+    frame = typical(run).dropna(subset=["decode"])
     rows = []
     for batch_size in run.batch_sizes:
-        plain = frame[(frame["batch_size"] == batch_size) & (frame["method"] == run.baseline)]
-        plain = plain.set_index("unit")["decode"].dropna()
+        by_method = frame[frame["batch_size"] == batch_size].set_index("unit").groupby("method")
+        seconds = {str(name): part["decode"] for name, part in by_method}
         for method in run.drafting:
             costs = run.cost_table(method, batch_size)
-            if costs is None:
+            if costs is None or not {run.baseline, method} <= seconds.keys():
                 continue
-            own = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)]
-            own = own.set_index("unit")["decode"].dropna()
+            plain, own = seconds[run.baseline], seconds[method]
             units = {
                 name: unit
                 for name, unit in price(run, method, batch_size, costs).items()
                 if name in plain.index and name in own.index
             }
             for category in (ALL, *run.categories):
-                names = [n for n, u in units.items() if category in (ALL, u.category)]
-                if not names:
-                    continue
-                measured, low, high = ratio_of_totals(
-                    plain.loc[names].to_numpy(), own.loc[names].to_numpy()
-                )
-                halves = [half for half in _halves(names, units) if half]
-                forecasts = []  # of each half: target steps a plain step, and alpha, by the other
-                for others in halves[::-1]:
-                    seen = [units[name] for name in others]
-                    found = acceptance_of(r for unit in seen for r in unit.rounds)
-                    forecasts.append((float(np.mean([u.rate for u in seen])), found["alpha"]))
-                pairs = list(zip(halves, forecasts, strict=True))
-                predicted = len(names) / sum(len(half) * rate for half, (rate, _) in pairs)
-                alphas = [alpha for _, alpha in forecasts if not np.isnan(alpha)]
-                alpha = float(np.mean(alphas)) if alphas else float("nan")
-                alone = [
-                    float(plain.loc[half].sum() / own.loc[half].sum()) * rate
-                    for half, (rate, _) in pairs
-                ]
-                rows.append(
-                    {
-                        "batch_size": batch_size,
-                        "category": category,
-                        "method": method,
-                        "predicted": predicted,
-                        "measured": measured,
-                        "low": low,
-                        "high": high,
-                        "efficiency": measured / predicted,
-                        "efficiency_a": alone[0],
-                        "efficiency_b": alone[-1],
-                        "from": "the other half" if len(halves) > 1 else "the same prompt",
-                        "alpha": alpha,
-                        **_formula(run, method, alpha, costs),
-                        "draft_cost": costs.draft,
-                        "bound": speedup_bound(costs.draft),
-                    }
-                )
+                asked = {n: u for n, u in units.items() if category in (ALL, u.category)}
+                if asked:
+                    forecast = _forecast(asked, plain, own)
+                    rows.append(
+                        {
+                            "batch_size": batch_size,
+                            "category": category,
+                            "method": method,
+                            **forecast,
+                            **_formula(run, method, forecast["alpha"], costs),
+                            "draft_cost": costs.draft,
+                            "bound": speedup_bound(costs.draft),
+                        }
+                    )
     return pd.DataFrame(rows)
 
 
-def _halves(names: Sequence[str], units: dict[str, _Unit]) -> tuple[list[str], list[str]]:
+def _forecast(units: dict[str, _Unit], plain: pd.Series, own: pd.Series) -> dict[str, Any]:
+    """Predicted and measured speedup of units; `plain` and `own` are seconds per token."""
+    names = list(units)
+    measured, low, high = ratio_of_totals(plain.loc[names].to_numpy(), own.loc[names].to_numpy())
+    halves = [half for half in _halves(units) if half]
+    rates, alphas, alone = [], [], []  # of the halves, by the other one's rounds
+    for half, others in zip(halves, halves[::-1], strict=True):
+        rate = float(np.mean([units[name].rate for name in others]))
+        rates += [rate] * len(half)
+        alphas.append(acceptance_of(r for name in others for r in units[name].rounds)["alpha"])
+        alone.append(float(plain.loc[half].sum() / own.loc[half].sum()) * rate)
+    predicted = len(names) / sum(rates)
+    known = [alpha for alpha in alphas if not np.isnan(alpha)]
+    return {
+        "predicted": predicted,
+        "measured": measured,
+        "low": low,
+        "high": high,
+        "efficiency": measured / predicted,
+        "efficiency_a": alone[0],
+        "efficiency_b": alone[-1],
+        "from": "the other half" if len(halves) > 1 else "the same prompt",
+        "alpha": float(np.mean(known)) if known else float("nan"),
+    }
+
+
+def _halves(units: dict[str, _Unit]) -> tuple[list[str], list[str]]:
     """Units dealt in turn, each category by itself, the odd ones out to the shorter half."""
     halves: tuple[list[str], list[str]] = ([], [])
     by_category: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        by_category[units[name].category].append(name)
+    for name, unit in units.items():
+        by_category[unit.category].append(name)
     for members in by_category.values():
         first = len(halves[0]) > len(halves[1])
         for number, name in enumerate(members):
