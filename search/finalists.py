@@ -112,8 +112,7 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     size = trial.user_attrs.get("draft_vocabulary")
     costs = objective.costs(skip, size)
     drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
-    ways = [way for way in choices(drafts, costs) if way.controller is not None]
-    choice = best_choice(ways)
+    choice = best_choice(choices(drafts, costs)[1:])  # of those that draft
     tokens = None if size is None else objective.vocabulary(size)
     where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
@@ -133,15 +132,12 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
 
 def predict(finalist: Finalist, trace: Trace) -> float:
     """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
-    skip, choice, allowed = finalist.skip, finalist.choice, None
+    skip, allowed = finalist.skip, None
     if skip.draft_vocabulary is not None:
         allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
         allowed[:, skip.draft_vocabulary] = True
     drafts = replay(trace, skip, allowed=allowed)
-    controller, length = choice.controller, choice.max_draft_length
-    assert controller is not None  # a finalist drafts
-    assert length is not None
-    return speedup(drafts, finalist.costs, controller, length, choice.threshold)
+    return speedup(drafts, finalist.costs, finalist.choice.decoding)
 
 
 def confirm(

@@ -37,26 +37,10 @@ TOLERANCE = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to decode with a draft, and the speedup over plain decoding that this is expected to be.
+    """How to decode with a draft, and the speedup over plain decoding that is expected of it."""
 
-    `controller` None means not to draft at all.
-    """
-
-    controller: str | None
-    max_draft_length: int | None
-    threshold: float | None
+    decoding: DecodingOptions
     speedup: float
-
-    @property
-    def decoding(self) -> DecodingOptions:
-        """For a skip config."""
-        if self.controller is None:
-            return DecodingOptions(enabled=False)
-        return DecodingOptions(
-            controller=self.controller,
-            max_draft_length=self.max_draft_length,
-            threshold=self.threshold,
-        )
 
 
 def choices(replay: Replay, costs: CostTable) -> list[Choice]:
@@ -70,18 +54,18 @@ def choices(replay: Replay, costs: CostTable) -> list[Choice]:
     lengths = [length for length in sorted({2, 4, longest} - {1}) if length <= longest]
     ways += [("confidence", length, t) for length in lengths for t in THRESHOLDS]
     ways.append(("expected-gain", longest, None))
-    return [
-        Choice(None, None, None, 1.0),
-        *(Choice(*way, speedup(replay, costs, *way)) for way in ways),
-    ]
+    found = [Choice(DecodingOptions(enabled=False), 1.0)]
+    for name, length, threshold in ways:
+        how = DecodingOptions(controller=name, max_draft_length=length, threshold=threshold)
+        found.append(Choice(how, speedup(replay, costs, how)))
+    return found
 
 
-def speedup(
-    replay: Replay, costs: CostTable, controller: str, length: int, threshold: float | None
-) -> float:
+def speedup(replay: Replay, costs: CostTable, how: DecodingOptions) -> float:
     """Over plain decoding, of one way to decode the replay's texts, each alone."""
-    if controller != "expected-gain":
-        counts = count_rounds(replay, length, threshold or 0.0)
+    length = how.max_draft_length or replay.draft_length
+    if how.controller != "expected-gain":
+        counts = count_rounds(replay, length, how.threshold or 0.0)
         return replay.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
     adaptive = ExpectedGain(costs, length)
     rounds = chain.from_iterable(
@@ -95,7 +79,7 @@ def best_choice(found: Sequence[Choice]) -> Choice:
     """The fastest; `expected-gain` in place of another draft that is better within TOLERANCE."""
     best = max(found, key=lambda choice: choice.speedup)
     adaptive = found[-1]
-    if best.controller is None or adaptive.speedup * TOLERANCE < best.speedup:
+    if best.decoding.enabled is False or adaptive.speedup * TOLERANCE < best.speedup:
         return best
     return adaptive
 
@@ -186,9 +170,9 @@ class Objective:
             acceptance=followed.survival[0],
             draft_cost=costs.draft,
             attributes={
-                "controller": best.controller,
-                "max_draft_length": best.max_draft_length,
-                "threshold": best.threshold,
+                "controller": best.decoding.controller,
+                "max_draft_length": best.decoding.max_draft_length,
+                "threshold": best.decoding.threshold,
                 "draft_vocabulary": size,
             },
         )

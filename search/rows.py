@@ -15,6 +15,8 @@ from layerskip.search.sampler import claim
 from layerskip.search.space import Space
 from layerskip.search.study import quiet
 
+_KNOWN = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
+
 
 def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
     """The trials that ended, as a search file has them."""
@@ -36,14 +38,10 @@ def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[st
                 "guide": guide,
                 "speedup": trial.value * step_seconds,
                 "forced_speedup": None if guide is None else guide * step_seconds,
-                "acceptance": known.get("acceptance"),
                 "draft_cost": known["draft_cost"],
                 "controller": known.get("controller", "plain"),
-                "max_draft_length": known.get("max_draft_length"),
-                "threshold": known.get("threshold"),
-                "draft_vocabulary": known.get("draft_vocabulary"),
                 "seconds": trial.duration.total_seconds() if trial.duration else None,
-                "copy_of": known.get("copy_of"),
+                **{name: known.get(name) for name in _KNOWN},
             }
         )
     return rows

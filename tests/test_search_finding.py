@@ -34,6 +34,7 @@ from layerskip.timing.tables import machine, stored
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
+FIXED = DecodingOptions(controller="fixed", max_draft_length=3)
 HOPELESS = cost_record() | {"draft_rest": [1.0, 1.0]}
 """Where a draft step costs many plain ones."""
 PROMPTS = [prompt(length, seed=length)[0] for length in (5, 8, 6)]
@@ -219,7 +220,7 @@ class TestResult:
             options = DecodingOptions(draft_vocabulary=tokens)
             skip = SkipConfig(exit_layer=4, decoding=options).resolve(6)
             costs = cost_table(COST, skip)
-            finalist = Finalist("f", 0, skip, 0.5, Choice("fixed", 3, None, 1.5), costs)
+            finalist = Finalist("f", 0, skip, 0.5, Choice(FIXED, 1.5), costs)
             allowed = None
             if tokens is not None:
                 allowed = torch.isin(torch.arange(97), torch.tensor(tokens)).expand(3, -1)
@@ -288,7 +289,7 @@ class TestResult:
             trial=0,
             skip=skip,
             alpha=0.5,
-            choice=Choice("fixed", 3, None, predicted),
+            choice=Choice(FIXED, predicted),
             costs=cost_table(COST, skip),
             predicted_held_out=held_out,
             confirmed=timed,

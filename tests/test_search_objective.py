@@ -97,7 +97,8 @@ def by_hand(whole: Replay, record: dict[str, Any]) -> dict[int, float]:
 
 
 def fixed(found: list[Choice]) -> dict[int | None, float]:
-    return {way.max_draft_length: way.speedup for way in found if way.controller == "fixed"}
+    ways = [(choice.decoding, choice.speedup) for choice in found]
+    return {how.max_draft_length: gain for how, gain in ways if how.controller == "fixed"}
 
 
 @pytest.mark.parametrize("case", TEXTS)
@@ -240,20 +241,14 @@ def test_expected_gain_is_preferred_within_the_tolerance(
     fastest: float, adaptive: float, controller: str | None
 ) -> None:
     ways = [
-        Choice(None, None, None, 1.0),
-        Choice("fixed", 3, None, fastest),
-        Choice("confidence", 4, 0.6, fastest - 0.1),
-        Choice("expected-gain", 8, None, adaptive),
+        Choice(DecodingOptions(enabled=False), 1.0),
+        Choice(DecodingOptions(controller="fixed", max_draft_length=3), fastest),
+        Choice(DecodingOptions(controller="confidence", threshold=0.6), fastest - 0.1),
+        Choice(DecodingOptions(controller="expected-gain", max_draft_length=8), adaptive),
     ]
     best = best_choice(ways)
-    assert best.controller == controller
+    assert best.decoding.controller == controller
     assert best.decoding.enabled is (None if controller else False)
-
-
-def test_a_choice_as_decoding_options() -> None:
-    assert Choice(None, None, None, 1.0).decoding == DecodingOptions(enabled=False)
-    options = DecodingOptions(controller="confidence", max_draft_length=4, threshold=0.6)
-    assert Choice("confidence", 4, 0.6, 1.2).decoding == options
 
 
 def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
