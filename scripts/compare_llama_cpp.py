@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scale_study import read_bandwidth
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as chatter
@@ -186,12 +187,17 @@ def common(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((place for place, (own, other) in pairs if own != other), len(tokens))
 
 
-def table(results: Sequence[tuple[str, int, Timed]], base: str, library: str) -> str:
-    """Medians and ranges over prompts and repeats; ratios are of the same prompt and repeat."""
+def table(results: Sequence[tuple[str, int, Timed]], base: str, library: str, weights: int) -> str:
+    """Medians and ranges over prompts and repeats; ratios are of the same prompt and repeat.
+
+    GB/s are of `weights`, the bytes that a token reads where nothing is drafted.
+    """
     by_name: dict[str, list[Timed]] = {}
     for name, _, timed in results:
         by_name.setdefault(name, []).append(timed)
-    rows = [["", "tok/s", "(range)", "with prompt", f"x {base}", "(range)", f"like {library}"]]
+    rows = [
+        ["", "tok/s", "(range)", "with prompt", "GB/s", f"x {base}", "(range)", f"like {library}"]
+    ]
     for name, own in by_name.items():
         rates = [timed.rate for timed in own]
         ratios = [a.rate / b.rate for a, b in zip(own, by_name[base], strict=True)]
@@ -203,6 +209,7 @@ def table(results: Sequence[tuple[str, int, Timed]], base: str, library: str) ->
                 f"{statistics.median(rates):.1f}",
                 f"({min(rates):.1f}-{max(rates):.1f})",
                 f"{statistics.median(timed.whole_rate for timed in own):.1f}",
+                f"{statistics.median(rates) * weights / 1e9:.1f}",
                 f"{statistics.median(ratios):.2f}",
                 f"({min(ratios):.2f}-{max(ratios):.2f})",
                 f"{alike}/{total}",
@@ -230,8 +237,11 @@ def compare(args: argparse.Namespace) -> None:
         context = max(ids.shape[1] for ids in prompts) + args.tokens
         wide = widened(gguf_of(loaded), precision, args.work)
         skip = None if args.skip is None else SkipConfig.load(args.skip)
+        weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+        read = partial(read_bandwidth, torch.device("cpu"))
         for threads in args.threads:
             torch.set_num_threads(threads)
+            before = read()
             llama = open_llama(wide, threads, context, precision)
             ways: dict[str, Way] = {
                 "llama.cpp": partial(through_llama, llama),
@@ -250,8 +260,9 @@ def compare(args: argparse.Namespace) -> None:
                 print("\r\033[K", end="", file=sys.stderr)
             llama.close()
             words = f"{threads} thread{'s' if threads > 1 else ''}, {args.execution} execution"
-            print(f"{loaded.name}, {precision}, {words}")
-            print(table(results, "llama.cpp", "generate()") + "\n", flush=True)
+            reads = f"a sum reads {before / 1e9:.1f} GB/s before, {read() / 1e9:.1f} after"
+            print(f"{loaded.name}, {precision}, {words}; {reads}")
+            print(table(results, "llama.cpp", "generate()", weights) + "\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

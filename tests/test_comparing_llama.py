@@ -50,10 +50,10 @@ def test_the_table_has_medians_ranges_and_equal_tokens():
 
     base = results("llama.cpp", 1.0, 2.0, 4.0)
     lines = table(
-        [*base, *results("plain", 0.5, 0.5, 2.0, tokens=(1, 2, 4))], "llama.cpp", "llama.cpp"
+        [*base, *results("plain", 0.5, 0.5, 2.0, tokens=(1, 2, 4))], "llama.cpp", "llama.cpp", 10**9
     ).splitlines()
-    assert " ".join(lines[1].split()) == "llama.cpp 1.0 (0.5-2.0) 1.0 1.00 (1.00-1.00) 9/9"
-    assert " ".join(lines[2].split()) == "plain 4.0 (1.0-4.0) 2.0 2.00 (2.00-4.00) 6/9"
+    assert " ".join(lines[1].split()) == "llama.cpp 1.0 (0.5-2.0) 1.0 1.0 1.00 (1.00-1.00) 9/9"
+    assert " ".join(lines[2].split()) == "plain 4.0 (1.0-4.0) 2.0 4.0 2.00 (2.00-4.00) 6/9"
 
 
 def test_only_the_common_beginning_counts():
