@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
-from test_engine import SKIPS, check_cache, decoder, held, play, request
+from test_engine import SKIPS, check_cache, decoder, held, play, prefilled, request
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding
@@ -197,7 +197,9 @@ LENGTHS = {
 @pytest.mark.parametrize("name", LENGTHS)
 def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     lengths, sizes = LENGTHS[name]
-    run = scripted(llama, lengths)
+    run, ran = scripted(llama, lengths), scripted(llama, lengths)
+    play(ran)
+    fresh = prefilled(ran)
     seen: list[int] = []
     with torch.no_grad():
         for round_ in run.rounds():
@@ -210,7 +212,7 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
             )
             if not seen or seen[-1] != size:
                 seen.append(size)
-            check_cache(run)
+            check_cache(run, fresh)
             assert {row for row, done in enumerate(round_.finished) if not done} <= set(rows)
     assert tuple(map(len, run.emitted)) == lengths
     assert seen == sizes
@@ -335,7 +337,7 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
     while len(run.session.rows) == 8:
         next(rounds)
     with pytest.raises(AssertionError, match="not close"):
-        check_cache(run)
+        check_cache(run, prefilled(run))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -363,7 +365,7 @@ def test_prefill_in_chunks_is_the_prefill(
     chunked = run.session.prefill()
     torch.testing.assert_close(chunked, logits, rtol=tolerance, atol=tolerance)
     run.emitted = [[0]] * 4
-    check_cache(run, tolerance)
+    check_cache(run, prefilled(run), tolerance)
     assert (chunked[1] - logits[2]).abs().max() > 1e-3  # rows differ, so that mixing them shows
 
 
