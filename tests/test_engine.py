@@ -176,11 +176,12 @@ def check_cache(
         length = session.lengths[row]
         # the last emitted token is fed by the next pass
         assert [*session.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
-        for layer in range(session.model.num_layers):
-            for name in ("keys", "values"):
-                have = getattr(session.cache, name)[layer][place, :, :length]
-                want = getattr(fresh.cache, name)[layer][0, :, :length]
-                torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+        layers = range(session.model.num_layers)
+        for name in ("keys", "values"):
+            ours, theirs = getattr(session.cache, name), getattr(fresh.cache, name)
+            have = torch.stack([ours[layer][place, :, :length] for layer in layers])
+            want = torch.stack([theirs[layer][0, :, :length] for layer in layers])
+            torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)  # (L, H, T, D)
 
 
 def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None:

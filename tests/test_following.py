@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import lively_model, ragged
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
@@ -162,10 +163,16 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case:
                 assert confidences[start, step] == afresh
 
 
-@pytest.mark.parametrize("sizes", [(256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))])
-@pytest.mark.parametrize("case", ["greedy windows", "windows", "rejection"])
+@pytest.mark.parametrize(
+    ("case", "skip", "sizes"),
+    covering(
+        ("greedy windows", "windows", "rejection"),
+        ("an odd prefix", "no prefix", "one MLP"),
+        ((256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))),
+    ),
+)
 def test_chunks_and_groups_change_nothing(
-    case: str, sizes: tuple[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    case: str, skip: str, sizes: tuple[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where groups change after every step, whatever is left of them."""
     chains, groups = sizes
@@ -173,8 +180,7 @@ def test_chunks_and_groups_change_nothing(
     monkeypatch.setattr(chains_module, "_GROUPS", groups)
     monkeypatch.setattr(chains_module, "_REGROUP", 1.0)
     monkeypatch.setattr(chains_module, "_LOGITS", 700)  # of the noise
-    for skip in ("an odd prefix", "no prefix", "one MLP"):
-        assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
+    assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
 
 
 def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from layerskip.decoding.laws import stream_key
 from layerskip.prompts import read_prompts
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 SKIPS = {
     "early exit": SkipConfig.early_exit(4),
     "whole layers": SkipConfig.layers((2, 4)),

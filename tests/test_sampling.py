@@ -353,7 +353,7 @@ def test_processors_that_keep_state_are_refused() -> None:
 # ---------------------------------------------------------------------------------------------
 # End to end: the law of whole texts, enumerated through the model itself.
 
-VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 2500
+VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 1500
 PROMPT = [1, 3, 2, 4]
 PROCESSORS: dict[str, list[Any]] = {
     "none": [],
