@@ -82,7 +82,7 @@ PAIRS = covering(*AXES)
 )
 def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
-    modules, lean = Sublayers(model, "modules"), Sublayers(model)
+    modules, lean = Sublayers(model, "modules"), Sublayers(model, "fused")
     assert (modules.execution, lean.execution) == ("modules", "fused")
     assert_agree(modules, lean)
     assert_agree(modules, lean, rows=3)
@@ -92,12 +92,12 @@ def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_queries_side_by_side_agree_with_the_module_path(family, monkeypatch):
     model = tiny_model(family)
-    apart = Sublayers(model)
+    apart = Sublayers(model, "fused")
     monkeypatch.setattr(fused, "WIDE", 8)
     asked = []
     attend = fused._sdpa
     monkeypatch.setattr(fused, "_sdpa", lambda q, *rest: asked.append(q.shape) or attend(q, *rest))
-    modules, lean = Sublayers(model, "modules"), Sublayers(model)
+    modules, lean = Sublayers(model, "modules"), Sublayers(model, "fused")
     for rows, ragged in ((1, False), (3, False), (3, True)):
         assert_agree(modules, lean, rows=rows, ragged=ragged)
         assert_agree(apart, lean, rows=rows, ragged=ragged)
@@ -118,7 +118,7 @@ def test_scaled_angles(rope):
         "original_max_position_embeddings": 16,
     }
     model = tiny_model("llama", rope_parameters=parameters)
-    assert_agree(Sublayers(model, "modules"), Sublayers(model))
+    assert_agree(Sublayers(model, "modules"), Sublayers(model, "fused"))
 
 
 def test_a_wrong_norm_would_be_seen():
@@ -318,7 +318,7 @@ def test_global_hooks_keep_the_module_path():
 
 
 def test_autocast_keeps_the_module_path():
-    model = tiny_model("gemma2", dtype=torch.float32)
+    model = tiny_model("gemma2")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert Sublayers(model).execution == "modules"
     assert Sublayers(model).execution == "fused"
@@ -335,6 +335,6 @@ def test_a_hook_is_called_on_the_module_path():
 
 def test_unknown_execution():
     with pytest.raises(
-        ValueError, match="must be one of auto, modules, fused, compiled, got 'fast'"
+        ValueError, match="must be one of auto, modules, fused, native, compiled, got 'fast'"
     ):
         Sublayers(tiny_model("llama"), "fast")

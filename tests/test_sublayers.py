@@ -133,7 +133,7 @@ def test_execution_is_told() -> None:
     model = tiny_model("llama")
     assert Sublayers(model).execution == "fused"
     assert Sublayers(model, execution="modules").execution == "modules"
-    with pytest.raises(ValueError, match="auto, modules, fused, compiled, got 'graphs'"):
+    with pytest.raises(ValueError, match="auto, modules, fused, native, compiled, got 'graphs'"):
         Sublayers(model, execution="graphs")
 
 

@@ -59,7 +59,8 @@ class RowCache:
         self.windows = tuple(windows)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.start = 0  # first slot of the pass, where all rows share it
+        self.firsts: list[int] = []  # of each row, the first slot of the pass
+        self.start = 0  # the same, where all rows share it
         self.end = 0  # one past the last slot any row writes in this pass
         self.count = 0  # T
         self.in_step = True  # all rows write the same slots
@@ -73,6 +74,7 @@ class RowCache:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
         self.reserve(self.end)
         self.count = count
+        self.firsts = list(starts)
         self.start = starts[0]
         self._index.clear()
         self.in_step = all(start == self.start for start in starts)
@@ -113,12 +115,7 @@ class RowCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, H, T, D); return all there are to attend to."""
-        if layer_idx not in self.keys:
-            # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
-            shape = (self.rows, keys.shape[1], self.size)
-            self.keys[layer_idx] = keys.new_zeros(*shape, keys.shape[3])  # (B, H, S, D)
-            self.values[layer_idx] = values.new_zeros(*shape, values.shape[3])  # (B, H, S, D)
-        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
         first = 0
         if self.in_step:
             all_keys.narrow(2, self.start, self.count).copy_(keys)
@@ -133,6 +130,15 @@ class RowCache:
             all_values[rows, :, index] = values.transpose(1, 2)
         seen = self.end - first
         return all_keys.narrow(2, first, seen), all_values.narrow(2, first, seen)
+
+    def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's whole keys and values, (B, H, S, D) each, for heads (H, D)."""
+        if layer not in self.keys:
+            # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
+            shape = (self.rows, heads[0], self.size, heads[1])
+            self.keys[layer] = like.new_zeros(shape)  # (B, H, S, D)
+            self.values[layer] = like.new_zeros(shape)  # (B, H, S, D)
+        return self.keys[layer], self.values[layer]
 
     def keep(self, places: Sequence[int], length: int) -> int:
         """Let the rows at `places` (ascending), up to a length, be all there are from now on.

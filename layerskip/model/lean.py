@@ -429,7 +429,7 @@ def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
     one = hasattr(module, "gate_up_proj")
     names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
     expand = _projections([getattr(module, name) for name in names], linear)
-    activate = _activation(module.activation_fn if one else module.act_fn)
+    activate = activation(module.activation_fn if one else module.act_fn)
 
     def block(hidden: Tensor, _: Step) -> Tensor:
         gate, up = expand(before(hidden)).chunk(2, -1)  # (B, T, intermediate) each
@@ -439,7 +439,7 @@ def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
     return block
 
 
-def _activation(module: Any) -> Function:
+def activation(module: Any) -> Function:
     """The function behind the two activations of the families; else the module itself."""
     name = type(module).__name__
     if name in ("SiLUActivation", "SiLU"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model import compiled, lean
+from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
@@ -24,8 +24,9 @@ from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
+from layerskip.model.native import Native
 
-EXECUTIONS = ("auto", "modules", "fused", "compiled")
+EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
 
 
 class Pass:
@@ -70,12 +71,13 @@ class Sublayers(Architecture):
         model: a `transformers` causal language model of a family in `families.FAMILIES`, or
             PEFT's wrapper.
         execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
-            "compiled" the same in compiled functions, but for the prefill (with a warning the lean
-            path where there is no compiler), "auto" the lean path where it can serve the model as
-            it is now.
+            "native" the same in one call for passes of few tokens on a CPU, "compiled" in compiled
+            functions, but for the prefill (with a warning the lean path where either cannot be
+            had), "auto" the first of native, fused and modules that can serve the model as it is
+            now.
 
     Attributes:
-        execution: the one taken, "modules", "fused" or "compiled".
+        execution: the one taken, any of those but "auto".
         blocks: the sublayers.
         head, draft_head: final norm, head and softcap; the draft's may have few rows.
         draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
@@ -192,6 +194,15 @@ def _backend(model: Architecture, execution: str) -> Backend:
         if reason is None:
             return Compiled(model)
         compiled.warn_refusal(reason)
+    if execution in ("auto", "native"):
+        reason = native.refusal(model)
+        if reason is None:
+            reason = extension.refusal()
+        elif execution == "auto":
+            return Lean(model)
+        if reason is None:
+            return Native(model)
+        native.warn_refusal(reason)
     return Lean(model)
 
 

@@ -1,0 +1,156 @@
+"""The C++ source of the native passes as a module, built once for a machine; knows no models.
+
+It is built by torch's own extension loader, on first use, into the folder where torch keeps such
+builds (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a name that is a hash of the source,
+flags, compiler and versions. A child process compiles it and tries it, so that neither a broken
+build nor a wrong instruction can take this process down. Whatever fails is a reason, not an error:
+the lean path serves without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch.utils import cpp_extension
+
+NAME = "layerskip_native"
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+}
+
+
+class Unavailable(Exception):
+    """There are no native passes on this machine, and why."""
+
+
+@cache
+def refusal() -> str | None:
+    """Why there is no native module here, or None. The first time on a machine it is built."""
+    try:
+        extension()
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+@cache
+def extension() -> Any:
+    """The native module.
+
+    Raises:
+        Unavailable: it cannot be built or loaded.
+    """
+    if platform.system() not in ("Linux", "Darwin"):
+        raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    folder = folder / NAME / _key()
+    library = folder / f"{NAME}.so"
+    try:
+        if not library.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock")):  # other starts wait; a dead one lets go
+                if not library.exists():
+                    _build(folder)
+        return load(library)
+    except (OSError, ImportError) as error:
+        raise Unavailable(f"native passes cannot be kept or loaded: {error}") from error
+
+
+def load(library: Path) -> Any:
+    """A built library as a module."""
+    loader = ExtensionFileLoader(NAME, str(library))
+    spec = spec_from_file_location(NAME, library, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def flags() -> list[str]:
+    """Compiler flags for the vectors that torch itself uses here."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    # -fopenmp for the compiler only: its functions come from the library that torch has loaded
+    openmp = ["-fopenmp"] if platform.system() == "Linux" else []
+    return ["-O3", "-w", *openmp, *vectors, *_FLAGS.get(capability, ())]
+
+
+def _key() -> str:
+    compiler = shutil.which(cpp_extension.get_cxx_compiler())
+    parts = (torch.__version__, platform.python_version(), platform.machine(), compiler, *flags())
+    return hashlib.sha256(_SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:16]
+
+
+def _build(folder: Path) -> None:
+    """Make a folder with the library in it, whole or not at all."""
+    failed = folder.with_suffix(".failed")
+    if failed.exists():
+        raise Unavailable(f"{failed.read_text().strip()} (to try again, delete {failed})")
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        raise Unavailable("Python's headers are missing; on Debian install python3-dev")
+    if sys.stderr.isatty():
+        sys.stderr.write("building the native passes for this machine, once, half a minute ...\n")
+    with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, scratch],
+            env={**os.environ, "PATH": _path()},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            reason = f"native passes could not be built: {_reason(done)}"
+            failed.write_text(reason + "\n")
+            raise Unavailable(f"{reason} (to try again, delete {failed})")
+        made = Path(scratch, "made")
+        made.mkdir()
+        Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
+        made.rename(folder)
+
+
+def _path() -> str:
+    """Where programs are found, ninja of the package among them."""
+    import ninja
+
+    return os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"the build ended by signal {-done.returncode}"
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    told = [line for line in lines if "error:" in line.lower()] or lines[-1:] or ["no message"]
+    return " ".join(told[0].split())[:300]
+
+
+def _compile(folder: Path) -> None:
+    """Compile in a folder and try what came out: the child's part."""
+    module = cpp_extension.load(
+        NAME, [str(_SOURCE)], extra_cflags=flags(), build_directory=str(folder), verbose=False
+    )
+    plan = module.Plan()
+    norm = module.Norm(torch.ones(40), 1e-6, False)
+    head = plan.head(before=norm, matrix=module.Matrix(torch.eye(40), None), softcap=1.0)
+    plan.run(torch.ones(1, 3, 40), [head], [], [], [], [])
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]))

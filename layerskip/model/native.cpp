@@ -1,0 +1,807 @@
+// A forward pass of few tokens over sublayers in one call, on a CPU; knows no rounds, laws or
+// Python.
+//
+// The arithmetic of the library's modules, in its order, with float32 sums; in bfloat16 models
+// numbers are rounded where the library rounds them. One team of threads (torch's own) carries a
+// pass: rows of a product are split over it, what is small every thread computes for itself, and
+// between products the team waits for its last thread.
+// Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
+// width, R rotary width, S slots of the cache, I width of the MLP, V vocabulary.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include <sched.h>
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t LANES = Vec::size();
+constexpr bool MANY_REGISTERS = LANES >= 16;  // 32 vectors, not 16
+
+// ---------------------------------------------------------------------------------------------
+// Numbers of a model's dtype S, computed with as float32.
+
+template <typename S>
+inline Vec widened(const S* from) {
+  if constexpr (std::is_same_v<S, float>) {
+    return Vec::loadu(from);
+  } else {
+    Vec out;
+    at::vec::load_fp32_from_bf16(from, out);
+    return out;
+  }
+}
+
+template <typename S>
+inline Vec widened(const S* from, int64_t count) {
+  if (count >= LANES) return widened(from);
+  float some[LANES] = {};
+  for (int64_t i = 0; i < count; ++i) some[i] = static_cast<float>(from[i]);
+  return Vec::loadu(some);
+}
+
+template <typename S>
+inline float rounded(float x) {
+  return static_cast<float>(static_cast<S>(x));
+}
+
+inline float sum(const Vec& x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Products of a weight with few tokens: it is read from memory once for up to MOST of them.
+//
+// A tile is some rows of the weight with all of these tokens, its sums in registers. Columns are
+// cut so that the inputs stay in the nearest cache, and inputs are packed in the order of their use
+// (rows whose distance is a power of two would fall into the same few places of that cache). What
+// comes two tiles later is fetched into the second cache: into the first, it would take the few
+// slots that wait for memory from the loads themselves.
+
+constexpr int64_t MOST = 8;
+constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
+constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
+constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
+constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
+
+// A vector that is loaded once: compilers fold loads into every use, which costs as many loads.
+inline Vec held(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__)
+  __m512 value = x;
+  asm("" : "+v"(value));
+  return Vec(value);
+#else
+  return x;
+#endif
+}
+
+// The sums of COUNT vectors each, a power of two and at most LANES: two vectors become one that
+// holds sums of both by turns, and so on, for a fraction of what COUNT single sums take.
+template <int COUNT>
+inline void sums_of(const Vec* x, float* out) {
+  Vec some[COUNT];
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) some[i] = x[i];
+#pragma GCC unroll 4
+  for (int half = COUNT / 2; half >= 1; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) {
+      const auto both = at::vec::interleave2(some[i], some[i + half]);
+      some[i] = both.first + both.second;
+    }
+  float lanes[LANES];
+  some[0].store(lanes);
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) {
+    out[i] = lanes[i];
+    for (int j = i + COUNT; j < LANES; j += COUNT) out[i] += lanes[j];
+  }
+}
+
+template <int COUNT>
+inline void sums_of_any(const Vec* x, float* out) {
+  constexpr int MAX = static_cast<int>(LANES);
+  constexpr int HERE = COUNT >= 16 && MAX >= 16 ? 16 : COUNT >= 8 && MAX >= 8 ? 8
+                     : COUNT >= 4               ? 4
+                     : COUNT >= 2               ? 2
+                                                : 1;
+  sums_of<HERE>(x, out);
+  if constexpr (COUNT > HERE) sums_of_any<COUNT - HERE>(x + HERE, out + HERE);
+}
+
+template <typename S, int ROWS, int TOKENS>
+inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, int64_t stride,
+                 int64_t ahead, float* sums_out) {
+  Vec sums[TOKENS][ROWS];
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
+  constexpr int64_t LINE = 64 / sizeof(S);
+  const auto step = [&](int64_t k, const Vec(&w)[ROWS]) {
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t) {
+      const Vec input = held(Vec::loadu(x + t * stride + k));
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) sums[t][r] = at::vec::fmadd(w[r], input, sums[t][r]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + LANES <= span; k += LANES) {
+    Vec w[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const S* at = weight + r * columns + k;
+      w[r] = widened(at);
+      if (k % LINE == 0) __builtin_prefetch(at + ahead, 0, 2);
+    }
+    step(k, w);
+  }
+  if (k < span) {
+    Vec w[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) w[r] = widened(weight + r * columns + k, span - k);
+    step(k, w);
+  }
+  float totals[TOKENS * ROWS];
+  sums_of_any<TOKENS * ROWS>(&sums[0][0], totals);
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
+}
+
+// How columns are cut for so many tokens.
+inline int64_t cut(int64_t columns, int64_t tokens) {
+  const int64_t most = std::max<int64_t>(256, NEAR / 4 / tokens);
+  const int64_t pieces = (columns + most - 1) / most;
+  return ((columns + pieces - 1) / pieces + 15) / 16 * 16;
+}
+
+// Numbers that packed inputs of a token take, at most.
+inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 64; }
+
+// Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts.
+template <typename S, typename O, int TOKENS>
+void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+         const float* packed, O* out, int64_t out_stride) {
+  constexpr int ROWS = MANY_REGISTERS ? (TOKENS == 1 ? 8 : TOKENS <= 6 ? 4 : 2)
+                                      : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
+  const int64_t span = cut(columns, TOKENS);
+  const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
+  const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS * columns;
+  alignas(64) float sums[TOKENS * GROUP] = {};
+  for (int64_t k = 0; k < columns; k += span) {
+    const int64_t here = std::min(span, columns - k);
+    const float* x = packed + k * TOKENS;
+    int64_t row = first;
+    for (; row + ROWS <= last; row += ROWS)
+      tile<S, ROWS, TOKENS>(weight + row * columns + k, columns, here, x, span, ahead,
+                            sums + row - first);
+    for (; row < last; ++row)
+      tile<S, 1, TOKENS>(weight + row * columns + k, columns, here, x, span, ahead,
+                         sums + row - first);
+  }
+  for (int t = 0; t < TOKENS; ++t)
+    for (int64_t row = first; row < last; ++row) {
+      const float value = sums[t * GROUP + row - first];
+      out[t * out_stride + row] = static_cast<O>(
+          rounded<S>(bias ? value + static_cast<float>(bias[row]) : value));
+    }
+}
+
+// out = x weight^T + bias in rows first to last of the weight; `room` is for the packed inputs.
+template <typename S, typename O>
+void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+             const float* x, int64_t stride, int64_t tokens, O* out, int64_t out_stride,
+             float* room) {
+  // no step of one token behind seven full ones: all steps have as many, or one less
+  const int64_t steps = (tokens + MOST - 1) / MOST;
+  const auto from = [&](int64_t step) { return tokens * step / steps; };
+  float* to = room;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t count = from(step + 1) - from(step), span = cut(columns, count);
+    for (int64_t k = 0; k < columns; k += span)
+      for (int64_t t = from(step); t < from(step + 1); ++t) {
+        const int64_t here = std::min(span, columns - k);
+        std::copy_n(x + t * stride + k, here, to);
+        std::fill(to + here, to + span, 0.0f);
+        to += span;
+      }
+  }
+  const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(S));
+  const int64_t group = steps == 1 ? GROUP : std::clamp<int64_t>(KEPT / row_bytes, 24, GROUP);
+  for (int64_t row = first; row < last; row += group) {
+    const int64_t end = std::min(last, row + group);
+    const float* packed = room;
+    for (int64_t step = 0; step < steps; ++step) {
+      const int64_t count = from(step + 1) - from(step), span = cut(columns, count);
+      O* here = out + from(step) * out_stride;
+#define FEW(N) \
+  case N: few<S, O, N>(weight, bias, row, end, columns, packed, here, out_stride); break;
+      switch (count) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
+#undef FEW
+      packed += count * ((columns + span - 1) / span * span);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Threads.
+
+struct alignas(64) Meeting {
+  std::atomic<int> waiting{0};
+  alignas(64) std::atomic<int> round{0};
+
+  // A thread that waits for long gives way: another process may need the core, and if it is a
+  // thread of this team that was put to sleep, too.
+  void wait(int threads) {
+    if (threads == 1) return;
+    const int now = round.load(std::memory_order_relaxed);
+    if (waiting.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      waiting.store(0, std::memory_order_relaxed);
+      round.store(now + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins) {
+      if (spins < 4096) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+      } else {
+        sched_yield();
+      }
+    }
+  }
+};
+
+struct Range {
+  int64_t first, last;
+};
+
+// A thread's share of so many rows: whole cache lines of what is written.
+inline Range share(int64_t rows, int thread, int threads) {
+  const int64_t lines = (rows + 15) / 16;
+  return {std::min(rows, lines * thread / threads * 16),
+          std::min(rows, lines * (thread + 1) / threads * 16)};
+}
+
+// ---------------------------------------------------------------------------------------------
+// What a model is made of.
+
+struct Matrix {
+  Tensor weight;  // (rows, columns)
+  std::optional<Tensor> bias;
+};
+
+struct Norm {
+  Tensor weight;
+  double epsilon;
+  bool one_plus;  // Gemma's: times (1 + weight), then cast
+};
+
+enum class Kind { attention, mlp, head };
+
+struct Sublayer {
+  Kind kind;
+  std::optional<Norm> before, after, q_norm, k_norm;
+  std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; of a head itself
+  std::optional<Matrix> output;
+  int64_t layer = 0, heads = 0, kv_heads = 0, width = 0;
+  int64_t window = 0;   // 0: full attention
+  int64_t angles = 0;   // which of the rotary tables
+  double scale = 1, softcap = 0;
+  bool eager = false;   // scores are rounded as the library's eager attention rounds them
+  bool gelu = false;
+};
+
+template <typename S>
+const S* numbers(const Tensor& tensor) {
+  TORCH_CHECK(tensor.scalar_type() == c10::CppTypeToScalarType<S>::value && tensor.is_contiguous(),
+              "a weight's dtype or layout has changed since the model was opened");
+  return static_cast<const S*>(tensor.const_data_ptr());
+}
+
+template <typename S>
+const S* numbers(const std::optional<Tensor>& tensor) {
+  return tensor ? numbers<S>(*tensor) : nullptr;
+}
+
+// out = norm(x), of one token or head of some width; may be x itself
+template <typename S>
+void normalise(const Norm& norm, const S* weight, const float* x, int64_t width, float* out) {
+  Vec squares[2] = {Vec(0.0f), Vec(0.0f)};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= width; i += 2 * LANES)
+    for (int j = 0; j < 2; ++j) {
+      const Vec some = Vec::loadu(x + i + j * LANES);
+      squares[j] = at::vec::fmadd(some, some, squares[j]);
+    }
+  float total = sum(squares[0] + squares[1]);
+  for (; i < width; ++i) total += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(total / width + static_cast<float>(norm.epsilon));
+  if (norm.one_plus)
+    for (int64_t j = 0; j < width; ++j)
+      out[j] = rounded<S>(x[j] * factor * (1.0f + static_cast<float>(weight[j])));
+  else
+    for (int64_t j = 0; j < width; ++j)
+      out[j] = rounded<S>(rounded<S>(x[j] * factor) * static_cast<float>(weight[j]));
+}
+
+// Rotate one head in place; the angles of its place are (R,) each.
+template <typename S>
+void rotate(float* x, const S* cos, const S* sin, int64_t rotary) {
+  const int64_t half = rotary / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = rounded<S>(rounded<S>(a * static_cast<float>(cos[i])) +
+                      rounded<S>(-b * static_cast<float>(sin[i])));
+    x[i + half] = rounded<S>(rounded<S>(b * static_cast<float>(cos[i + half])) +
+                             rounded<S>(a * static_cast<float>(sin[i + half])));
+  }
+}
+
+// gate = activation(gate) * up
+template <typename S>
+void activate(bool gelu, float* gate, const float* up, int64_t count) {
+  const auto apply = [&](const Vec& x) {
+    if (!gelu) return x / (Vec(1.0f) + x.neg().exp());
+    const Vec inner = Vec(static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5)) *
+                      (x + Vec(0.044715f) * x * x * x);
+    return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
+  };
+  float some[LANES];
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int64_t here = std::min(LANES, count - i);
+    apply(widened(gate + i, here)).store(some);
+    for (int64_t j = 0; j < here; ++j) gate[i + j] = rounded<S>(rounded<S>(some[j]) * up[i + j]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention of up to QUERIES queries that share a key-value head.
+
+constexpr int QUERIES = 4;
+
+struct Query {
+  const float* q;
+  float* out;
+  int64_t first, last;  // the slots that it sees
+};
+
+template <typename S, int COUNT>
+void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* keys, const S* values,
+            float* scores, int64_t room) {
+  const int64_t width = layer.width;
+  int64_t first = queries[0].first, last = queries[0].last;
+  for (int j = 1; j < COUNT; ++j) {
+    first = std::min(first, queries[j].first);
+    last = std::max(last, queries[j].last);
+  }
+  const int64_t seen = last - first + 1;
+  const float scale = static_cast<float>(layer.scale);
+  for (int64_t s = 0; s < seen; ++s) {
+    const S* key = keys + (first + s) * width;
+    Vec dots[COUNT];
+    for (int j = 0; j < COUNT; ++j) dots[j] = Vec(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+      const Vec k = widened(key + i);
+      for (int j = 0; j < COUNT; ++j)
+        dots[j] = at::vec::fmadd(k, Vec::loadu(queries[j].q + i), dots[j]);
+    }
+    for (int j = 0; j < COUNT; ++j) {
+      float dot = sum(dots[j]);
+      for (int64_t r = i; r < width; ++r) dot += static_cast<float>(key[r]) * queries[j].q[r];
+      scores[j * room + s] = dot;
+    }
+  }
+  float totals[COUNT];
+  for (int j = 0; j < COUNT; ++j) {
+    float* mine = scores + j * room;
+    float largest = -std::numeric_limits<float>::infinity();
+    for (int64_t s = 0; s < seen; ++s) {
+      float score = mine[s];
+      if (layer.eager) {
+        score = rounded<S>(rounded<S>(score) * scale);
+        if (layer.softcap > 0) {
+          const float cap = static_cast<float>(layer.softcap);
+          score = rounded<S>(rounded<S>(std::tanh(rounded<S>(score / cap))) * cap);
+        }
+      } else {
+        score *= scale;
+      }
+      const bool sees = first + s >= queries[j].first && first + s <= queries[j].last;
+      mine[s] = sees ? score : -std::numeric_limits<float>::infinity();
+      largest = std::max(largest, mine[s]);
+    }
+    Vec sums(0.0f);
+    const Vec most(largest);
+    int64_t s = 0;
+    for (; s + LANES <= seen; s += LANES) {
+      const Vec power = (Vec::loadu(mine + s) - most).exp();
+      power.store(mine + s);
+      sums = sums + power;
+    }
+    float total = sum(sums);
+    for (; s < seen; ++s) total += mine[s] = std::exp(mine[s] - largest);
+    totals[j] = total;
+    // probabilities are rounded before they weigh values: eager ones, or torch's before their sum
+    const float by = layer.eager ? total : 1.0f;
+    for (s = 0; s < seen; ++s) mine[s] = rounded<S>(mine[s] / by);
+  }
+  constexpr int64_t SPAN = MANY_REGISTERS ? 4 : 2;
+  for (int64_t i = 0; i < width; i += SPAN * LANES) {
+    const bool whole = i + SPAN * LANES <= width;
+    Vec sums[COUNT][SPAN];
+    for (int j = 0; j < COUNT; ++j)
+      for (int v = 0; v < SPAN; ++v) sums[j][v] = Vec(0.0f);
+    for (int64_t s = 0; s < seen; ++s) {
+      const S* value = values + (first + s) * width + i;
+      Vec vs[SPAN];
+      for (int v = 0; v < SPAN; ++v)
+        vs[v] = whole ? widened(value + v * LANES)
+                      : widened(value + v * LANES, std::max<int64_t>(0, width - i - v * LANES));
+      for (int j = 0; j < COUNT; ++j) {
+        const Vec weight(scores[j * room + s]);
+        for (int v = 0; v < SPAN; ++v) sums[j][v] = at::vec::fmadd(weight, vs[v], sums[j][v]);
+      }
+    }
+    for (int j = 0; j < COUNT; ++j) {
+      const float by = layer.eager ? 1.0f : 1.0f / totals[j];
+      float some[SPAN * LANES];
+      for (int v = 0; v < SPAN; ++v) sums[j][v].store(some + v * LANES);
+      const int64_t here = std::min(SPAN * LANES, width - i);
+      for (int64_t v = 0; v < here; ++v) queries[j].out[i + v] = rounded<S>(some[v] * by);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// A pass.
+
+struct Angles {
+  Tensor cos, sin;  // (1, S, R)
+};
+
+struct Cache {
+  std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
+  std::vector<int64_t> starts;       // (B,) the slot of each row's first token
+};
+
+template <typename S>
+class Pass {
+ public:
+  Pass(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
+       const std::vector<Angles>& angles)
+      : sublayers_(sublayers), hidden_(hidden), cache_(cache), angles_(angles) {
+    rows_ = hidden.size(0), count_ = hidden.size(1), width_ = hidden.size(2);
+    tokens_ = rows_ * count_;
+    int64_t attention = 0;
+    for (const Sublayer* each : sublayers) {
+      int64_t outputs = 0;
+      for (const Matrix& matrix : each->inputs) outputs += matrix.weight.size(0);
+      deep_ = std::max(deep_, width_);
+      if (each->kind == Kind::head) continue;
+      wide_ = std::max(wide_, outputs);
+      deep_ = std::max(deep_, each->output->weight.size(1));
+      if (each->kind == Kind::attention) {
+      }
+    }
+    const Sublayer& last = *sublayers.back();
+    if (last.kind == Kind::head) {
+      const int64_t vocabulary = last.inputs[0].weight.size(0);
+      out_ = at::empty({rows_, count_, vocabulary}, hidden.options());  // (B, T, V)
+    } else {
+      out_ = at::empty(hidden.sizes(), hidden.options());  // (B, T, H)
+    }
+  }
+
+  Tensor run() {
+    const int threads = team();
+    reach_ = longest();
+    // shared: the wide products of all tokens, what attention gives, and a sublayer's output
+    const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_);
+    const int64_t own = 2 * lines(tokens_ * width_) + lines(QUERIES * reach_) +
+                        lines(tokens_ * packed_width(deep_));
+    // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
+    static thread_local std::vector<float> room;
+    const size_t needed = shared + threads * own + 16;
+    if (room.size() < needed) room.resize(needed);
+    float* base = room.data();
+    while (reinterpret_cast<uintptr_t>(base) % 64) ++base;
+    first_ = base, second_ = first_ + lines(tokens_ * wide_);
+    result_ = second_ + lines(tokens_ * wide_);
+    Meeting meeting;
+    const auto worker = [&](int number, int of) {
+      float* hidden = base + shared + number * own;
+      float* normed = hidden + lines(tokens_ * width_);
+      float* scores = normed + lines(tokens_ * width_);
+      float* packed = scores + lines(QUERIES * reach_);
+      work({number, of, meeting, hidden, normed, scores, packed});
+    };
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    worker(omp_get_thread_num(), omp_get_num_threads());
+#else
+    worker(0, 1);
+#endif
+    return out_;
+  }
+
+ private:
+  struct Worker {
+    int number, of;
+    Meeting& meeting;
+    float *hidden, *normed;  // (n, H) each: every thread's own copy
+    float* scores;           // (QUERIES, reach)
+    float* packed;           // inputs of a product
+
+    void meet() const { meeting.wait(of); }
+    Range share(int64_t rows) const { return ::share(rows, number, of); }
+  };
+
+  static int64_t lines(int64_t numbers) { return (numbers + 15) / 16 * 16; }
+
+  int team() const {
+    if (at::in_parallel_region()) return 1;
+    // below that waiting for each other costs more than it saves
+    int64_t bytes = 0;
+    for (const Sublayer* each : sublayers_) {
+      for (const Matrix& matrix : each->inputs) bytes += matrix.weight.nbytes();
+      if (each->output) bytes += each->output->weight.nbytes();
+    }
+    return bytes * tokens_ < (1 << 18) ? 1 : at::get_num_threads();
+  }
+
+  int64_t longest() const {
+    int64_t start = 0;
+    for (int64_t each : cache_.starts) start = std::max(start, each);
+    return start + count_;
+  }
+
+  // This thread's rows of a product.
+  template <typename O>
+  void multiply(const Worker& me, const Matrix& matrix, const float* x, O* out, int64_t stride,
+                int64_t first = 0, int64_t last = -1) const {
+    const int64_t columns = matrix.weight.size(1);
+    const Range mine = me.share((last < 0 ? matrix.weight.size(0) : last) - first);
+    const S* bias = numbers<S>(matrix.bias);
+    product(numbers<S>(matrix.weight) + first * columns, bias ? bias + first : nullptr, mine.first,
+            mine.last, columns, x, columns, tokens_, out, stride, me.packed);
+  }
+
+  void work(const Worker& me) {
+    float *hidden = me.hidden, *normed = me.normed;
+    const S* given = static_cast<const S*>(hidden_.const_data_ptr());
+    for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = static_cast<float>(given[i]);
+    int64_t attention = 0;
+    for (const Sublayer* each : sublayers_) {
+      norm_all(*each->before, hidden, normed);
+      if (each->kind == Kind::head) {
+        head(me, *each);
+        return;
+      }
+      if (each->kind == Kind::attention) {
+        attend_all(me, *each, attention++);
+      } else {
+        expand(me, *each);
+      }
+      me.meet();
+      multiply(me, *each->output, each->kind == Kind::attention ? second_ : first_, result_,
+               width_);
+      me.meet();
+      const float* result = result_;
+      if (each->after) {
+        norm_all(*each->after, result_, normed);
+        result = normed;
+      }
+      for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
+    }
+    const Range mine = me.share(tokens_ * width_);
+    S* out = static_cast<S*>(out_.data_ptr());
+    for (int64_t i = mine.first; i < mine.last; ++i) out[i] = static_cast<S>(hidden[i]);
+  }
+
+  void norm_all(const Norm& norm, const float* x, float* out) const {
+    const S* weight = numbers<S>(norm.weight);
+    for (int64_t t = 0; t < tokens_; ++t)
+      normalise(norm, weight, x + t * width_, width_, out + t * width_);
+  }
+
+  void head(const Worker& me, const Sublayer& layer) const {
+    const int64_t vocabulary = out_.size(2);
+    const Range mine = me.share(vocabulary);
+    S* out = static_cast<S*>(out_.data_ptr());
+    multiply(me, layer.inputs[0], me.normed, out, vocabulary);
+    if (layer.softcap > 0) {
+      const float cap = static_cast<float>(layer.softcap);
+      for (int64_t t = 0; t < tokens_; ++t) {
+        S* logits = out + t * vocabulary;
+        float some[LANES];
+        for (int64_t i = mine.first; i < mine.last; i += LANES) {
+          const int64_t here = std::min(LANES, mine.last - i);
+          for (int64_t j = 0; j < here; ++j)
+            some[j] = rounded<S>(static_cast<float>(logits[i + j]) / cap);
+          widened(some, here).tanh().store(some);
+          for (int64_t j = 0; j < here; ++j)
+            logits[i + j] = static_cast<S>(rounded<S>(some[j]) * cap);
+        }
+      }
+    }
+  }
+
+  void expand(const Worker& me, const Sublayer& layer) const {
+    const bool one = layer.inputs.size() == 1;  // gate and up lie one behind the other
+    const int64_t inner = layer.inputs[0].weight.size(0) / (one ? 2 : 1);
+    const Range mine = me.share(inner);
+    multiply(me, layer.inputs.front(), me.normed, first_, inner, 0, inner);
+    multiply(me, layer.inputs.back(), me.normed, second_, inner, one ? inner : 0,
+             one ? 2 * inner : inner);
+    for (int64_t t = 0; t < tokens_; ++t)
+      activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
+                  mine.last - mine.first);
+  }
+
+  void attend_all(const Worker& me, const Sublayer& layer, int64_t number) const {
+    const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
+    const int64_t all = heads + 2 * kv, stride = all * width;
+    int64_t offset = 0;
+    for (const Matrix& matrix : layer.inputs) {
+      multiply(me, matrix, me.normed, first_ + offset, stride);
+      offset += matrix.weight.size(0);
+    }
+    me.meet();
+    const Tensor &keys = cache_.keys[number], &values = cache_.values[number];
+    S* key_slots = static_cast<S*>(keys.data_ptr());      // (B, K, S, D)
+    S* value_slots = static_cast<S*>(values.data_ptr());  // (B, K, S, D)
+    const int64_t slots = keys.size(2);
+    const Angles& angles = angles_[layer.angles];
+    const int64_t rotary = angles.cos.size(2);
+    const S *cos = numbers<S>(angles.cos), *sin = numbers<S>(angles.sin);
+    const S* q_weight = layer.q_norm ? numbers<S>(layer.q_norm->weight) : nullptr;
+    const S* k_weight = layer.k_norm ? numbers<S>(layer.k_norm->weight) : nullptr;
+    for (int64_t unit = me.number; unit < tokens_ * all; unit += me.of) {
+      const int64_t token = unit / all, head = unit % all;
+      const int64_t row = token / count_, place = cache_.starts[row] + token % count_;
+      float* x = first_ + token * stride + head * width;
+      if (head < heads + kv) {
+        if (head < heads && q_weight) normalise(*layer.q_norm, q_weight, x, width, x);
+        if (head >= heads && k_weight) normalise(*layer.k_norm, k_weight, x, width, x);
+        rotate(x, cos + place * rotary, sin + place * rotary, rotary);
+        if (head < heads) continue;
+      }
+      const bool is_key = head < heads + kv;
+      const int64_t group = head - heads - (is_key ? 0 : kv);
+      S* slot = (is_key ? key_slots : value_slots) + ((row * kv + group) * slots + place) * width;
+      for (int64_t i = 0; i < width; ++i) slot[i] = static_cast<S>(x[i]);
+    }
+    me.meet();
+    const int64_t groups = heads / kv, queries = count_ * groups;
+    const int64_t blocks = (queries + QUERIES - 1) / QUERIES;
+    for (int64_t unit = me.number; unit < rows_ * kv * blocks; unit += me.of) {
+      const int64_t block = unit % blocks, group = unit / blocks % kv, row = unit / blocks / kv;
+      Query some[QUERIES];
+      int count = 0;
+      for (int64_t i = block * QUERIES; i < std::min(queries, (block + 1) * QUERIES); ++i) {
+        const int64_t t = i / groups, head = group * groups + i % groups;
+        const int64_t token = row * count_ + t, place = cache_.starts[row] + t;
+        const int64_t first = layer.window ? std::max<int64_t>(0, place - layer.window + 1) : 0;
+        some[count++] = {first_ + token * stride + head * width,
+                         second_ + (token * heads + head) * width, first, place};
+      }
+      const S* k = key_slots + (row * kv + group) * slots * width;
+      const S* v = value_slots + (row * kv + group) * slots * width;
+      switch (count) {
+        case 1: attend<S, 1>(layer, some, k, v, me.scores, reach_); break;
+        case 2: attend<S, 2>(layer, some, k, v, me.scores, reach_); break;
+        case 3: attend<S, 3>(layer, some, k, v, me.scores, reach_); break;
+        default: attend<S, 4>(layer, some, k, v, me.scores, reach_);
+      }
+    }
+  }
+
+  const std::vector<const Sublayer*>& sublayers_;
+  const Tensor& hidden_;
+  const Cache& cache_;
+  const std::vector<Angles>& angles_;
+  Tensor out_;
+  int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
+  int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
+  int64_t reach_ = 0;             // slots that any token of the pass sees, at most
+  float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
+  float* result_ = nullptr;       // (n, H)
+};
+
+// ---------------------------------------------------------------------------------------------
+// What Python sees.
+
+struct Plan {
+  std::vector<Sublayer> sublayers;
+
+  int64_t add(Sublayer sublayer) {
+    sublayers.push_back(std::move(sublayer));
+    return static_cast<int64_t>(sublayers.size()) - 1;
+  }
+
+  Tensor run(const Tensor& hidden, const std::vector<int64_t>& which,
+             const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+             const std::vector<int64_t>& starts, const std::vector<Angles>& angles) const {
+    const Cache cache{keys, values, starts};
+    std::vector<const Sublayer*> chosen;
+    for (int64_t index : which) chosen.push_back(&sublayers.at(index));
+    if (chosen.empty()) return hidden;
+    const Tensor given = hidden.contiguous();
+    if (given.scalar_type() == at::kFloat) return Pass<float>(chosen, given, cache, angles).run();
+    TORCH_CHECK(given.scalar_type() == at::kBFloat16, "hidden states must be float32 or bfloat16");
+    return Pass<BFloat16>(chosen, given, cache, angles).run();
+  }
+};
+
+}  // namespace
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Matrix>(module, "Matrix")
+      .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"));
+  py::class_<Norm>(module, "Norm")
+      .def(py::init<Tensor, double, bool>(), py::arg("weight"), py::arg("epsilon"),
+           py::arg("one_plus"));
+  py::class_<Angles>(module, "Angles").def(py::init<Tensor, Tensor>());
+  py::class_<Plan>(module, "Plan")
+      .def(py::init<>())
+      .def("attention",
+           [](Plan& plan, Norm before, std::optional<Norm> after, std::vector<Matrix> inputs,
+              Matrix output, std::optional<Norm> q_norm, std::optional<Norm> k_norm, int64_t heads,
+              int64_t kv_heads, int64_t width, int64_t window, int64_t angles, double scale,
+              double softcap, bool eager) {
+             Sublayer layer{Kind::attention, before, after, q_norm, k_norm, inputs, output};
+             layer.heads = heads, layer.kv_heads = kv_heads, layer.width = width;
+             layer.window = window, layer.angles = angles, layer.scale = scale;
+             layer.softcap = softcap, layer.eager = eager;
+             return plan.add(std::move(layer));
+           },
+           py::kw_only(), py::arg("before"), py::arg("after"), py::arg("inputs"),
+           py::arg("output"), py::arg("q_norm"), py::arg("k_norm"), py::arg("heads"),
+           py::arg("kv_heads"), py::arg("width"), py::arg("window"), py::arg("angles"),
+           py::arg("scale"), py::arg("softcap"), py::arg("eager"))
+      .def("mlp",
+           [](Plan& plan, Norm before, std::optional<Norm> after, std::vector<Matrix> inputs,
+              Matrix output, bool gelu) {
+             Sublayer layer{Kind::mlp, before, after, {}, {}, inputs, output};
+             layer.gelu = gelu;
+             return plan.add(std::move(layer));
+           },
+           py::kw_only(), py::arg("before"), py::arg("after"), py::arg("inputs"),
+           py::arg("output"), py::arg("gelu"))
+      .def("head",
+           [](Plan& plan, Norm before, Matrix matrix, double softcap) {
+             Sublayer layer{Kind::head, before, {}, {}, {}, {matrix}, {}};
+             layer.softcap = softcap;
+             return plan.add(std::move(layer));
+           },
+           py::kw_only(), py::arg("before"), py::arg("matrix"), py::arg("softcap"))
+      .def("run", &Plan::run, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,222 @@
+"""Sublayers in one native call a pass, on a CPU; knows no passes' order, laws or skip policies.
+
+The C++ source beside this file (`native.cpp`) carries few tokens through any sublayers and a head:
+on a small model the lean path's kernels cost more than its weights, and BLAS reads a weight anew
+for every few tokens. Longer passes, a prompt's, are arithmetic and stay with the lean path.
+Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
+rotary width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerskip.model import lean
+from layerskip.model.backend import Block, Step, Tables
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.extension import extension
+from layerskip.model.families import Architecture
+from layerskip.model.lean import Lean
+from layerskip.model.products import Function, plain
+
+LONGEST = 64
+"""Tokens of one pass, all rows together, up to which it is native."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def refusal(model: Architecture) -> str | None:
+    """Why a model that the lean path serves has no native passes, or None."""
+    if model.device.type != "cpu":
+        return f"native passes are a CPU's, the model is on {model.device.type}"
+    weights = [p for part in (*model.layers, model.model.lm_head) for p in part.parameters()]
+    dtypes = {weight.dtype for weight in weights}
+    if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
+        return f"native passes are in float32 or bfloat16, not {sorted(map(str, dtypes))}"
+    if not all(weight.is_contiguous() for weight in weights):
+        return "a weight is not contiguous"
+    for layer in model.layers:
+        function = lean.activation(_activation(layer.mlp))
+        if function is not F.silu and not isinstance(function, partial):
+            return f"there are no native passes with {type(function).__name__}"
+    return None
+
+
+@cache
+def warn_refusal(reason: str) -> None:
+    """Say, once, that there are no native passes."""
+    warnings.warn(f"passes take the lean path: {reason}", stacklevel=2)
+
+
+class NativeBlock:
+    """A sublayer, or a head, as the native passes know it and as the lean path does.
+
+    Attributes:
+        number: in the backend's plan.
+        layer: of an attention, its number in the cache.
+        after: what follows a head.
+    """
+
+    def __init__(
+        self,
+        backend: Native,
+        number: int,
+        lean: Block,
+        layer: int | None = None,
+        after: Function | None = None,
+    ) -> None:
+        self.backend, self.number, self.lean = backend, number, lean
+        self.layer, self.after = layer, after
+
+    def __call__(self, hidden: Tensor, step: Step | None) -> Tensor:
+        return self.backend.run(hidden, step, [self])
+
+
+def _is_native(block: Any) -> bool:
+    return isinstance(block, NativeBlock)
+
+
+class Rotary(lean.Rotary):
+    """Rotary tables of a call as both paths take them: the native one whole, by layer type."""
+
+    def __init__(self, tables: Tables, width: int, make: Any) -> None:
+        super().__init__(tables, width)
+        self.angles = [make(cos.contiguous(), sin.contiguous()) for cos, sin in tables.values()]
+
+
+class Native(Lean):
+    """The blocks of a plain-weight model, few tokens of which take one native call a pass."""
+
+    name = "native"
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model, plain)  # longer passes are what BLAS is best at
+        self.extension = extension()
+        self.plan = self.extension.Plan()
+        kinds = list(dict.fromkeys(model.layer_types))
+        blocks = iter(self.blocks)
+        native: list[NativeBlock] = []
+        for layer, window, kind in model.each_layer():
+            number = self._attention(layer, window, kinds.index(kind))
+            native.append(NativeBlock(self, number, next(blocks), layer.self_attn.layer_idx))
+            native.append(NativeBlock(self, self._mlp(layer), next(blocks)))
+        self.blocks = tuple(native)
+        attention = model.layers[0].self_attn
+        self._heads = (_kv_heads(attention), attention.head_dim)
+
+    def head(self, rows: TrimmedHead | None = None) -> Block:
+        whole = self.model.model.lm_head
+        weight, bias = (whole.weight, whole.bias) if rows is None else (rows.weight, rows.bias)
+        number = self.plan.head(
+            before=self._norm(self.model.decoder.norm),
+            matrix=self.extension.Matrix(weight, bias),
+            softcap=self.model.softcap or 0.0,
+        )
+        after = None if rows is None else rows.spread
+        return NativeBlock(self, number, super().head(rows), after=after)
+
+    def rotary(self, tables: Tables) -> Rotary:
+        return Rotary(tables, self._heads[1], self.extension.Angles)
+
+    def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
+        rows, count, _ = hidden.shape
+        # there are no native gradients, and no native way to see only some slots of a row
+        chained = step is not None and not step.cache.firsts
+        if rows * count > LONGEST or hidden.requires_grad or chained:
+            for block in blocks:
+                hidden = getattr(block, "lean", block)(hidden, step)
+            return hidden
+        for native, some in groupby(blocks, _is_native):  # what is timed is wrapped, and is not
+            if native:
+                hidden = self._run(hidden, step, list(some))
+            else:
+                for block in some:
+                    hidden = block(hidden, step)
+        return hidden
+
+    def _run(self, hidden: Tensor, step: Step | None, blocks: list[NativeBlock]) -> Tensor:
+        """One native call."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        firsts: list[int] = []
+        angles: list[Any] = []
+        if step is not None:
+            cache = step.cache
+            firsts, angles = cache.firsts, step.rotary.angles
+            for block in blocks:
+                if block.layer is not None:
+                    k, v = cache.buffers(block.layer, self._heads, hidden)
+                    keys.append(k)
+                    values.append(v)
+        numbers = [block.number for block in blocks]
+        out: Tensor = self.plan.run(hidden, numbers, keys, values, firsts, angles)
+        after = blocks[-1].after
+        return out if after is None else after(out)
+
+    def _attention(self, layer: Any, window: int | None, angles: int) -> int:
+        module = layer.self_attn
+        joined = hasattr(module, "qkv_proj")
+        names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
+        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the lean path
+        cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
+        number: int = self.plan.attention(
+            before=self._norm(layer.input_layernorm),
+            after=self._after(layer.post_attention_layernorm),
+            inputs=[self._matrix(getattr(module, name)) for name in names],
+            output=self._matrix(module.o_proj),
+            q_norm=self._norm(getattr(module, "q_norm", None)),
+            k_norm=self._norm(getattr(module, "k_norm", None)),
+            heads=module.o_proj.weight.shape[1] // module.head_dim,
+            kv_heads=_kv_heads(module),
+            width=module.head_dim,
+            window=window or 0,
+            angles=angles,
+            scale=module.scaling,
+            softcap=cap or 0.0,
+            eager=self.model.eager,
+        )
+        return number
+
+    def _mlp(self, layer: Any) -> int:
+        module, sandwich = layer.mlp, self.model.family.sandwich
+        joined = hasattr(module, "gate_up_proj")
+        names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
+        number: int = self.plan.mlp(
+            before=self._norm(
+                layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+            ),
+            after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
+            inputs=[self._matrix(getattr(module, name)) for name in names],
+            output=self._matrix(module.down_proj),
+            gelu=lean.activation(_activation(module)) is not F.silu,
+        )
+        return number
+
+    def _norm(self, module: Any) -> Any:
+        if module is None:
+            return None
+        one_plus = hasattr(module, "eps")  # Gemma's, see `lean.rms_norm`
+        epsilon = module.eps if one_plus else module.variance_epsilon
+        return self.extension.Norm(module.weight, epsilon, one_plus)
+
+    def _after(self, module: Any) -> Any:
+        return self._norm(module) if self.model.family.sandwich else None
+
+    def _matrix(self, module: nn.Linear) -> Any:
+        return self.extension.Matrix(module.weight, module.bias)
+
+
+def _kv_heads(attention: Any) -> int:
+    heads: int = attention.o_proj.weight.shape[1] // attention.head_dim
+    return heads // int(attention.num_key_value_groups)
+
+
+def _activation(mlp: Any) -> Any:
+    return mlp.activation_fn if hasattr(mlp, "gate_up_proj") else mlp.act_fn
