@@ -6,20 +6,24 @@ Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.laws import (
+    DRAFT,
     TARGET,
     Law,
     NoiseBlocks,
     accept_uniform,
     acceptance_probability,
+    at_once,
     gumbel_noise,
+    largest,
     residual,
     softmax_law,
     stream_key,
@@ -38,7 +42,7 @@ class Drafts:
         lengths: per row, how many tokens the target is asked about.
         last: each row's last token, drafted or emitted, in the session's order of rows, (R,).
         steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,).
-        laws: for the rejection rule, of every draft step the draft's law, (N, V).
+        laws: for the rejection rule, of every position of all steps the draft's law, (V,).
         unread: whether no token has been read from the device yet.
     """
 
@@ -50,10 +54,26 @@ class Drafts:
     laws: list[Tensor]
     unread: bool
 
-    def at(self, positions: Sequence[Position]) -> Tensor:
-        """Where each position lies among those of all steps, -1 for none, (len(positions),)."""
+    def at(self, positions: Sequence[Position]) -> list[int]:
+        """Where each position lies among those of all steps, -1 for none."""
         places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
-        return on_device([places.get(position, -1) for position in positions], self.last.device)
+        return [places.get(position, -1) for position in positions]
+
+
+class Verdict(NamedTuple):
+    """What the target says of its logits (N, V).
+
+    Attributes:
+        accepted: of every position whether the token drafted there is accepted (N,), or None where
+            it is if it equals what is drawn.
+        drawn: by the rejection rule a correction or the bonus, otherwise the target's own token;
+            -1 where no token has a score above -inf, or one is NaN, (N,).
+        scores: processed scores (N, V), where they are kept; nobody else's memory.
+    """
+
+    accepted: Tensor | None
+    drawn: Tensor
+    scores: Tensor | None
 
 
 class Draws:
@@ -87,31 +107,77 @@ class Draws:
         self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
 
-    def scores(self, raw: Tensor, positions: Sequence[Position]) -> Tensor:
-        """Processed scores (N, V) from the raw logits (N, V) at those positions."""
-        rows = [row for row, _ in positions]
-        lengths = [self.width + len(self.emitted[row]) + offset for row, offset in positions]
-        return self.law.scores(raw, self.history, rows, lengths)
+    def draft(self, raw: Tensor, positions: Sequence[Position]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Draw from a draft's raw logits (N, V) at those positions.
 
-    def draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
-        """Draw a token at each position, (N,); -1 where none has a score above -inf, or NaN."""
-        if not self.greedy:
-            keys, places = self._stream(positions)
-            if purpose == TARGET:
-                noise = self.noise.at(keys, places, scores)
+        Returns:
+            Tokens as in `Verdict.drawn`, (N,); for the rejection rule their laws, N of (V,).
+        """
+        drawn: list[Tensor] = []
+        laws: list[Tensor] = []
+        for scores, some in self._pieces(raw, positions):  # (n, V)
+            drawn.append(self._draw(scores, some, DRAFT if self.rejection else TARGET))
+            if self.rejection:
+                laws += softmax_law(scores).unbind()
+        return torch.cat(drawn), laws
+
+    def judge(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: Drafts | None = None,
+        *,
+        keep: bool = False,
+    ) -> Verdict:
+        """What the target says of its raw logits (N, V) at those positions.
+
+        Args:
+            drafts: what the round has drafted; None for the prefill.
+            keep: whether to keep the scores.
+        """
+        accepted, drawn, kept = [], [], []
+        for scores, some in self._pieces(raw, positions):  # (n, V)
+            if self.rejection and drafts is not None:
+                stays, token = self._reject(drafts, some, scores)
+                accepted.append(stays)
             else:
-                # A draft thrown away has told the controller something of its noise, so that no
-                # later round may draft from the same: each round has a stream of its own.
-                starts = [
-                    place - offset for place, (_, offset) in zip(places, positions, strict=True)
-                ]
-                keys = list(map(stream_key, keys, starts))
-                noise = gumbel_noise(
-                    keys, places, scores.shape[-1], purpose=purpose, device=scores.device
-                )
-            scores = noise.add_(scores)  # (N, V)
-        best, token = scores.max(-1)  # (N,), (N,)
-        return torch.where(best > float("-inf"), token, -1)
+                token = self._draw(scores, some, TARGET)
+            drawn.append(token)
+            if keep:
+                kept.append(scores)
+        return Verdict(
+            torch.cat(accepted) if accepted else None,
+            torch.cat(drawn),
+            torch.cat(kept) if keep else None,
+        )
+
+    def _pieces(
+        self, raw: Tensor, positions: Sequence[Position]
+    ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
+        """Processed scores (n, V) of raw logits (N, V), a few positions at a time, and these."""
+        # what reads a history is called with all rows at once: once for every length among them
+        few = len(positions) if self.law.reads_history else at_once(raw)
+        for first in range(0, len(positions), few):
+            some = positions[first : first + few]
+            rows = [row for row, _ in some]
+            lengths = [self.width + len(self.emitted[row]) + offset for row, offset in some]
+            yield self.law.scores(raw[first : first + few], self.history, rows, lengths), some
+
+    def _draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
+        """Draw a token at each position, (N,)."""
+        if self.greedy:
+            return largest(scores)
+        keys, places = self._stream(positions)
+        if purpose == TARGET:
+            noise = self.noise.at(keys, places, scores)  # (N, V)
+        else:
+            # A draft thrown away has told the controller something of its noise, so that no later
+            # round may draft from the same: each round has a stream of its own.
+            starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
+            keys = list(map(stream_key, keys, starts))
+            size, device = scores.shape[-1], scores.device
+            noise = gumbel_noise(keys, places, size, purpose=purpose, device=device)
+        return largest(noise.add_(scores))
 
     def forget(self, row: int, *, finished: bool) -> None:
         """Drop the noise of the places that a row has passed, or all of it."""
@@ -126,40 +192,33 @@ class Draws:
         places = [lengths[row] + len(self.emitted[row]) + offset for row, offset in positions]
         return keys, places
 
-    def judge(
-        self, drafts: Drafts, positions: Sequence[Position], scores: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
-        """What the target says of its scores (N, V) at those positions.
-
-        Returns:
-            Of every position whether the token drafted there is accepted (N,), or None where it is
-            if it equals what is drawn; and what is drawn: by the rejection rule a correction or
-            the bonus, otherwise the target's own token (N,).
-        """
-        if self.rejection:
-            return self._reject(drafts, positions, scores)
-        return None, self.draw(scores, positions, TARGET)
-
     def _reject(
         self, drafts: Drafts, positions: Sequence[Position], scores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rejection rule (Leviathan et al. 2023, Algorithm 1)."""
+        """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)
         if not drafts.steps:
-            return torch.zeros(len(p), device=p.device), self.draw(p.log(), positions, TARGET)
-        index = drafts.at(positions)  # (N,)
-        token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
-        drafted = (index >= 0) & (token >= 0)  # (N,)
-        q = torch.cat(drafts.laws)[index]  # (N, V)
+            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions, TARGET)
+        index = drafts.at(positions)
+        token = torch.cat([drawn for _, drawn in drafts.steps])  # (all steps' N,)
+        token = token[on_device(index, p.device)]  # (N,)
+        drafted = (on_device(index, p.device) >= 0) & (token >= 0)  # (N,)
+        q = torch.stack([drafts.laws[i] for i in index])  # (N, V)
         here = token.clamp_min(0)[:, None]  # (N, 1)
         chance = acceptance_probability(p.gather(1, here), q.gather(1, here))[:, 0]  # (N,)
         keys, places = self._stream(positions)
         accepted = drafted & (accept_uniform(keys, places, p.device) < chance)  # (N,)
         final = torch.where(drafted[:, None], residual(p, q), p)  # (N, V)
-        return accepted, self.draw(final.log(), positions, TARGET)
+        return accepted, self._draw(final.log(), positions, TARGET)
 
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each token (N,) under the softmax of its raw logits (N, V), (N,)."""
-    law = torch.softmax(raw.float(), dim=-1)  # (N, V); logsumexp is several times slower
-    return law.gather(1, tokens[:, None])[:, 0]
+    few = at_once(raw)
+    return torch.cat(
+        [
+            # logsumexp is several times slower
+            torch.softmax(some.float(), dim=-1).gather(1, chosen[:, None])[:, 0]
+            for some, chosen in zip(raw.split(few), tokens.split(few), strict=True)  # up to few
+        ]
+    )

@@ -16,8 +16,8 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controllers import Controller, require_controller
-from layerskip.decoding.draws import Drafts, Draws, confidence
-from layerskip.decoding.laws import DRAFT, TARGET, Law, softmax_law
+from layerskip.decoding.draws import Drafts, Draws, Verdict, confidence
+from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.cache import on_device
@@ -133,11 +133,12 @@ class Decoder:
         raw = self.session.prefill()  # (B, V)
         self._mark()
         positions = [(row, 0) for row in self.rows]
-        scores = self.draws.scores(raw, positions)  # (B, V)
-        (first,) = self._read(self.draws.draw(scores, positions, TARGET))
+        verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
+        (first,) = self._read(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
         nothing: list[list[int]] = [[] for _ in self.rows]
-        return self._close(0, tokens, nothing, [[] for _ in self.rows], positions, scores, raw)
+        confidences: list[list[float]] = [[] for _ in self.rows]
+        return self._close(0, tokens, nothing, confidences, positions, verdict.scores, raw)
 
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
@@ -152,9 +153,11 @@ class Decoder:
         ]
         raw = self.session.verify(drafts.last, positions)  # (N, V)
         self._mark()
-        scores = self.draws.scores(raw, positions)  # (N, V)
-        tokens = self._judged(drafts, positions, *self.draws.judge(drafts, positions, scores))
-        return self._close(index, tokens, drafts.tokens, drafts.confidences, positions, scores, raw)
+        verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
+        tokens = self._judged(drafts, positions, verdict)
+        return self._close(
+            index, tokens, drafts.tokens, drafts.confidences, positions, verdict.scores, raw
+        )
 
     def _compact(self) -> None:
         """Leave finished rows behind where the others fit into half of the rows, or fewer.
@@ -186,7 +189,6 @@ class Decoder:
         host does not wait for the device. A draft then goes on behind an end, for nothing.
         """
         law, controller = self.request.law, self.controller
-        purpose = DRAFT if self.draws.rejection else TARGET
         unread = not controller.needs_confidence and not law.reads_history
         places = self.session.rows
         drafts = Drafts(
@@ -211,11 +213,9 @@ class Decoder:
                 here = on_device([places[row] for row in drafting], self.device)  # (N,)
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
-            scores = self.draws.scores(raw, positions)  # (N, V)
-            drawn = self.draws.draw(scores, positions, purpose)  # (N,)
+            drawn, laws = self.draws.draft(raw, positions)  # (N,), N of (V,)
             drafts.steps.append((positions, drawn))
-            if self.draws.rejection:
-                drafts.laws.append(softmax_law(scores))
+            drafts.laws.extend(laws)
             # the processors may forbid every token, and half precision may overflow
             fed = torch.where(drawn < 0, last, drawn)  # (N,)
             drafts.last = fed if here is None else drafts.last.index_copy(0, here, fed)
@@ -275,21 +275,12 @@ class Decoder:
             self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
     def _judged(
-        self,
-        drafts: Drafts,
-        positions: Sequence[Position],
-        accepted: Tensor | None,
-        drawn: Tensor,
+        self, drafts: Drafts, positions: Sequence[Position], verdict: Verdict
     ) -> list[list[int]]:
-        """Tokens of each row: drafted ones up to the first that falls, then the target's own.
-
-        Args:
-            accepted: of each position whether its drafted token stays (N,); None: if it is `drawn`.
-            drawn: what the target has to say there, -1 for nothing (N,).
-        """
-        flags = [] if accepted is None else [accepted]
+        """Tokens of each row: drafted ones up to the first that falls, then the target's own."""
+        flags = [] if verdict.accepted is None else [verdict.accepted]
         steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
-        target, *others = self._read(drawn, *flags, *steps)
+        target, *others = self._read(verdict.drawn, *flags, *steps)
         stays = others.pop(0) if flags else []
         for (at, _), step in zip(drafts.steps, others, strict=False):
             for (row, offset), token in zip(at, step, strict=True):
@@ -327,7 +318,7 @@ class Decoder:
         drafts: list[list[int]],
         confidences: list[list[float]],
         positions: Sequence[Position],
-        scores: Tensor,
+        scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
         """Emit each row's tokens one by one, stopping where the row ends; count; commit."""
@@ -348,7 +339,7 @@ class Decoder:
                 self.controller.update(row, len(drafts[row]), len(candidates) - 1)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
-        kept_scores = _by_row(scores, positions, emitted) if request.keep_scores else None
+        kept_scores = None if scores is None else _by_row(scores, positions, emitted)
         kept_logits = _by_row(raw, positions, emitted) if request.keep_logits else None
         self._mark()
         round_ = Round(

@@ -7,6 +7,7 @@ one function, `Law.scores`, makes it, for draft and target alike, fed with the h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache, partial
@@ -151,9 +152,8 @@ class Law:
         return out
 
 
-# Of how many tokens at least the library's top-p is done without, and where it is tried to cut off
-# the unlikely ones: at what is given up over these numbers, or over twice the vocabulary.
-_LARGE = 2**14
+_LARGE = 2**14  # tokens from which on a CPU is spared what the usual ways to a law do
+# Unlikely tokens are those below what top-p gives up over one of these, or twice the vocabulary.
 _SHARES = (2**9, 2**13)
 
 
@@ -265,20 +265,45 @@ def gumbel_noise(
         purpose: TARGET, DRAFT or ACCEPT: independent streams of one key.
     """
     starts = _starts(keys, positions, purpose, device)  # (N, 1)
-    steps = _steps(vocabulary, torch.device(device))  # (V,)
-    # On a GPU launches are what counts; a CPU makes few rows at a time, which stay in its caches.
-    few = max(1, _TILE // vocabulary if starts.device.type == "cpu" else len(keys))
-    pieces = [_gumbel(some + steps) for some in starts.split(few)]  # (up to few, V) each
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # (N, V)
-
-
-def _gumbel(x: Tensor) -> Tensor:
-    # -log1p(-u) is Exponential(1) with its resolution where it matters: near zero, at the winner
-    return _uniform(x).neg_().log1p_().neg_().log_().neg_()
+    steps = _steps(vocabulary, starts.device)  # (V,)
+    noise = torch.empty(len(keys), vocabulary, device=starts.device)  # (N, V)
+    few = at_once(noise, _TILE)
+    for some, out in zip(starts.split(few), noise.split(few), strict=True):  # up to few of N
+        uniform = _uniform(some + steps)
+        # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
+        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=out)
+    return noise
 
 
 _TILE = 2**18  # elements of noise that a CPU makes at once
-_AHEAD, _BLOCK = 8, 2**21  # places made ahead for a row, elements for all rows: at most
+_AHEAD, _BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: at most
+
+
+def at_once(values: Tensor, most: int = 2**20) -> int:
+    """How many rows of values (N, V) to work on at once: of so many numbers at most, but one.
+
+    On a GPU launches are what counts, so all of them. On a CPU few: what is made of them stays in
+    its caches, and in memory that the process had before (a fresh mapping costs a fault a page).
+    """
+    return max(1, most // values.shape[-1] if values.device.type == "cpu" else len(values))
+
+
+def largest(scores: Tensor) -> Tensor:
+    """Token of the largest of scores (N, V), (N,): the first; -1 where all are -inf, or one is NaN.
+
+    Of many numbers first which part of a row has it: a maximum without its place is several times
+    faster on a CPU.
+    """
+    rows, size = scores.shape
+    part = math.gcd(size, 1024)
+    if scores.numel() <= _TILE or part < 64 or scores.device.type != "cpu":
+        best, token = scores.max(-1)  # (N,), (N,)
+    else:
+        parts = scores.reshape(rows, -1, part)  # (N, V / part, part)
+        best, where = parts.amax(-1).max(-1)  # (N,), (N,)
+        inside = parts.gather(1, where[:, None, None].expand(-1, 1, part))  # (N, 1, part)
+        token = where * part + inside.argmax(-1)[:, 0]
+    return torch.where(best > float("-inf"), token, -1)
 
 
 class NoiseBlocks:

@@ -31,7 +31,8 @@ _CHUNK = 512
 def _lean(method: Method) -> Method:
     """Run a pass in inference mode on the lean path, whose many small kernels it makes cheaper.
 
-    What comes out is an ordinary tensor again. The module path may call anything, so not there.
+    Logits stay an inference tensor, which nobody writes into: a copy for every caller to have of
+    his own costs as much as reading them. The module path may call anything, so not there.
     """
 
     @wraps(method)
@@ -39,8 +40,7 @@ def _lean(method: Method) -> Method:
         if self.model.execution == "modules":
             return method(self, *args)
         with torch.inference_mode():
-            out = method(self, *args)
-        return out.clone() if isinstance(out, Tensor) else out
+            return method(self, *args)
 
     return cast(Method, run)
 

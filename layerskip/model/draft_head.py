@@ -42,7 +42,7 @@ class TrimmedHead:
 
 def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
-    return whole.index_copy_(-1, tokens, logits)
+    return whole.scatter_(-1, tokens.expand_as(logits), logits)
 
 
 # Copies, by head and tokens, oldest first; they live as long as the head does.
