@@ -11,6 +11,7 @@ import torch
 from covering import covering
 from models import FAMILIES, FEW_FAMILIES, VOCABULARY, WINDOW, Erratic, lively_model, prompt, ragged
 from torch import Tensor, nn
+from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
@@ -746,3 +747,41 @@ def test_rows_of_one_seed_at_different_places(llama: Any, lengths: tuple[int, ..
         alone = decoder(llama, Request(text, torch.ones_like(text), 20, one, keys[:1]), longest=0)
         play(alone)
         assert run.emitted[row] == alone.emitted[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Whose memory it is.
+
+
+def double_in_place(ids: Tensor, scores: Tensor) -> Tensor:
+    return scores.mul_(2)
+
+
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("processors", [(), (TemperatureLogitsWarper(0.7),), (double_in_place,)])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@torch.no_grad()
+def test_what_a_round_gives_is_the_callers_own(
+    processors: tuple[Any, ...], rejection: bool, execution: str
+) -> None:
+    """It stays as it is while decoding goes on, which does not notice what becomes of it."""
+    model = lively_model("llama").float()  # in float32 nothing is copied for its dtype
+    how: dict[str, Any] = {"sample": True, "processors": processors, "rejection": rejection}
+    asked = request(**how, keep_scores=True, keep_logits=True)
+    kept, copies = [], []
+    for round_ in decoder(model, asked, execution=execution).rounds():
+        assert round_.scores is not None
+        assert round_.logits is not None
+        kept += [*round_.scores, *round_.logits]
+        copies += [tensor.clone() for tensor in kept[len(copies) :]]
+    assert len(kept) > 30
+    assert all(map(torch.equal, kept, copies))
+    text = []
+    for round_ in decoder(model, asked, execution=execution).rounds():
+        assert round_.scores is not None
+        assert round_.logits is not None
+        for tensor in (*round_.scores, *round_.logits):
+            tensor.zero_()
+        text.append(round_.tokens)
+    plain = request(**how)
+    assert text == [round_.tokens for round_ in play(decoder(model, plain, execution=execution))]

@@ -11,11 +11,18 @@ from models import prompt
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.draws import Drafts, Draws, confidence
+from layerskip.decoding.laws import Law, stream_key
 
 # Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
 # cache, activations and logits all are a 64th of what they are there
@@ -139,3 +146,46 @@ def test_nothing_is_held_afterwards(model: Any) -> None:
         )
         del out
     assert held.now < 1.001 * held.model
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage that an operation makes or returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool) -> None:
+    """32 MiB is what an allocation is mapped anew for at the latest, and faults for every page."""
+    rows, vocabulary = 400, 24_576  # 39 MB of logits
+    processors = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)] if sample else []
+    draws = Draws(
+        Law(processors, do_sample=sample, rows=rows),
+        [stream_key(0, row) for row in range(rows)],
+        rejection=rejection,
+        history=torch.zeros(rows, 8, dtype=torch.long),
+        width=4,
+        prompt_lengths=[4] * rows,
+        emitted=[[1]] * rows,
+    )
+    raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
+    positions = [(row, 0) for row in range(rows)]
+    with Largest() as made:
+        drawn, laws = draws.draft(raw, positions)
+        confidence(raw, drawn)
+        drafts = Drafts([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
+        verdict = draws.judge(raw, positions, drafts)
+    if not (sample and rejection):
+        assert verdict.drawn.tolist() == drawn.tolist()
+    assert 0 < made.bytes < 9 << 20
