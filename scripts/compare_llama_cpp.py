@@ -190,7 +190,7 @@ def common(tokens: Sequence[int], others: Sequence[int]) -> int:
 def table(results: Sequence[tuple[str, int, Timed]], base: str, library: str, weights: int) -> str:
     """Medians and ranges over prompts and repeats; ratios are of the same prompt and repeat.
 
-    GB/s are of `weights`, the bytes that a token reads where nothing is drafted.
+    GB/s are of `weights`, the bytes that a token reads; of self nobody knows how many.
     """
     by_name: dict[str, list[Timed]] = {}
     for name, _, timed in results:
@@ -209,7 +209,7 @@ def table(results: Sequence[tuple[str, int, Timed]], base: str, library: str, we
                 f"{statistics.median(rates):.1f}",
                 f"({min(rates):.1f}-{max(rates):.1f})",
                 f"{statistics.median(timed.whole_rate for timed in own):.1f}",
-                f"{statistics.median(rates) * weights / 1e9:.1f}",
+                "-" if name == "self" else f"{statistics.median(rates) * weights / 1e9:.1f}",
                 f"{statistics.median(ratios):.2f}",
                 f"({min(ratios):.2f}-{max(ratios):.2f})",
                 f"{alike}/{total}",
