@@ -1,73 +1,19 @@
 """The fused path against the module path: the same numbers, and a guard that keeps it honest."""
 
 import functools
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from agreement import BOUNDS, DIFFERING, PASSES, assert_agree, pairs
 from covering import covering
-from models import FAMILIES, FEW_FAMILIES, WINDOW, prompt, tiny_model
+from models import FAMILIES, FEW_FAMILIES, tiny_model
 from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
 
 from layerskip.model import lean as fused
-from layerskip.model.sublayers import Pass, Sublayers
-
-# Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
-# dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
-BOUNDS = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-5,
-    torch.bfloat16: 2 * 2**-8,
-    torch.float16: 2 * 2**-11,
-}
-# ... which it seldom does; a cast in another place would change a quarter of the numbers
-DIFFERING = {torch.bfloat16: 0.02, torch.float16: 0.05}
-# prefill past the window, then one token, a verify of five, one token, a verify of eight
-PASSES = (WINDOW + 4, 1, 5, 1, 8)
-SLOTS = 48
-
-
-@torch.no_grad()
-def pairs(
-    modules: Sublayers, lean: Sublayers, *, rows: int = 1, ragged: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """What both paths make of the module path's hidden states, after every sublayer and the head,
-    in every pass of `PASSES`."""
-    tokens = prompt(sum(PASSES), rows=rows)
-    both = [
-        (path, path.new_cache(rows, SLOTS), path.rotary(SLOTS, SLOTS)) for path in (modules, lean)
-    ]
-    starts = [0] * rows
-    for number, count in enumerate(PASSES):
-        for _, cache, _ in both:
-            cache.place(starts, count)
-        want_step, got_step = (Pass(*each) for each in both)
-        fed = [tokens[row, start : start + count] for row, start in enumerate(starts)]
-        hidden = modules.embed(torch.stack(fed))  # (B, T, H)
-        for block, lean_block in zip(modules.blocks, lean.blocks, strict=True):
-            got = lean_block(hidden, got_step)
-            hidden = block(hidden, want_step)
-            yield hidden, got
-        yield modules.logits(hidden), lean.logits(hidden)
-        starts = [start + count for start in starts]
-        if ragged and number == 0:
-            starts = [start - 3 * row for row, start in enumerate(starts)]
-
-
-def assert_agree(modules: Sublayers, lean: Sublayers, **batch: Any) -> None:
-    dtype = modules.dtype
-    differing = numbers = 0
-    for want, got in pairs(modules, lean, **batch):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape) == (dtype, want.shape)
-        assert (got - want).abs().max() <= BOUNDS[dtype] * want.abs().max()
-        differing += int((got != want).sum())
-        numbers += got.numel()
-    assert differing <= DIFFERING.get(dtype, 1) * numbers
-
+from layerskip.model.sublayers import Sublayers
 
 AXES = FAMILIES, ("default", "eager"), tuple(BOUNDS)
 PAIRS = covering(*AXES)

@@ -1,0 +1,69 @@
+"""Two ways to compute sublayers, compared on the same hidden states; knows no third one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from models import WINDOW, prompt
+from torch import Tensor
+
+from layerskip.model.sublayers import Pass, Sublayers
+
+# Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
+# dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
+BOUNDS = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2 * 2**-8,
+    torch.float16: 2 * 2**-11,
+}
+# ... which it seldom does; a cast in another place would change a quarter of the numbers
+DIFFERING = {torch.bfloat16: 0.02, torch.float16: 0.05}
+# prefill past the window, then one token, a verify of five, one token, a verify of eight
+PASSES = (WINDOW + 4, 1, 5, 1, 8)
+
+
+@torch.no_grad()
+def pairs(
+    modules: Sublayers,
+    other: Sublayers,
+    *,
+    rows: int = 1,
+    ragged: bool = False,
+    passes: Sequence[int] = PASSES,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What both paths make of the module path's hidden states, after every sublayer and the head,
+    in every pass of so many tokens."""
+    tokens = prompt(sum(passes), rows=rows)
+    slots = sum(passes) + 21
+    both = [
+        (path, path.new_cache(rows, slots), path.rotary(slots, slots)) for path in (modules, other)
+    ]
+    starts = [0] * rows
+    for number, count in enumerate(passes):
+        for _, cache, _ in both:
+            cache.place(starts, count)
+        want_step, got_step = (Pass(*each) for each in both)
+        fed = [tokens[row, start : start + count] for row, start in enumerate(starts)]
+        hidden = modules.embed(torch.stack(fed))  # (B, T, H)
+        for block, other_block in zip(modules.blocks, other.blocks, strict=True):
+            got = other_block(hidden, got_step)
+            hidden = block(hidden, want_step)
+            yield hidden, got
+        yield modules.logits(hidden), other.logits(hidden)
+        starts = [start + count for start in starts]
+        if ragged and number == 0:
+            starts = [start - 3 * row for row, start in enumerate(starts)]
+
+
+def assert_agree(modules: Sublayers, other: Sublayers, **batch: Any) -> None:
+    dtype = modules.dtype
+    differing = numbers = 0
+    for want, got in pairs(modules, other, **batch):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape) == (dtype, want.shape)
+        assert (got - want).abs().max() <= BOUNDS[dtype] * want.abs().max()
+        differing += int((got != want).sum())
+        numbers += got.numel()
+    assert differing <= DIFFERING.get(dtype, 1) * numbers
