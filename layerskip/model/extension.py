@@ -59,9 +59,9 @@ def extension() -> Any:
     if platform.system() not in ("Linux", "Darwin"):
         raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    folder = folder / NAME / _key()
-    library = folder / f"{NAME}.so"
     try:
+        folder = folder / NAME / _key()
+        library = folder / f"{NAME}.so"
         if not library.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):  # other starts wait; a dead one lets go

@@ -16,10 +16,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
@@ -316,10 +318,25 @@ struct Sublayer {
   bool gelu = false;
 };
 
+// A ValueError in Python. It must come before the threads do: one that leaves a team of them ends
+// the process.
+template <typename... Words>
+void require(bool holds, const Words&... words) {
+  if (!holds) throw std::invalid_argument(c10::str(words...));
+}
+
+template <typename S>
+void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
+  constexpr auto dtype = c10::CppTypeToScalarType<S>::value;
+  require(tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous() &&
+              tensor.device().is_cpu(),
+          name, " must be a contiguous ", dtype, " tensor of shape ", shape, " on the CPU, as when ",
+          "the model was opened; got ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+          tensor.device(), "; open the model again");
+}
+
 template <typename S>
 const S* numbers(const Tensor& tensor) {
-  TORCH_CHECK(tensor.scalar_type() == c10::CppTypeToScalarType<S>::value && tensor.is_contiguous(),
-              "a weight's dtype or layout has changed since the model was opened");
   return static_cast<const S*>(tensor.const_data_ptr());
 }
 
@@ -498,7 +515,7 @@ class Pass {
       : sublayers_(sublayers), hidden_(hidden), cache_(cache), angles_(angles) {
     rows_ = hidden.size(0), count_ = hidden.size(1), width_ = hidden.size(2);
     tokens_ = rows_ * count_;
-    int64_t attention = 0;
+    check_all();
     for (const Sublayer* each : sublayers) {
       int64_t outputs = 0;
       for (const Matrix& matrix : each->inputs) outputs += matrix.weight.size(0);
@@ -506,8 +523,6 @@ class Pass {
       if (each->kind == Kind::head) continue;
       wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, each->output->weight.size(1));
-      if (each->kind == Kind::attention) {
-      }
     }
     const Sublayer& last = *sublayers.back();
     if (last.kind == Kind::head) {
@@ -561,6 +576,63 @@ class Pass {
     void meet() const { meeting.wait(of); }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
   };
+
+  void check_all() const {
+    size_t attentions = 0;
+    for (const Sublayer* each : sublayers_) {
+      require(each->kind != Kind::head || each == sublayers_.back(), "a head must come last");
+      check(each->before, width_);
+      check(each->after, width_);
+      int64_t outputs = 0;
+      for (const Matrix& matrix : each->inputs) {
+        check_matrix(matrix, matrix.weight.size(0), width_);
+        outputs += matrix.weight.size(0);
+      }
+      if (each->kind == Kind::head) continue;
+      int64_t inner = outputs / 2;  // what the output matrix takes
+      if (each->kind == Kind::attention) {
+        inner = each->heads * each->width;
+        check(each->q_norm, each->width);
+        check(each->k_norm, each->width);
+        require(outputs == inner + 2 * each->kv_heads * each->width, "queries, keys and values of ",
+                outputs, " numbers are not those that the model was opened with; open it again");
+        require(attentions < cache_.keys.size() && attentions < cache_.values.size(),
+                "there are fewer caches than attention sublayers");
+        check_cache(*each, cache_.keys[attentions], cache_.values[attentions]);
+        ++attentions;
+      } else {
+        require(each->inputs.size() == 1 || each->inputs[0].weight.size(0) == inner,
+                "gate and up differ in size");
+      }
+      check_matrix(*each->output, width_, inner);
+    }
+  }
+
+  static void check(const std::optional<Norm>& norm, int64_t width) {
+    if (norm) ::check<S>(norm->weight, {width}, "a norm's weight");
+  }
+
+  static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
+    ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
+    if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
+  }
+
+  void check_cache(const Sublayer& layer, const Tensor& keys, const Tensor& values) const {
+    const int64_t slots = keys.dim() == 4 ? keys.size(2) : 0;
+    const std::array<int64_t, 4> shape{rows_, layer.kv_heads, slots, layer.width};
+    ::check<S>(keys, shape, "cached keys");
+    ::check<S>(values, shape, "cached values");
+    require(layer.angles < static_cast<int64_t>(angles_.size()), "a rotary table is missing");
+    const auto& [cos, sin] = angles_[layer.angles];
+    ::check<S>(cos, cos.sizes(), "a rotary table");
+    ::check<S>(sin, cos.sizes(), "a rotary table");
+    require(cos.dim() == 3 && cos.size(2) <= layer.width, "a rotary table is too wide");
+    require(static_cast<int64_t>(cache_.starts.size()) == rows_, "there must be ", rows_,
+            " starts, got ", cache_.starts.size());
+    for (int64_t start : cache_.starts)
+      require(start >= 0 && start + count_ <= std::min(slots, cos.size(1)), count_, " tokens from ",
+              start, " on are beyond ", slots, " slots or ", cos.size(1), " rotary angles");
+  }
 
   static int64_t lines(int64_t numbers) { return (numbers + 15) / 16 * 16; }
 
@@ -752,9 +824,12 @@ struct Plan {
     std::vector<const Sublayer*> chosen;
     for (int64_t index : which) chosen.push_back(&sublayers.at(index));
     if (chosen.empty()) return hidden;
+    require(hidden.dim() == 3 && hidden.device().is_cpu(),
+            "hidden states must be (rows, tokens, width) on the CPU, got ", hidden.sizes());
     const Tensor given = hidden.contiguous();
     if (given.scalar_type() == at::kFloat) return Pass<float>(chosen, given, cache, angles).run();
-    TORCH_CHECK(given.scalar_type() == at::kBFloat16, "hidden states must be float32 or bfloat16");
+    require(given.scalar_type() == at::kBFloat16, "hidden states must be float32 or bfloat16, got ",
+            given.scalar_type());
     return Pass<BFloat16>(chosen, given, cache, angles).run();
   }
 };

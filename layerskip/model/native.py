@@ -37,7 +37,7 @@ def refusal(model: Architecture) -> str | None:
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
     weights = [p for part in (*model.layers, model.model.lm_head) for p in part.parameters()]
-    dtypes = {weight.dtype for weight in weights}
+    dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return f"native passes are in float32 or bfloat16, not {sorted(map(str, dtypes))}"
     if not all(weight.is_contiguous() for weight in weights):
@@ -129,7 +129,7 @@ class Native(Lean):
         rows, count, _ = hidden.shape
         # there are no native gradients, and no native way to see only some slots of a row
         chained = step is not None and not step.cache.firsts
-        if rows * count > LONGEST or hidden.requires_grad or chained:
+        if rows * count > LONGEST or torch.is_grad_enabled() or chained:
             for block in blocks:
                 hidden = getattr(block, "lean", block)(hidden, step)
             return hidden
