@@ -188,6 +188,8 @@ def _facts(run: Run) -> dict[str, str]:
     facts = _setting(header)
     if run.synthetic:
         facts["Synthetic acceptance"] = run.synthetic
+    if "passes" in header:
+        facts["Passes"] = header["passes"]
     facts["Prompts"] = (
         f"{prompts['count']} ({prompts.get('name') or 'unnamed'}), {header['repeats']} repeats "
         f"after {header['warmup']} for warming up"

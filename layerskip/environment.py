@@ -22,7 +22,8 @@ def environment() -> dict[str, Any]:
 
     Keys: `layerskip`, `python` and `packages` (versions; None where not installed), `platform`,
     `cpu` (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses),
-    `compiler` (the C++ compiler that compiled execution would call; None if there is none),
+    `compiler` (the C++ compiler that native and compiled execution would call; None if there is
+    none),
     `devices` (`type`, `name`, `memory` in bytes or None), `git` (`revision` and `dirty` of the
     checkout that this runs from, else None).
     """
@@ -59,7 +60,10 @@ def hardware(device: Any) -> str:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result of `environment()` as lines to read or to paste into an issue."""
+    """The result of `environment()` as lines to read or to paste into an issue.
+
+    Its `native`, where there is one, says whether native passes are built.
+    """
     rows = [("layerskip", found["layerskip"]), ("python", found["python"])]
     rows += [(name, version or "not installed") for name, version in found["packages"].items()]
     rows.append(("platform", found["platform"]))
@@ -67,6 +71,8 @@ def render(found: dict[str, Any]) -> str:
     threads = f"{cpu['threads']} torch thread{'s' if cpu['threads'] > 1 else ''}"
     rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {threads}, {cpu['instructions']}"))
     rows.append(("compiler", found["compiler"] or "none found"))
+    if "native" in found:
+        rows.append(("native", found["native"]))
     for device in found["devices"]:
         memory = "" if device["memory"] is None else f", {device['memory'] / 2**30:.1f} GiB"
         rows.append(("device", f"{device['type']}: {device['name']}{memory}"))

@@ -94,8 +94,8 @@ class LayerSkipDecoding:
             torch's default generator at every call; the stats report it.
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
         costs: cost table of the controller; measured or taken from the skip config otherwise.
-        execution: "auto", "modules", "fused" or "compiled", see `Sublayers`. Compiling pays for
-            many calls on one model only; "auto" never does.
+        execution: "auto", "modules", "fused", "native" or "compiled", see `Sublayers`. Compiling
+            pays for many calls on one model only; "auto" never does.
         clock: fills the rounds' `times`; on a GPU it should wait for the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.

@@ -31,6 +31,7 @@ from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.laws import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.files.records import read_run, read_unfinished
+from layerskip.model import extension, native
 from layerskip.model.sublayers import EXECUTIONS
 
 PROMPT = "w5 w7 w96 w20"
@@ -316,6 +317,7 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     assert found["text"] in result.stdout
     assert found["tokens_per_second"].keys() == {"transformers", "plain", "self"}
     assert found["threads"] == 1
+    assert f"passes: {found['passes']}" in result.stderr.splitlines()
     assert "best of 3 on 1 CPU thread\n" in result.stdout
     assert found["draft_cost"] == draft_cost
     assert found["bound"] == pytest.approx(1 / draft_cost)
@@ -412,7 +414,23 @@ def test_streamed_text_waits_for_whole_characters():
 
 def test_env_says_versions():
     assert __version__ in run("env").stdout
-    assert document(run("env", "--json"))["layerskip"] == __version__
+    found = document(run("env", "--json"))
+    assert found["layerskip"] == __version__
+    assert found["native"] == extension.status()
+
+
+def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
+    how = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", "2", *DRAFT)
+    lines = run(*how, "--execution", "modules").stderr.splitlines()
+    assert [x for x in lines if "passes" in x] == ["passes: modules: as asked for"]
+    monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
+    for flags, expected in (
+        ((), "passes: fused: no C++ compiler was found"),
+        (("--quiet",), "layerskip: warning: passes take the lean path: no C++ compiler was found"),
+    ):
+        native.warn_refusal.cache_clear()
+        lines = run(*how, "--dtype", "float32", *flags).stderr.splitlines()
+        assert [x for x in lines if "passes" in x] == [expected]
 
 
 def test_version_and_help():

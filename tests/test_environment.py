@@ -11,6 +11,7 @@ import torch
 
 import layerskip
 from layerskip.environment import environment, git_revision, render
+from layerskip.model import extension
 
 
 def test_environment_is_json_and_true():
@@ -62,6 +63,23 @@ def test_render_says_every_version_and_device():
         "git        0123abcd with changes",
     ]
     assert "git" not in render(found | {"git": None})
+    assert "native     not built yet, AVX2" in render(found | {"native": "not built yet, AVX2"})
+
+
+def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert extension.status().startswith("none: no C++ compiler was found (no-such-compiler)")
+    monkeypatch.setenv("CXX", "true")
+    vectors = torch.backends.cpu.get_cpu_capability()
+    assert extension.status() == f"not built yet, {vectors}: the first use does, in half a minute"
+    assert not list(tmp_path.iterdir())
+    folder = tmp_path / extension.NAME / extension._key()
+    folder.mkdir(parents=True)
+    (folder / f"{extension.NAME}.so").touch()
+    assert extension.status() == f"built, {vectors}"
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    assert extension.status() == "none: native passes are built on Linux and macOS, not Windows"
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

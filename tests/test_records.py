@@ -156,6 +156,7 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
         ({"synthetic": True}, "synthetic must be a string, got True"),
+        ({"passes": 3}, "passes must be a string, got 3"),
         ({"environment": []}, "environment must be a JSON object"),
         ({"methods": {}}, "methods must be a list"),
         ({"methods": [3]}, "methods[0] must be a JSON object"),
@@ -343,7 +344,8 @@ def test_a_run_of_other_settings_is_not_gone_on_with(path, values, words):
 
 def test_what_may_differ_between_the_parts_of_a_run(path):
     save(path, HEADER, RECORD)
-    here = changed(HEADER, created="now", argv=["x"], environment__git__dirty=True)
+    told = {"created": "now", "argv": ["x"], "passes": "fused"}
+    here = changed(HEADER, **told, environment__git__dirty=True)
     with RunWriter(path, here, read_unfinished(path)) as writer:
         writer.write(changed(RECORD, repeat=1))
     assert read_run(path).header == HEADER

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig, fingerprint
 from layerskip.costs.speculation import CostTable
+from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Pass, Sublayers, embed
 
@@ -135,6 +136,35 @@ def test_execution_is_told() -> None:
     assert Sublayers(model, execution="modules").execution == "modules"
     with pytest.raises(ValueError, match="auto, modules, fused, native, compiled, got 'graphs'"):
         Sublayers(model, execution="graphs")
+
+
+def test_why_no_faster_execution_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    assert Sublayers(model, "fused").describe() == "fused: as asked for"
+    assert Sublayers(model.double()).describe() == (
+        "fused: native passes are in float32 or bfloat16, not ['torch.float64']"
+    )
+    model = model.float()
+    monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
+    native.warn_refusal.cache_clear()
+    with pytest.warns(UserWarning, match="lean path: no C"):
+        opened = Sublayers(model)
+    assert (opened.execution, opened.reason) == ("fused", "no C++ compiler was found")
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: None)
+    assert Sublayers(model).describe() == "modules: layer 2 mlp has forward hooks"
+
+
+def test_of_native_passes_vectors_and_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = extension.refusal()
+    if reason is not None:
+        pytest.skip(reason)
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32))
+    vectors = torch.backends.cpu.get_cpu_capability()
+    assert (opened.execution, opened.reason) == ("native", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert opened.describe() == f"native ({vectors}, 1 thread)"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert opened.describe() == f"native ({vectors}, 2 threads)"
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])

@@ -76,6 +76,7 @@ def make_header(
         "dtype": str(opened.dtype).removeprefix("torch."),
         "threads": found["cpu"]["threads"],
         "execution": opened.execution,
+        "passes": opened.describe(),
         "law": task.law,
         "max_new_tokens": task.max_new_tokens,
         "prompts": {

@@ -23,6 +23,7 @@ from layerskip.cli.options import (
     first_of_each,
     given_prompts,
     open_model,
+    open_passes,
     spoken,
     to_json,
     warn_idle,
@@ -131,10 +132,9 @@ def benchmark(
     from layerskip.bench.runner import cpu_threads, try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
-    from layerskip.model.sublayers import Sublayers
 
     with cpu_threads(threads):
-        opened = Sublayers(loaded.model, execution=loading.execution)
+        opened = open_passes(loaded, loading.execution, talk)
         ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
         lengths = [each.shape[1] for each in ids]
         opened.check_lengths(lengths, max(lengths) + max_new_tokens)

@@ -17,6 +17,7 @@ from layerskip.cli.options import (
     Quiet,
     Seed,
     open_draft,
+    open_passes,
     read_given,
     shipped_prompts,
     spoken,
@@ -53,6 +54,7 @@ def check(
     from layerskip.bench.checks import check as check_tokens
     from layerskip.checkpoints import encode
 
+    opened = open_passes(loaded, loading.execution, talk)
     report = check_tokens(
         loaded.model,
         [encode(loaded.tokenizer, each) for each in chosen],
@@ -66,7 +68,8 @@ def check(
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        print(to_json({"model": loaded.name, "seed": seed, **report.to_dict()}))
+        told = {"model": loaded.name, "passes": opened.describe(), "seed": seed}
+        print(to_json(told | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)
 

@@ -16,6 +16,7 @@ from layerskip.cli.options import (
     counts,
     describe_skip,
     open_draft,
+    open_passes,
     shipped_prompts,
     to_json,
     write_out,
@@ -65,6 +66,7 @@ def demo(
     print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
     threads = fitting_threads(loaded.model)
     with cpu_threads(threads):
+        passes = open_passes(loaded, loading.execution, talk).describe()
         found = side_by_side(
             loaded.model,
             timed,
@@ -120,6 +122,7 @@ def demo(
             "seed": seed,
             "temperature": TEMPERATURE,
             "threads": threads,
+            "passes": passes,
             "repeats": REPEATS,
             "prompt": prompts[0].text,
             "text": decode_text(loaded.tokenizer, found.tokens[0]),

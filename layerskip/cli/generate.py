@@ -22,6 +22,7 @@ from layerskip.cli.options import (
     Threshold,
     counts,
     open_model,
+    open_passes,
     read_given,
     skip_config,
     spoken,
@@ -96,6 +97,7 @@ def generate(
         **drafting,
         **{name: value for name, value in sampling.settings.items() if value is not None},
     }
+    open_passes(loaded, loading.execution, talk)
     if chosen is not None and not no_draft:
         talk.progress("measuring what drafting costs here")  # once, and not part of the times below
         generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from layerskip.bench.methods import Task
     from layerskip.checkpoints import Loaded
     from layerskip.decoding.rounds import DecodingStats
+    from layerskip.model.sublayers import Sublayers
 
 Prompts = Annotated[
     Path | None,
@@ -70,10 +71,10 @@ class Loading:
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False
     execution: Annotated[
-        Literal["auto", "modules", "fused", "compiled"],
+        Literal["auto", "modules", "fused", "native", "compiled"],
         typer.Option(
-            help="How sublayers run: the library's modules, fewer kernels, or these compiled (the "
-            "first run on a machine compiles for minutes)."
+            help="How sublayers run: the library's modules, fewer kernels, one native call a pass "
+            "(CPU; built once, half a minute), or kernels compiled (for minutes, in every run)."
         ),
     ] = "auto"
 
@@ -220,6 +221,18 @@ def open_model(loading: Loading, talk: Talk) -> Loaded:
     loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet)
     talk.say(loaded.describe())
     return loaded
+
+
+def open_passes(loaded: Loaded, execution: str, talk: Talk) -> Sublayers:
+    """The model opened up; says how its passes are computed, and why not faster."""
+    from layerskip.model.sublayers import Sublayers
+
+    with warnings.catch_warnings():
+        if not talk.quiet:  # then the line below says it
+            warnings.filterwarnings("ignore", "passes take the lean path")
+        opened = Sublayers(loaded.model, execution)
+    talk.say(f"passes: {opened.describe()}")
+    return opened
 
 
 def skip_config(given: SkipConfig | None, loaded: Loaded) -> SkipConfig | None:

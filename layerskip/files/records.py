@@ -3,7 +3,8 @@
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
 they do not know; what they need and miss is an error that names the file and the line. A header
-with "synthetic" is of random weights, and says how their acceptance was set.
+with "synthetic" is of random weights, and says how their acceptance was set; "passes" says how and
+why so they were computed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ SCHEMA = 1
 Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
-_MAY_DIFFER = {"created", "argv", "environment.git.dirty"}  # between the parts of a resumed run
+_MAY_DIFFER = {
+    "created",
+    "argv",
+    "environment.git.dirty",
+    "passes",
+}  # between the parts of a resumed run
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,8 @@ def _header(line: Line) -> Line:
     if line.get("kind") != "header":
         raise ValueError(f"the first line must be a header, got kind {shown(line.get('kind'))}")
     _HEADER(line, "")
-    optional(text)(line.get("synthetic"), "synthetic")
+    for name in ("synthetic", "passes"):
+        optional(text)(line.get(name), name)
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")

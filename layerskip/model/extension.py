@@ -56,11 +56,8 @@ def extension() -> Any:
     Raises:
         Unavailable: it cannot be built or loaded.
     """
-    if platform.system() not in ("Linux", "Darwin"):
-        raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     try:
-        folder = folder / NAME / _key()
+        folder = _folder()
         library = folder / f"{NAME}.so"
         if not library.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +67,19 @@ def extension() -> Any:
         return load(library)
     except (OSError, ImportError) as error:
         raise Unavailable(f"native passes cannot be kept or loaded: {error}") from error
+
+
+def status() -> str:
+    """Whether the native module is there, in words. Builds and loads nothing."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    try:
+        folder = _folder()
+        if (folder / f"{NAME}.so").exists():
+            return f"built, {vectors}"
+        _check_tools(folder)
+    except (Unavailable, OSError) as reason:
+        return f"none: {reason}"
+    return f"not built yet, {vectors}: the first use does, in half a minute"
 
 
 def load(library: Path) -> Any:
@@ -97,8 +107,16 @@ def _key() -> str:
     return hashlib.sha256(_SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:16]
 
 
-def _build(folder: Path) -> None:
-    """Make a folder with the library in it, whole or not at all."""
+def _folder() -> Path:
+    """Where the library lies, or would."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return Path(root) / NAME / _key()
+
+
+def _check_tools(folder: Path) -> None:
+    """Refuse to build what failed before, and without tools."""
     failed = folder.with_suffix(".failed")
     if failed.exists():
         raise Unavailable(f"{failed.read_text().strip()} (to try again, delete {failed})")
@@ -107,6 +125,11 @@ def _build(folder: Path) -> None:
         raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         raise Unavailable("Python's headers are missing; on Debian install python3-dev")
+
+
+def _build(folder: Path) -> None:
+    """Make a folder with the library in it, whole or not at all."""
+    _check_tools(folder)
     if sys.stderr.isatty():
         sys.stderr.write("building the native passes for this machine, once, half a minute ...\n")
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
@@ -118,6 +141,7 @@ def _build(folder: Path) -> None:
         )
         if done.returncode:
             reason = f"native passes could not be built: {_reason(done)}"
+            failed = folder.with_suffix(".failed")
             failed.write_text(reason + "\n")
             raise Unavailable(f"{reason} (to try again, delete {failed})")
         made = Path(scratch, "made")

@@ -27,6 +27,7 @@ from layerskip.model.modules import Modules
 from layerskip.model.native import Native
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
+ASKED = "as asked for"
 
 
 class Pass:
@@ -78,24 +79,34 @@ class Sublayers(Architecture):
 
     Attributes:
         execution: the one taken, any of those but "auto".
+        reason: why it is not a faster one; None where it is the fastest.
         blocks: the sublayers.
         head, draft_head: final norm, head and softcap; the draft's may have few rows.
         draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
 
     Raises:
         UnsupportedModelError: naming what is not supported and what is.
-        ValueError: "fused" or "compiled" was asked for and cannot serve this model; or training
-            mode.
+        ValueError: "fused", "native" or "compiled" was asked for and the model's modules must be
+            called; or training mode.
     """
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         super().__init__(model)
-        self.backend = _backend(self, execution)
+        self.backend, self.reason = _backend(self, execution)
         self.execution = self.backend.name
         self.blocks = self.backend.blocks
         self.head: Block = self.backend.head()
         self.draft_head = self.head
         self.draft_vocabulary = self.vocabulary
+
+    def describe(self) -> str:
+        """How passes are computed here and why not faster, in words."""
+        words = self.execution
+        if words == "native":
+            vectors = torch.backends.cpu.get_cpu_capability()
+            count = torch.get_num_threads()
+            words += f" ({vectors}, {count} thread{'s' if count > 1 else ''})"
+        return words if self.reason is None else f"{words}: {self.reason}"
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
@@ -175,16 +186,16 @@ class Sublayers(Architecture):
         return self.backend.head(rows)
 
 
-def _backend(model: Architecture, execution: str) -> Backend:
-    """The backend that serves a model, of those that were asked for."""
+def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
+    """The backend that serves a model, of those that were asked for, and why no faster one."""
     if execution not in EXECUTIONS:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     if execution == "modules":
-        return Modules(model)
+        return Modules(model), ASKED
     reason = lean.refusal(model)
     if reason is not None:
         if execution == "auto":
-            return Modules(model)
+            return Modules(model), reason
         raise ValueError(
             f"execution {execution!r} cannot serve this model: {reason}; "
             "use execution='auto' or 'modules'"
@@ -192,18 +203,20 @@ def _backend(model: Architecture, execution: str) -> Backend:
     if execution == "compiled":
         reason = compiled.refusal(model.device.type)
         if reason is None:
-            return Compiled(model)
+            return Compiled(model), ASKED
         compiled.warn_refusal(reason)
-    if execution in ("auto", "native"):
-        reason = native.refusal(model)
-        if reason is None:
-            reason = extension.refusal()
-        elif execution == "auto":
-            return Lean(model)
-        if reason is None:
-            return Native(model)
-        native.warn_refusal(reason)
-    return Lean(model)
+        return Lean(model), reason
+    if execution == "fused":
+        return Lean(model), ASKED
+    reason = native.refusal(model)
+    if reason is None:
+        reason = extension.refusal()
+    elif execution == "auto":
+        return Lean(model), reason if model.device.type == "cpu" else None
+    if reason is None:
+        return Native(model), None
+    native.warn_refusal(reason)
+    return Lean(model), reason
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:
