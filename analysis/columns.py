@@ -30,8 +30,11 @@ HEADINGS = {
     "first_ms": "first token, ms",
     "forced_speedup": "forced",
     "formula": "formula at own length",
+    "gigabytes_per_second": "GB/s",
     "high": "to",
     "low": "from",
+    "megabytes": "MB of a target pass",
+    "memory": "memory, GB/s",
     "mlp": "MLP",
     "near_ties": "near-ties",
     "prompts": "n",
@@ -73,6 +76,13 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Where the time goes",
         "Milliseconds per new token.",
         "batch_size method prefill draft verify other rest total",
+    ),
+    "weights-read": (
+        "Weights read",
+        "Weights (no cache, no activations) that passes behind the first token read a second, each "
+        "once a pass, beside what sweeps over a large buffer read on the same threads between the "
+        "calls. Medians. Weights that a cache keeps between passes can make the share exceed 1.",
+        "batch_size method megabytes gigabytes_per_second memory share",
     ),
     "predictions": (
         "Predicted and measured",

@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
     "acceptance": tables.acceptance,
     "positions": tables.positions,
     "phases": tables.phases,
+    "weights-read": tables.weights_read,
     "predictions": predictions.predictions,
     "repetition": tables.repetition,
     "exits": tables.exits,

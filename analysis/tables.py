@@ -177,6 +177,62 @@ def phases(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def weights_read(run: Run) -> pd.DataFrame:
+    """Bytes of weights that passes read, beside what memory gives; medians over calls.
+
+    Counted are the passes behind the first token, each with every weight it needs once: a draft
+    step with the sublayers and the rows of the head that it keeps, a verify pass and a plain step
+    with all, as is a token of the library's own `generate()`. Not counted are the key-value cache
+    and activations. Methods whose passes are not known are left out, as are runs that say nothing
+    of weights. Columns: `megabytes` a pass of the target reads, `gigabytes_per_second`, `memory`
+    (the same of sweeps between the calls), `share` (the one over the other).
+    """
+    rows: list[dict[str, Any]] = []
+    weights = run.header.get("weights") or {}
+    for batch_size in run.batch_sizes if weights else ():
+        for method in run.measured:
+            rates, sweeps = [], []
+            for record in run.records:
+                if (record["method"], record["batch_size"]) != (method, batch_size):
+                    continue
+                read = _bytes_read(run.methods[method], record, weights)
+                seconds = record["seconds"]["total"] - record["seconds"]["first"]
+                if read and seconds > 0 and record.get("read_bandwidth"):
+                    rates.append(read / seconds / 1e9)
+                    sweeps.append(record["read_bandwidth"] / 1e9)
+            if rates:
+                rate, memory = float(np.median(rates)), float(np.median(sweeps))
+                rows.append(
+                    {
+                        "batch_size": batch_size,
+                        "method": method,
+                        "megabytes": (sum(weights["sublayers"]) + weights["head"]) / 1e6,
+                        "gigabytes_per_second": rate,
+                        "memory": memory,
+                        "share": rate / memory,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[str, Any]) -> float:
+    """Of weights, by the passes of a record behind its first token; 0 where they are not known."""
+    sublayers, head = weights["sublayers"], weights["head"]
+    whole = sum(sublayers) + head
+    if method["kind"] == "generate":
+        return float(whole * (max(record["new_tokens"]) - max(record["first_tokens"])))
+    if record["rounds"] is None:
+        return 0.0
+    drafted, draft = record["rounds"]["drafted"], 0.0
+    if method["kind"] == "self":
+        left_out = method["skipped"]
+        draft = sum(sublayers) - sum(sublayers[2 * i] for i in left_out["attention"])
+        draft -= sum(sublayers[2 * i + 1] for i in left_out["mlp"])
+        kept = method.get("draft_vocabulary") or weights["vocabulary"]
+        draft += head * kept / weights["vocabulary"]
+    return float(sum(max(each) * draft + whole for each in drafted))  # rows draft in lockstep
+
+
 def losslessness(run: Run) -> pd.DataFrame:
     """Texts compared with the baseline's, all repeats: `equal`, `near_ties`, `faults`.
 

@@ -35,6 +35,7 @@ from layerskip.generation import DEFAULT_CONTROLLER
 from layerskip.model.joined import join
 from layerskip.prompts import Prompt
 from layerskip.replay.exits import law_of
+from layerskip.timing.bandwidth import Sweeps
 from layerskip.timing.sublayers import disturbed, measure
 
 BUFFER = 2**30  # bytes that a bandwidth is read off, far more than any cache holds
@@ -62,14 +63,8 @@ class AtAcceptance:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of a plain streaming read, the fastest of a few."""
-    buffer = torch.ones(BUFFER // 4, device=device)
-    now = device_clock(device)
-    seconds = []
-    for _ in range(READS):
-        start = now()
-        buffer.sum()
-        seconds.append(now() - start)
-    return BUFFER / min(seconds)
+    sweep = Sweeps(device, device_clock(device), BUFFER)
+    return max(sweep() for _ in range(READS))
 
 
 def make_batches(args: argparse.Namespace, vocabulary: int, device: torch.device) -> list[Batch]:
@@ -177,6 +172,7 @@ def study(args: argparse.Namespace, note: Callable[[str], None]) -> list[float]:
             warmup=0,
             write=writer.write,
             now=clock,
+            bandwidth=Sweeps(device, clock),
             note=lambda what, share: note(f"{share:4.0%} {what}"),
         )
     note("reading memory again")

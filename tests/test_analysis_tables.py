@@ -323,3 +323,32 @@ def test_runs_are_told_apart_and_stand_side_by_side(tmp_path):
     comparison = tables.comparison(runs)
     assert len(comparison) == 6
     assert set(comparison["over"]) == {"plain"}
+
+
+def test_weights_read_are_counted_by_pass(tmp_path):
+    # six layers: 10 bytes of attention, 20 of MLP each, and a head of 40 for 8 tokens
+    weights = {"sublayers": [10, 20] * 6, "head": 40, "vocabulary": 8}
+    trimmed = made.drafting("self:few", draft_vocabulary=2)
+    methods = [*made.header()["methods"], trimmed]
+    counts = made.rounds((3, 3, 4), (2, 1, 2), (0, 0, 1), (1, 1, 2))  # 6 drafts, 4 passes of all
+    plain = made.rounds(*[(0, 0, 1)] * 9)
+    rounds = {"plain": plain, "self": counts, "self:few": counts}
+    lines = [
+        made.record(name, rounds=rounds.get(name), read_bandwidth=1e6)
+        for name in ("plain", "self", "self:few", "generate", "generate-prompt-lookup")
+    ]
+    head = made.header(weights=weights, methods=methods)
+    table = tables.weights_read(run_of(tmp_path, lines, head)).set_index("method")
+    whole, exit_2 = 6 * 30 + 40, 2 * 30
+    expected = {
+        "generate": 9 * whole,
+        "plain": 9 * whole,
+        "self": 6 * (exit_2 + 40) + 4 * whole,
+        "self:few": 6 * (exit_2 + 10) + 4 * whole,
+    }
+    assert set(table.index) == set(expected)
+    for name, read in expected.items():
+        assert table.loc[name, "gigabytes_per_second"] == pytest.approx(read / 0.009 / 1e9)
+        assert table.loc[name, "share"] == pytest.approx(read / 0.009 / 1e6)
+    assert set(table["memory"]) == {1e6 / 1e9}
+    assert tables.weights_read(run_of(tmp_path, lines[:1])).empty  # as in files from before

@@ -21,6 +21,7 @@ from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeate
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished
+from layerskip.timing.bandwidth import Sweeps
 
 SKIP = SkipConfig.early_exit(3)
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))
@@ -195,6 +196,14 @@ def test_greedy_texts_of_all_methods_are_the_same(model):
         assert 0 < record["seconds"]["first"] < record["seconds"]["total"]
         assert 1 <= record["first_tokens"][0] <= 10
     assert {r["prompt_tokens"][0] for r in records} == {5, 7}
+
+
+def test_memory_is_read_behind_every_call(model):
+    reads = iter(range(1, 100))
+    told = {"bandwidth": lambda: next(reads)}
+    records = measure(model, Task(2), [Engine(model, Task(2))], batches(5, 7), **told)
+    assert [record["read_bandwidth"] for record in records] == [1, 2]
+    assert Sweeps(torch.device("cpu"), iter([1.0, 1.5]).__next__, size=4096)() == 8192
 
 
 def test_records_are_what_readers_take(model, tmp_path):

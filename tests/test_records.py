@@ -157,6 +157,10 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
         ({"synthetic": True}, "synthetic must be a string, got True"),
         ({"passes": 3}, "passes must be a string, got 3"),
+        (
+            {"weights": {"sublayers": [1], "head": 1, "vocabulary": 1}},
+            "weights.sublayers must have",
+        ),
         ({"environment": []}, "environment must be a JSON object"),
         ({"methods": {}}, "methods must be a list"),
         ({"methods": [3]}, "methods[0] must be a JSON object"),
@@ -201,6 +205,7 @@ def test_headers_that_are_refused(path, values, words):
         ({"equal": [None]}, "equal[0] must be true or false"),
         ({"differences": [{"row": 0}]}, "position is missing"),
         ({"peak_memory": 1.5}, "peak_memory must be an integer"),
+        ({"read_bandwidth": 0}, "read_bandwidth must be above 0, got 0"),
         ({"rounds__accepted": [[3], [0]]}, "accepted must not exceed rounds.drafted"),
         ({"rounds__accepted": [[1]]}, "rounds.accepted must have 2 items, got 1"),
         ({"rounds__emitted": [[2, 1], [1]]}, "rounds.emitted[0] must have 1 items, got 2"),

@@ -184,3 +184,18 @@ def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family: str) 
 def test_a_llamas_embedding_is_not_scaled() -> None:
     decoder = tiny_model("llama").get_submodule("model")
     assert torch.equal(embed(decoder, prompt(5)), decoder.embed_tokens(prompt(5)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_weight_bytes_are_those_of_all_parameters_but_the_embedding(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
+    opened = Sublayers(model, "modules")
+    found = opened.weight_bytes()
+    assert len(found["sublayers"]) == opened.num_sublayers
+    layer = model.model.layers[0]
+    norms = [layer.input_layernorm] + [layer.post_attention_layernorm] * (family == "gemma2")
+    attention = [*layer.self_attn.parameters(), *(norm.weight for norm in norms)]
+    assert found["sublayers"][0] == 2 * sum(weight.numel() for weight in attention)
+    inside = sum(weight.numel() for each in model.model.layers for weight in each.parameters())
+    assert sum(found["sublayers"]) == 2 * inside
+    assert found["head"] == 2 * (model.lm_head.weight.numel() + model.model.norm.weight.numel())

@@ -77,6 +77,7 @@ def make_header(
         "threads": found["cpu"]["threads"],
         "execution": opened.execution,
         "passes": opened.describe(),
+        "weights": {**opened.weight_bytes(), "vocabulary": opened.vocabulary},
         "law": task.law,
         "max_new_tokens": task.max_new_tokens,
         "prompts": {

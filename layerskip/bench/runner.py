@@ -177,6 +177,7 @@ def benchmark(
     done: Container[Key] = (),
     text: Callable[[Sequence[int]], str] | None = None,
     now: Clock | None = None,
+    bandwidth: Callable[[], float] | None = None,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> None:
     """Measure, and hand over a record of every call as soon as it is there.
@@ -186,6 +187,7 @@ def benchmark(
         done: keys of records that are there already.
         text: decodes tokens; texts are part of the records where it is given.
         now: the clock; the device's by default.
+        bandwidth: asked after every call; what it says, bytes a second, is part of the record.
         note: told what is going on, and the share of it all that is done.
     """
     now = now or device_clock(batches[0].input_ids.device)
@@ -195,7 +197,10 @@ def benchmark(
     ):
         judge.prepare(timed.batch)
         if timed.repeat >= 0:
-            write(record_of(timed, judge, text))
+            record = record_of(timed, judge, text)
+            if bandwidth is not None:
+                record["read_bandwidth"] = bandwidth()
+            write(record)
 
 
 class Judge:

@@ -129,9 +129,10 @@ def benchmark(
     from layerskip.bench.batches import make_batches
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import cpu_threads, try_out
+    from layerskip.bench.runner import cpu_threads, device_clock, try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
+    from layerskip.timing.bandwidth import Sweeps
 
     with cpu_threads(threads):
         opened = open_passes(loaded, loading.execution, talk)
@@ -182,6 +183,7 @@ def benchmark(
                     text=(lambda tokens: decode_text(loaded.tokenizer, tokens))
                     if save_text
                     else None,
+                    bandwidth=Sweeps(opened.device, device_clock(opened.device)),
                     note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
                 )
             except KeyboardInterrupt:

@@ -4,7 +4,8 @@ A run file is JSON lines: a header, then lines of the kinds "record" (one per me
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
 they do not know; what they need and miss is an error that names the file and the line. A header
 with "synthetic" is of random weights, and says how their acceptance was set; "passes" says how and
-why so they were computed.
+why so they were computed, "weights" how many bytes they read. A record's "read_bandwidth" is what a
+sweep over memory behind it read, in bytes a second.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _MAY_DIFFER = {
     "argv",
     "environment.git.dirty",
     "passes",
+    "weights",
 }  # between the parts of a resumed run
 
 
@@ -193,6 +195,9 @@ def _header(line: Line) -> Line:
     _HEADER(line, "")
     for name in ("synthetic", "passes"):
         optional(text)(line.get(name), name)
+    sublayers = items(COUNT, 2 * line["model"]["num_layers"])
+    weights = has(sublayers=sublayers, head=COUNT, vocabulary=integer(1))
+    optional(weights)(line.get("weights"), "weights")
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")
@@ -246,6 +251,7 @@ def _record(line: Line, header: Line) -> None:
         )
     has(batch_size=integer(1))(line, "")
     _record_of(line["batch_size"])(line, "")
+    optional(POSITIVE)(line.get("read_bandwidth"), "read_bandwidth")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
     if parts > total * (1 + 1e-6):

@@ -124,6 +124,20 @@ class Architecture:
         """Every decoder layer, its sliding window and its layer type."""
         yield from zip(self.layers, self.windows, self.layer_types, strict=True)
 
+    def weight_bytes(self) -> dict[str, Any]:
+        """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
+
+        Norms count with the sublayer or head they belong to; of an embedding a pass reads a row.
+        """
+        sublayers = []
+        for layer in self.layers:
+            own = [layer.self_attn, layer.input_layernorm]
+            own += [layer.post_attention_layernorm] if self.family.sandwich else []
+            attention = sum(map(_bytes, own))
+            sublayers += [attention, _bytes(layer) - attention]
+        head = _bytes(self.decoder.norm) + _bytes(self.model.lm_head)
+        return {"sublayers": sublayers, "head": head}
+
     @property
     def softcap(self) -> float | None:
         """Of the final logits."""
@@ -186,6 +200,10 @@ class Architecture:
             return str(self.config.layer_types[layer])
         sliding = self.family.windows == "all" and self.config.sliding_window is not None
         return "sliding_attention" if sliding else "full_attention"
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def device_of(module: nn.Module) -> torch.device:

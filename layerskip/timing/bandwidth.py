@@ -1,0 +1,32 @@
+"""Bytes a second that a device reads in order, from its memory; knows no models.
+
+Decoding reads every weight for every pass: with few tokens it cannot be faster than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+SIZE = 256 << 20
+"""Bytes of a sweep: more than caches hold, little beside a benchmark."""
+
+
+class Sweeps:
+    """Sweeps over a buffer, each the sum of its float32 numbers on torch's threads.
+
+    Args:
+        now: a clock in seconds that waits for what the device has still to do.
+        size: bytes of the buffer, which lives as long as this.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float], size: int = SIZE) -> None:
+        self.buffer = torch.ones(size // 4, device=device)
+        self.now = now
+
+    def __call__(self) -> float:
+        """Bytes a second of one sweep."""
+        start = self.now()
+        self.buffer.sum()
+        return self.buffer.nbytes / (self.now() - start)
