@@ -161,7 +161,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the build ended by signal {-done.returncode}"
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line.lower()] or lines[-1:] or ["no message"]
+    told = [line for line in lines if "error:" in line] or lines[-1:] or ["no message"]
     return " ".join(told[0].split())[:300]
 
 
