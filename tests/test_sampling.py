@@ -396,13 +396,18 @@ def exact_law(processors: str) -> dict[tuple[int, ...], float]:
 
 @functools.cache
 def sample_texts(
-    processors: str, *, rejection: bool, execution: str = "auto", device: str = "cpu"
+    processors: str,
+    *,
+    rejection: bool,
+    execution: str = "auto",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+    rows: int = 500,
 ) -> tuple[dict[tuple[int, ...], int], tuple[int, int]]:
     """Counts of texts over seeds 0, 1, ..., in batches; drafted and accepted tokens."""
     counts: dict[tuple[int, ...], int] = {}
-    rows = 500
     drafted = accepted = 0
-    model = Sublayers(copy.deepcopy(small_model()).to(device), execution)
+    model = Sublayers(copy.deepcopy(small_model()).to(device, dtype), execution)
     for first in range(0, TEXTS, rows):
         run = Decoder(
             model,

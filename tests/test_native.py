@@ -1,0 +1,531 @@
+"""Native passes: numbers of the module path, tokens of `generate()`, and what comes if they fail.
+
+Skipped where they cannot be built, but for what comes then.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agreement import DIFFERING, assert_agree, pairs
+from covering import covering
+from models import FAMILIES, WINDOW, lively_model, prompt, ragged, tiny_model
+from test_sampling import LEVEL, accept_always, exact_law, p_value, sample_texts
+from ties import partings
+from torch import Tensor
+
+from layerskip import SkipConfig
+from layerskip.decoding import draws
+from layerskip.decoding.laws import stream_key
+from layerskip.generation import generate
+from layerskip.model import extension, native
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.joined import joined
+from layerskip.model.native import LONGEST, Native
+from layerskip.model.sublayers import Pass, Sublayers
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def built() -> None:
+    reason = extension.refusal()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def both(model: Any) -> tuple[Sublayers, Sublayers]:
+    """A model opened as modules and natively."""
+    opened = Sublayers(model, "modules"), Sublayers(model, "native")
+    assert opened[1].execution == "native"
+    return opened
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each native call carries."""
+    found = []
+    run = Native._run
+
+    def noted(self: Native, hidden: Tensor, *rest: Any) -> Tensor:
+        found.append(hidden.shape[0] * hidden.shape[1])
+        return run(self, hidden, *rest)
+
+    monkeypatch.setattr(Native, "_run", noted)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Sublayers and heads against the library's modules.
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype"), [*product(FAMILIES, ("default", "eager"), DTYPES)]
+)
+def test_every_sublayer_agrees_with_the_module_path(
+    family: str, attention: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
+    modules, opened = both(model)
+    assert_agree(modules, opened)
+    assert_agree(modules, opened, rows=3)
+    assert_agree(modules, opened, rows=3, ragged=True)
+
+
+# widths beside those of vectors and of what a thread writes; 12 queries that share one key
+ODD: tuple[dict[str, int], ...] = (
+    {"hidden_size": 44, "head_dim": 10, "intermediate_size": 51, "vocab_size": 101},
+    {"hidden_size": 36, "head_dim": 74, "intermediate_size": 7, "num_attention_heads": 12},
+)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("family", "shape"), [*product(("llama", "gemma2", "gemma3"), (0, 1))])
+def test_odd_widths_and_every_number_of_tokens(family: str, shape: int) -> None:
+    odd = ODD[shape] | {"num_key_value_heads": 1 if shape else 2, "vocab_size": 101}
+    # eager: with wide heads sdpa's sums flip more last bits than `DIFFERING` has room for
+    modules, opened = both(tiny_model(family, dtype=DTYPES[shape], attention="eager", **odd))
+    counts = (WINDOW + 4, *range(1, 18))
+    for rows, ragged_rows in ((1, False), (3, True)):
+        assert_agree(modules, opened, rows=rows, ragged=ragged_rows, passes=counts)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_odd_widths_of_families_without_a_head_width(family: str) -> None:
+    modules, opened = both(tiny_model(family, dtype=torch.float32, hidden_size=40))
+    assert_agree(modules, opened, rows=3, ragged=True, passes=(WINDOW + 4, *range(1, 18)))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("family", ["gemma3", "phi3"])
+def test_a_team_of_threads_computes_the_same(family: str, threads: int) -> None:
+    modules, opened = both(tiny_model(family, dtype=torch.float32, hidden_size=128))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert_agree(modules, opened, rows=3, ragged=True)
+        assert_agree(modules, opened)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _scaled(model: Any) -> None:
+    model.model.layers[2].self_attn.scaling *= 1.01
+
+
+def _wider(model: Any) -> None:
+    model.config.sliding_window += 1
+
+
+def _another_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.weight.data.sub_(1)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("change", [_scaled, _wider, _another_norm])
+def test_the_comparison_can_fail(change: Any) -> None:
+    model, wrong = (tiny_model("gemma3", dtype=torch.float32) for _ in range(2))
+    change(wrong)
+    with pytest.raises(AssertionError):
+        assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "native"))
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_a_cast_in_another_place_would_be_seen() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    modules, wrong = both(model)
+    other = Sublayers(model.float(), "native")
+    model.bfloat16()
+
+    def late_cast(hidden: Tensor, step: Any) -> Tensor:
+        model.float()
+        out = other.blocks[9](hidden.float(), None).bfloat16()
+        model.bfloat16()
+        return out
+
+    wrong.blocks = (*wrong.blocks[:9], late_cast, *wrong.blocks[10:])
+    shares = [(got != want).float().mean().item() for want, got in pairs(modules, wrong)]
+    assert max(shares) > DIFFERING[torch.bfloat16]
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_longer_passes_are_lean_and_their_tokens_are_seen(calls: list[int]) -> None:
+    modules, opened = both(tiny_model("gemma2", dtype=torch.float32))
+    assert_agree(modules, opened, passes=(LONGEST - 1, LONGEST, LONGEST + 1, 1))
+    assert set(calls) == {LONGEST - 1, LONGEST, 1}
+    calls.clear()
+    assert_agree(modules, opened, rows=3, ragged=True, passes=(30, 21, 22, 1))
+    assert set(calls) == {63, 3}
+
+
+@pytest.mark.usefixtures("built")
+def test_buffers_that_grow_and_rows_that_leave() -> None:
+    modules, opened = both(tiny_model("gemma3", dtype=torch.float32))
+    assert_agree(modules, opened, passes=(330, 8, 300, 2, 8))  # 641 slots are had at first
+    steps = []
+    for path in (modules, opened):
+        cache, rotary = path.new_cache(3, 60), path.rotary(60, 60)
+        with torch.no_grad():
+            cache.place([0, 0, 0], 12)
+            path.run(path.embed(prompt(12, rows=3)), Pass(path, cache, rotary), range(12))
+            cache.keep([0, 2], 12)
+            cache.place([12, 9], 5)
+            hidden = path.embed(prompt(5, rows=2, seed=1))
+            steps.append(path.finish(hidden, Pass(path, cache, rotary), range(12)))
+    assert (steps[0] - steps[1]).abs().max() < 1e-5 * steps[0].abs().max()
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_trimmed_heads(family: str, dtype: torch.dtype) -> None:
+    modules, opened = both(tiny_model(family, dtype=dtype))
+    hidden = modules.embed(prompt(5, rows=3))
+    whole = modules.logits(hidden)
+    for rows in ([3, 50, 7, 96], slice(5, 60)):
+        trimmed = opened.head_of(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
+        kept = torch.isfinite(trimmed[0, 0]).nonzero()[:, 0]
+        assert kept.tolist() == (list(range(5, 60)) if isinstance(rows, slice) else sorted(rows))
+        bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+        assert (trimmed - whole)[..., kept].abs().max() <= bound * whole.abs().max()
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_no_result_lies_in_memory_of_another() -> None:
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
+    cache = opened.new_cache(1, 9)
+    cache.place([0], 3)
+    step, hidden = Pass(opened, cache, opened.rotary(9, 9)), opened.embed(prompt(3))
+    given = hidden.clone()
+    results = [opened.run(hidden, step, range(n)) for n in (1, 2, 12)]
+    results += [opened.finish(hidden, step, range(12)), opened.logits(hidden)]
+    copies = [each.clone() for each in results]
+    opened.run(torch.ones_like(hidden), step, range(12))
+    assert torch.equal(hidden, given)
+    assert all(map(torch.equal, results, copies))
+    places = {each.untyped_storage().data_ptr() for each in (hidden, *results)}
+    assert len(places) == 1 + len(results)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a caller may do to a model and to a pass.
+
+
+@pytest.mark.usefixtures("built")
+def test_what_native_passes_cannot_do_the_lean_path_does(calls: list[int]) -> None:
+    """Gradients, and rows that see only some slots of theirs, as chains in a replay do."""
+    model = tiny_model("llama", dtype=torch.float32)
+    outputs = []
+    for path in (Sublayers(model, "fused"), Sublayers(model, "native")):
+        cache = path.new_cache(1, 9)
+        cache.place([0], 5)
+        step = Pass(path, cache, path.rotary(9, 9))
+        hidden = path.embed(prompt(5)).detach().requires_grad_()
+        path.blocks[1](hidden, step).sum().backward()
+        frozen = path.blocks[1](path.embed(prompt(5)).detach(), step)
+        assert frozen.requires_grad  # of the weights'
+        cache.firsts = []
+        with torch.no_grad():
+            outputs.append((hidden.grad, path.run(hidden, step, range(12))))
+    assert not calls
+    assert all(map(torch.equal, *outputs))
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_weights_are_read_at_every_call() -> None:
+    model = tiny_model("qwen2", dtype=torch.float32)
+    modules, opened = both(model)
+    for weight in model.parameters():
+        weight.mul_(1.1)
+    assert_agree(modules, opened)
+    for weight in model.parameters():
+        weight.data = weight.data.clone() * 0.9
+    assert_agree(modules, opened)
+    with joined(model):
+        assert_agree(modules, opened)
+        assert_agree(*both(model))
+    assert_agree(modules, opened)
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_a_model_that_was_changed_is_an_error_that_says_how() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    opened = Sublayers(model, "native")
+    cache = opened.new_cache(1, 9)
+    cache.place([0], 3)
+    step, hidden = Pass(opened, cache, opened.rotary(9, 9)), opened.embed(prompt(3))
+    opened.run(hidden, step, range(12))
+    model.to(torch.bfloat16)
+    again = "Float tensor .* got BFloat16 .*open the model again"
+    for which in ([0], [1], [4, 5, 6]):
+        with pytest.raises(ValueError, match=again):
+            opened.run(hidden, step, which)
+    with pytest.raises(ValueError, match=again):
+        opened.logits(hidden)
+    with pytest.raises(ValueError, match="cached keys must be a contiguous BFloat16 tensor"):
+        opened.run(hidden.bfloat16(), step, [0])
+    model.float()
+    model.lm_head.weight.data = model.lm_head.weight.data[:, :30]
+    with pytest.raises(ValueError, match=r"of shape \[97, 32\].* got Float \[97, 30\]"):
+        opened.logits(hidden)
+    proj = model.model.layers[1].mlp.up_proj
+    proj.weight.data = proj.weight.data[:40].clone()
+    with pytest.raises(ValueError, match="gate and up differ in size"):
+        opened.run(hidden, step, [3])
+    cache.firsts = [7]
+    with pytest.raises(ValueError, match="3 tokens from 7 on are beyond 9 slots"):
+        opened.run(hidden, step, [0])
+
+
+@pytest.mark.usefixtures("built")
+def test_nan_weights_are_reported() -> None:
+    for part in ("norm", "layers.5.mlp.down_proj"):
+        model = lively_model("llama", dtype=torch.float32)
+        with torch.no_grad():
+            model.model.get_submodule(part).weight.view(-1)[0] = float("nan")
+        for execution in ("fused", "native"):
+            with pytest.raises(ValueError, match="no token to draw"):
+                generate(model, prompt(5), execution=execution, max_new_tokens=4)
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts in float32: the library's greedy ones, and plain ones of the same noise.
+
+SKIPS = {
+    "early exit": SkipConfig.early_exit(4),
+    "whole layers": SkipConfig.layers((2, 4)),
+    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),
+}
+RESOLUTION = 1e-4  # of scores, as in test_parity
+TEXTS = covering(FAMILIES, tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
+
+
+@pytest.mark.usefixtures("built")
+def test_texts_are_those_of_transformers_and_of_the_module_path(calls: list[int]) -> None:
+    gaps: list[float] = []
+    drafted = accepted = parted = 0
+    for family, skip, rows, rule in TEXTS:
+        model = lively_model(family, dtype=torch.float32)
+        ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12}
+        sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 11, **how}
+        drafts = {"skip": SKIPS[skip], "controller": "fixed", "max_draft_length": 3}
+        plain: dict[str, Any] = {"return_dict_in_generate": True}
+        drafts |= plain
+        keys = None
+        if rule == "greedy":
+            want = model.generate(ids, do_sample=False, **how)
+            out = generate(model, ids, execution="native", do_sample=False, **drafts, **how)
+        elif rule == "coupled":
+            keys = [stream_key(11, row) for row in range(rows)]
+            want = generate(model, ids, execution="modules", **plain, **sampled).sequences
+            out = generate(model, ids, execution="native", **drafts, **sampled)
+        else:  # its text depends on the draft
+            sampled["acceptance"] = "rejection"
+            want = generate(model, ids, execution="modules", **drafts, **sampled).sequences
+            out = generate(model, ids, execution="native", **drafts, **sampled)
+        if rule == "rejection":
+            parted += int((out.sequences != want).any(-1).sum())
+        else:
+            noisy: dict[str, Any] = {"keys": keys, "temperature": 0.8 if keys else 1.0}
+            gaps += partings(model, mask, out.sequences, want, **noisy)
+        drafted += out.stats.num_draft_tokens
+        accepted += out.stats.num_accepted_tokens
+    assert max(gaps, default=0) < RESOLUTION
+    assert len(gaps) + parted <= 1
+    assert 0.05 * drafted < accepted < 0.95 * drafted
+    assert len(calls) > 100
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+def test_texts_follow_the_targets_law(
+    rejection: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not if every draft is accepted."""
+    how: dict[str, Any] = {"execution": "native", "dtype": torch.float32, "rows": 20}
+    counts, (drafted, accepted) = sample_texts("none", rejection=rejection, **how)
+    assert calls
+    assert 0.1 * drafted < accepted < 0.9 * drafted
+    assert p_value(counts, exact_law("none")) > LEVEL
+    if rejection:
+        monkeypatch.setattr(draws, "acceptance_probability", accept_always)
+        counts, _ = sample_texts.__wrapped__("none", rejection=True, **how)
+        assert p_value(counts, exact_law("none")) < LEVEL
+
+
+# ---------------------------------------------------------------------------------------------
+# What fails: one line, the lean path, the same tokens.
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine where nothing was built yet."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def forget() -> None:
+        for each in (extension.extension, extension.refusal, native.warn_refusal):
+            each.cache_clear()
+
+    forget()
+    yield tmp_path
+    forget()
+
+
+def expect_lean(message: str) -> None:
+    """One warning with that message, and the tokens of the lean path."""
+    model, skip = lively_model("llama", dtype=torch.float32), SkipConfig.early_exit(3)
+
+    def text(execution: str) -> Tensor:
+        how: dict[str, Any] = {"skip": skip, "execution": execution, "max_new_tokens": 8}
+        out: Any = generate(model, prompt(9), return_dict_in_generate=True, **how)
+        return out.sequences  # type: ignore[no-any-return]
+
+    want = text("fused")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = [text(execution) for execution in ("auto", "native", "auto")]
+        assert Sublayers(model).execution == "fused"
+    (warning,) = caught
+    assert message in str(warning.message)
+    assert "\n" not in str(warning.message)
+    assert all(torch.equal(each, want) for each in got)
+
+
+def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "nothing")
+    expect_lean("no C++ compiler was found (nothing); install g++ or set CXX")
+
+
+def test_no_such_system(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    expect_lean("native passes are built on Linux and macOS, not Windows")
+
+
+def test_nowhere_to_keep_it(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh / "file" / "below"))
+    expect_lean("native passes cannot be kept or loaded")
+
+
+def test_no_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_SOURCE", fresh / "native.cpp")
+    expect_lean("native passes cannot be kept or loaded")
+
+
+def test_a_library_that_does_not_load(fresh: Path) -> None:
+    folder = extension._folder()
+    folder.mkdir(parents=True)
+    (folder / f"{extension.NAME}.so").write_bytes(b"half of one")
+    expect_lean("native passes cannot be kept or loaded")
+
+
+BROKEN = """#!/bin/sh
+case "$*" in *native.cpp*) echo 'native.cpp:1: fatal error: no such vectors' >&2; exit 1;; esac
+exec c++ "$@"
+"""
+
+
+@pytest.mark.usefixtures("built")
+def test_a_compiler_that_fails_is_not_asked_again(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fresh / "c++"
+    compiler.write_text(BROKEN)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    expect_lean("native passes could not be built: native.cpp:1: fatal error: no such vectors")
+    (failed,) = (fresh / extension.NAME).glob("*.failed")
+    left = [each.name for each in (fresh / extension.NAME).iterdir()]
+    assert sorted(left) == sorted([failed.name, failed.with_suffix(".lock").name])
+    compiler.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    for each in (extension.extension, extension.refusal, native.warn_refusal):
+        each.cache_clear()
+    expect_lean(f"(to try again, delete {failed})")
+
+
+class Compiler:
+    """In place of the child that compiles: how it ended, and a library if that was well."""
+
+    def __init__(self, code: int, library: Path | None = None) -> None:
+        self.code, self.library, self.calls = code, library, 0
+
+    def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        self.calls += 1
+        time.sleep(0.2)
+        if self.library is not None:
+            shutil.copy(self.library, command[-1])
+        return subprocess.CompletedProcess(command, self.code, "", "")
+
+
+@pytest.mark.parametrize(("code", "message"), [(-4, "ended by signal 4"), (1, "no message")])
+def test_a_child_that_dies(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
+) -> None:
+    compiler = Compiler(code)
+    monkeypatch.setattr(extension, "_check_tools", lambda folder: None)
+    monkeypatch.setattr(subprocess, "run", compiler)
+    expect_lean(message)
+    assert compiler.calls == 1
+
+
+@pytest.mark.usefixtures("built")
+def test_starts_at_once_build_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads here; the lock is the file's, and knows processes no better."""
+    monkeypatch.undo()
+    library = extension._folder() / f"{extension.NAME}.so"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh))
+    compiler = Compiler(0, library)
+    monkeypatch.setattr(subprocess, "run", compiler)
+    found: list[Any] = []
+    starts = [
+        threading.Thread(target=lambda: found.append(extension.extension())) for _ in range(4)
+    ]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert compiler.calls == 1
+    assert [hasattr(module, "Plan") for module in found] == 4 * [True]
+
+
+AGAIN = "test_every_sublayer or test_odd or test_a_team or test_trimmed"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("capability", ["default", "avx2", "no such vectors"])
+def test_other_vectors_give_the_same_numbers(capability: str) -> None:
+    """A library for them is built; where torch does not know them, it is the usual one."""
+    if capability == "avx2" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("no AVX2")
+    tests = [sys.executable, "-m", "pytest", "-n0", "-q", "-W", "default", __file__, "-k", AGAIN]
+    done = subprocess.run(
+        tests,
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
