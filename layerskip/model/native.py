@@ -27,8 +27,9 @@ from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.products import Function, plain
 
-LONGEST = 64
-"""Tokens of one pass, all rows together, up to which it is native."""
+LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
+"""Tokens of one pass, all rows together, up to which native passes are faster than BLAS."""
+LONGEST_BFLOAT16 = 32  # then BLAS has instructions of its own
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -99,6 +100,8 @@ class Native(Lean):
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, plain)  # longer passes are what BLAS is best at
         self.extension = extension()
+        half = model.dtype is torch.bfloat16
+        self.longest = min(LONGEST, LONGEST_BFLOAT16) if half else LONGEST
         self.plan = self.extension.Plan()
         kinds = list(dict.fromkeys(model.layer_types))
         blocks = iter(self.blocks)
@@ -129,7 +132,7 @@ class Native(Lean):
         rows, count, _ = hidden.shape
         # there are no native gradients, and no native way to see only some slots of a row
         chained = step is not None and not step.cache.firsts
-        if rows * count > LONGEST or torch.is_grad_enabled() or chained:
+        if rows * count > self.longest or torch.is_grad_enabled() or chained:
             for block in blocks:
                 hidden = getattr(block, "lean", block)(hidden, step)
             return hidden
