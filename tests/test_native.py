@@ -238,6 +238,27 @@ def test_no_result_lies_in_memory_of_another() -> None:
     assert len(places) == 1 + len(results)
 
 
+@pytest.mark.usefixtures("built")
+def test_a_head_may_be_added_while_another_thread_is_in_a_pass() -> None:
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32, vocab_size=5000), "native")
+    with torch.no_grad():
+        hidden = opened.embed(prompt(8))
+        want, stop = opened.logits(hidden), threading.Event()
+
+        def add() -> None:
+            while not stop.is_set():
+                opened.head_of(TrimmedHead(opened.model.lm_head, slice(5, 60)))
+
+        adding = threading.Thread(target=add)
+        adding.start()
+        try:
+            got = [opened.logits(hidden) for _ in range(200)]
+        finally:
+            stop.set()
+            adding.join()
+    assert all(torch.equal(each, want) for each in got)
+
+
 # ---------------------------------------------------------------------------------------------
 # What a caller may do to a model and to a pass.
 

@@ -19,6 +19,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -810,7 +811,7 @@ class Pass {
 // What Python sees.
 
 struct Plan {
-  std::vector<Sublayer> sublayers;
+  std::deque<Sublayer> sublayers;  // another thread may add a head while a pass reads the others
 
   int64_t add(Sublayer sublayer) {
     sublayers.push_back(std::move(sublayer));
@@ -824,6 +825,7 @@ struct Plan {
     std::vector<const Sublayer*> chosen;
     for (int64_t index : which) chosen.push_back(&sublayers.at(index));
     if (chosen.empty()) return hidden;
+    const pybind11::gil_scoped_release released;
     require(hidden.dim() == 3 && hidden.device().is_cpu(),
             "hidden states must be (rows, tokens, width) on the CPU, got ", hidden.sizes());
     const Tensor given = hidden.contiguous();
@@ -878,5 +880,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              return plan.add(std::move(layer));
            },
            py::kw_only(), py::arg("before"), py::arg("matrix"), py::arg("softcap"))
-      .def("run", &Plan::run, py::call_guard<py::gil_scoped_release>());
+      .def("run", &Plan::run);
 }
