@@ -34,11 +34,19 @@ from layerskip.generation import generate
 from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.joined import joined
-from layerskip.model.native import LONGEST, Native
+from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAPS = Path("/proc/self/maps")
+LONGEST = 64
+
+
+@pytest.fixture(autouse=True)
+def _long_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native passes so long on every machine, whatever is fastest there."""
+    monkeypatch.setattr(native, "LONGEST", LONGEST)
+    monkeypatch.setattr(native, "LONGEST_BFLOAT16", LONGEST)
 
 
 @pytest.fixture
