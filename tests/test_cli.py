@@ -448,6 +448,18 @@ def test_choices_are_those_of_the_library():
     assert set(get_args(hints["execution"])) == set(EXECUTIONS)
 
 
+@pytest.mark.parametrize("name", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_idle_threads_give_way_soon_where_nobody_says_otherwise(name, monkeypatch):
+    said = {} if name is None else {name: "7"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
+    environment |= said
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(cli, "app", lambda **_: None)
+    cli.main()
+    found = {k: v for k, v in environment.items() if k in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    assert found == (said or {"GOMP_SPINCOUNT": "10000"})
+
+
 # ---------------------------------------------------------------------------------------------
 # benchmark, report
 
