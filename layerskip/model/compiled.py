@@ -5,6 +5,7 @@ of rows, once for one token per row and once for several: how many tokens, how m
 and how large the buffers are may change from call to call. It is handed the weights at every call
 and keeps none. It is called without the guards of `torch.compile`, which would cost a small model
 all there is to gain: what they look at is in the key that a function is found by.
+On a CPU native passes are faster; there this is the twin of what a GPU runs, which tests can reach.
 Not used: `torch.compiler.nested_compile_region`, which would compile equal layers once, but gave
 wrong numbers in torch 2.13 (NaN from two layers on).
 On a GPU functions are captured as CUDA graphs (not measured: no machine to try it on).
