@@ -133,39 +133,55 @@ inline void sums_of_any(const Vec* x, float* out) {
   if constexpr (COUNT > HERE) sums_of_any<COUNT - HERE>(x + HERE, out + HERE);
 }
 
+// Weights of one step are PARTS vectors: of bfloat16, two lie in what is loaded, those of the even
+// columns and those of the odd ones, which a shift and a mask set apart.
+template <typename S>
+constexpr int PARTS = std::is_same_v<S, float> ? 1 : 2;
+
+inline Vec part(const float* from, int) { return Vec::loadu(from); }
+
+inline Vec part(const BFloat16* from, int odd) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Ints both = Ints::loadu(from);
+  return at::vec::cast<float>(odd ? both & Ints(static_cast<int32_t>(0xffff0000))
+                                  : both << Ints(16));
+}
+
 template <typename S, int ROWS, int TOKENS>
 inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, int64_t stride,
-                 int64_t ahead, float* sums_out) {
+                 const S* fetch, float* sums_out) {
   Vec sums[TOKENS][ROWS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
-  constexpr int64_t LINE = 64 / sizeof(S);
-  const auto step = [&](int64_t k, const Vec(&w)[ROWS]) {
+  constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
+  const auto step = [&](const S* at, int64_t row, int64_t k) {
+#pragma GCC unroll 2
+    for (int p = 0; p < PARTS<S>; ++p) {
+      Vec w[ROWS];
 #pragma GCC unroll 8
-    for (int t = 0; t < TOKENS; ++t) {
-      const Vec input = held(Vec::loadu(x + t * stride + k));
+      for (int r = 0; r < ROWS; ++r) w[r] = part(at + r * row, p);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) sums[t][r] = at::vec::fmadd(w[r], input, sums[t][r]);
+      for (int t = 0; t < TOKENS; ++t) {
+        const Vec input = held(Vec::loadu(x + t * stride + k + p * LANES));
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) sums[t][r] = at::vec::fmadd(w[r], input, sums[t][r]);
+      }
     }
   };
   int64_t k = 0;
-  for (; k + LANES <= span; k += LANES) {
-    Vec w[ROWS];
+  for (; k + STEP <= span; k += STEP) {
+    const S* at = weight + k;
+    if (k % LINE == 0)
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      const S* at = weight + r * columns + k;
-      w[r] = widened(at);
-      if (k % LINE == 0) __builtin_prefetch(at + ahead, 0, 2);
-    }
-    step(k, w);
+      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch + r * columns + k, 0, 2);
+    step(at, columns, k);
   }
   if (k < span) {
-    Vec w[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) w[r] = widened(weight + r * columns + k, span - k);
-    step(k, w);
+    S rest[ROWS][STEP] = {};
+    for (int r = 0; r < ROWS; ++r) std::copy_n(weight + r * columns + k, span - k, rest[r]);
+    step(rest[0], STEP, k);
   }
   float totals[TOKENS * ROWS];
   sums_of_any<TOKENS * ROWS>(&sums[0][0], totals);
@@ -179,32 +195,57 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
 inline int64_t cut(int64_t columns, int64_t tokens) {
   const int64_t most = std::max<int64_t>(256, NEAR / 4 / tokens);
   const int64_t pieces = (columns + most - 1) / most;
-  return ((columns + pieces - 1) / pieces + 15) / 16 * 16;
+  return ((columns + pieces - 1) / pieces + 31) / 32 * 32;
 }
 
 // Numbers that packed inputs of a token take, at most.
-inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 64; }
+inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 128; }
 
-// Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts.
+// Inputs of a cut in the order of their use, with zeros up to its span.
+template <typename S>
+inline void pack(const float* x, int64_t count, int64_t span, float* to) {
+  if constexpr (PARTS<S> == 1) {
+    std::copy_n(x, count, to);
+    std::fill(to + count, to + span, 0.0f);
+  } else {
+    for (int64_t k = 0; k < span; k += 2 * LANES)
+      for (int64_t i = 0; i < LANES; ++i)
+        for (int64_t odd = 0; odd < 2; ++odd) {
+          const int64_t column = k + 2 * i + odd;
+          to[k + odd * LANES + i] = column < count ? x[column] : 0.0f;
+        }
+  }
+}
+
+// Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts; `then` is what is
+// read after them.
 template <typename S, typename O, int TOKENS>
 void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
-         const float* packed, O* out, int64_t out_stride) {
-  constexpr int ROWS = MANY_REGISTERS ? (TOKENS == 1 ? 8 : TOKENS <= 6 ? 4 : 2)
+         const float* packed, O* out, int64_t out_stride, const S* then) {
+  constexpr int ROWS = MANY_REGISTERS ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
                                       : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
   const int64_t span = cut(columns, TOKENS);
   const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
-  const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS * columns;
+  const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS;  // rows
   alignas(64) float sums[TOKENS * GROUP] = {};
   for (int64_t k = 0; k < columns; k += span) {
     const int64_t here = std::min(span, columns - k);
     const float* x = packed + k * TOKENS;
-    int64_t row = first;
-    for (; row + ROWS <= last; row += ROWS)
-      tile<S, ROWS, TOKENS>(weight + row * columns + k, columns, here, x, span, ahead,
-                            sums + row - first);
-    for (; row < last; ++row)
-      tile<S, 1, TOKENS>(weight + row * columns + k, columns, here, x, span, ahead,
-                         sums + row - first);
+    // behind the last row of a cut come the first ones of the next cut, or what is read then
+    const S* next = k + span < columns ? weight + first * columns + k + span : then;
+    for (int64_t row = first; row < last;) {
+      const int64_t later = row + ahead;
+      const S* from = weight + row * columns + k;
+      const S* fetch = later < last ? from + ahead * columns : next + (later - last) * columns;
+      float* to = sums + row - first;
+      if (row + ROWS <= last) {
+        tile<S, ROWS, TOKENS>(from, columns, here, x, span, fetch, to);
+        row += ROWS;
+      } else {
+        tile<S, 1, TOKENS>(from, columns, here, x, span, fetch, to);
+        ++row;
+      }
+    }
   }
   for (int t = 0; t < TOKENS; ++t)
     for (int64_t row = first; row < last; ++row) {
@@ -214,11 +255,12 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t co
     }
 }
 
-// out = x weight^T + bias in rows first to last of the weight; `room` is for the packed inputs.
+// out = x weight^T + bias in rows first to last of the weight; `room` is for the packed inputs,
+// `then` the weight that is read next.
 template <typename S, typename O>
 void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
              const float* x, int64_t stride, int64_t tokens, O* out, int64_t out_stride,
-             float* room) {
+             float* room, const S* then) {
   // no step of one token behind seven full ones: all steps have as many, or one less
   const int64_t steps = (tokens + MOST - 1) / MOST;
   const auto from = [&](int64_t step) { return tokens * step / steps; };
@@ -228,8 +270,7 @@ void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_
     for (int64_t k = 0; k < columns; k += span)
       for (int64_t t = from(step); t < from(step + 1); ++t) {
         const int64_t here = std::min(span, columns - k);
-        std::copy_n(x + t * stride + k, here, to);
-        std::fill(to + here, to + span, 0.0f);
+        pack<S>(x + t * stride + k, here, span, to);
         to += span;
       }
   }
@@ -237,12 +278,13 @@ void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_
   const int64_t group = steps == 1 ? GROUP : std::clamp<int64_t>(KEPT / row_bytes, 24, GROUP);
   for (int64_t row = first; row < last; row += group) {
     const int64_t end = std::min(last, row + group);
+    const S* next = end < last ? weight + end * columns : then;
     const float* packed = room;
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t count = from(step + 1) - from(step), span = cut(columns, count);
       O* here = out + from(step) * out_stride;
 #define FEW(N) \
-  case N: few<S, O, N>(weight, bias, row, end, columns, packed, here, out_stride); break;
+  case N: few<S, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
       switch (count) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
       packed += count * ((columns + span - 1) / span * span);
@@ -520,6 +562,15 @@ class Pass {
     for (const Sublayer* each : sublayers) {
       int64_t outputs = 0;
       for (const Matrix& matrix : each->inputs) outputs += matrix.weight.size(0);
+      if (each->kind == Kind::mlp && each->inputs.size() == 1) {
+        // gate and up lie one behind the other
+        pieces_.push_back({&each->inputs[0], 0, outputs / 2});
+        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2});
+      } else {
+        for (const Matrix& matrix : each->inputs)
+          pieces_.push_back({&matrix, 0, matrix.weight.size(0)});
+      }
+      if (each->output) pieces_.push_back({&*each->output, 0, width_});
       deep_ = std::max(deep_, width_);
       if (each->kind == Kind::head) continue;
       wide_ = std::max(wide_, outputs);
@@ -555,7 +606,8 @@ class Pass {
       float* normed = hidden + lines(tokens_ * width_);
       float* scores = normed + lines(tokens_ * width_);
       float* packed = scores + lines(QUERIES * reach_);
-      work({number, of, meeting, hidden, normed, scores, packed});
+      Worker me{number, of, meeting, hidden, normed, scores, packed};
+      work(me);
     };
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -567,12 +619,19 @@ class Pass {
   }
 
  private:
+  // Rows of a matrix that one product takes.
+  struct Piece {
+    const Matrix* matrix;
+    int64_t first, rows;
+  };
+
   struct Worker {
     int number, of;
     Meeting& meeting;
     float *hidden, *normed;  // (n, H) each: every thread's own copy
     float* scores;           // (QUERIES, reach)
     float* packed;           // inputs of a product
+    size_t done = 0;         // products
 
     void meet() const { meeting.wait(of); }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
@@ -654,18 +713,28 @@ class Pass {
     return start + count_;
   }
 
-  // This thread's rows of a product.
-  template <typename O>
-  void multiply(const Worker& me, const Matrix& matrix, const float* x, O* out, int64_t stride,
-                int64_t first = 0, int64_t last = -1) const {
-    const int64_t columns = matrix.weight.size(1);
-    const Range mine = me.share((last < 0 ? matrix.weight.size(0) : last) - first);
-    const S* bias = numbers<S>(matrix.bias);
-    product(numbers<S>(matrix.weight) + first * columns, bias ? bias + first : nullptr, mine.first,
-            mine.last, columns, x, columns, tokens_, out, stride, me.packed);
+  // Where a worker's rows of a product begin.
+  const S* begins(const Worker& me, const Piece& piece) const {
+    const Tensor& weight = piece.matrix->weight;
+    return numbers<S>(weight) + (piece.first + me.share(piece.rows).first) * weight.size(1);
   }
 
-  void work(const Worker& me) {
+  // The worker's rows of the product that is next in `pieces_`.
+  template <typename O>
+  void multiply(Worker& me, const float* x, O* out, int64_t stride) const {
+    const Piece& piece = pieces_[me.done++];
+    const bool more = me.done < pieces_.size();
+    const Matrix& matrix = *piece.matrix;
+    const int64_t columns = matrix.weight.size(1);
+    const Range mine = me.share(piece.rows);
+    const S* weight = numbers<S>(matrix.weight) + piece.first * columns;
+    const S* bias = numbers<S>(matrix.bias);
+    const S* then = more ? begins(me, pieces_[me.done]) : weight + mine.last * columns;
+    product(weight, bias ? bias + piece.first : nullptr, mine.first, mine.last, columns, x, columns,
+            tokens_, out, stride, me.packed, then);
+  }
+
+  void work(Worker& me) {
     float *hidden = me.hidden, *normed = me.normed;
     const S* given = static_cast<const S*>(hidden_.const_data_ptr());
     for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = static_cast<float>(given[i]);
@@ -682,8 +751,7 @@ class Pass {
         expand(me, *each);
       }
       me.meet();
-      multiply(me, *each->output, each->kind == Kind::attention ? second_ : first_, result_,
-               width_);
+      multiply(me, each->kind == Kind::attention ? second_ : first_, result_, width_);
       me.meet();
       const float* result = result_;
       if (each->after) {
@@ -703,11 +771,11 @@ class Pass {
       normalise(norm, weight, x + t * width_, width_, out + t * width_);
   }
 
-  void head(const Worker& me, const Sublayer& layer) const {
+  void head(Worker& me, const Sublayer& layer) const {
     const int64_t vocabulary = out_.size(2);
     const Range mine = me.share(vocabulary);
     S* out = static_cast<S*>(out_.data_ptr());
-    multiply(me, layer.inputs[0], me.normed, out, vocabulary);
+    multiply(me, me.normed, out, vocabulary);
     if (layer.softcap > 0) {
       const float cap = static_cast<float>(layer.softcap);
       for (int64_t t = 0; t < tokens_; ++t) {
@@ -725,24 +793,22 @@ class Pass {
     }
   }
 
-  void expand(const Worker& me, const Sublayer& layer) const {
-    const bool one = layer.inputs.size() == 1;  // gate and up lie one behind the other
-    const int64_t inner = layer.inputs[0].weight.size(0) / (one ? 2 : 1);
+  void expand(Worker& me, const Sublayer& layer) const {
+    const int64_t inner = layer.output->weight.size(1);
     const Range mine = me.share(inner);
-    multiply(me, layer.inputs.front(), me.normed, first_, inner, 0, inner);
-    multiply(me, layer.inputs.back(), me.normed, second_, inner, one ? inner : 0,
-             one ? 2 * inner : inner);
+    multiply(me, me.normed, first_, inner);
+    multiply(me, me.normed, second_, inner);
     for (int64_t t = 0; t < tokens_; ++t)
       activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
                   mine.last - mine.first);
   }
 
-  void attend_all(const Worker& me, const Sublayer& layer, int64_t number) const {
+  void attend_all(Worker& me, const Sublayer& layer, int64_t number) const {
     const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
     const int64_t all = heads + 2 * kv, stride = all * width;
     int64_t offset = 0;
     for (const Matrix& matrix : layer.inputs) {
-      multiply(me, matrix, me.normed, first_ + offset, stride);
+      multiply(me, me.normed, first_ + offset, stride);
       offset += matrix.weight.size(0);
     }
     me.meet();
@@ -799,6 +865,7 @@ class Pass {
   const Tensor& hidden_;
   const Cache& cache_;
   const std::vector<Angles>& angles_;
+  std::vector<Piece> pieces_;  // products of the pass, in order
   Tensor out_;
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
