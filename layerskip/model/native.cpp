@@ -82,7 +82,7 @@ inline float sum(const Vec& x) {
 // comes two tiles later is fetched into the second cache: into the first, it would take the few
 // slots that wait for memory from the loads themselves.
 
-constexpr int64_t MOST = 8;
+constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;
 constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
 constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
 constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
@@ -310,7 +310,7 @@ struct alignas(64) Meeting {
       return;
     }
     for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins) {
-      if (spins < 4096) {
+      if (spins < 500) {
 #if defined(__x86_64__)
         _mm_pause();
 #endif
