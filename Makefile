@@ -9,8 +9,10 @@ MODELS := demo-llama demo-gemma2
 SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
+QUESTIONS := --prompts spec-bench --chat --limit 1 --max-new-tokens 64 --repeats 1 --threads 2 \
+	--method plain --method self --method generate --method generate-prompt-lookup
 
-.PHONY: demo test test-gpu checkpoints benchmark lint
+.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 lint
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -33,6 +35,15 @@ benchmark: .venv/installed
 	rm -f $(SAMPLED) $(GREEDY)
 	$(MAKE) $(SAMPLED) $(GREEDY)
 	$(BIN)/layerskip report $(SAMPLED) $(GREEDY) --output $(RUNS)/report
+
+# The same of a real checkpoint, which no one trained for this: two threads, ten minutes.
+REAL := $(RUNS)/smollm2-greedy.jsonl $(RUNS)/smollm2-sampled.jsonl
+benchmark-smollm2: checkpoints
+	rm -f $(REAL)
+	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --output $(RUNS)/smollm2-greedy.jsonl
+	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --do-sample --temperature 0.8 \
+		--output $(RUNS)/smollm2-sampled.jsonl
+	$(BIN)/layerskip report $(REAL) --output $(RUNS)/smollm2-report
 
 .PHONY: $(SAMPLED) $(GREEDY)
 .PRECIOUS: $(SAMPLED) $(GREEDY)

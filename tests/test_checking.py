@@ -13,7 +13,7 @@ from layerskip.bench.comparison import Comparison, Difference, first_difference
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Task
 from layerskip.config import SkipConfig
-from layerskip.decoding import draws, engine
+from layerskip.decoding import draws
 from layerskip.decoding.laws import TARGET, gumbel_noise
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
@@ -68,7 +68,7 @@ def shifted_verify(monkeypatch, step):
     verify = Session.verify
 
     def wrong(self, tokens, positions):
-        out = verify(self, tokens, positions)
+        out = verify(self, tokens, positions).clone()  # of one's own
         out[..., 5] += step
         return out
 
@@ -116,12 +116,16 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
     """Coupled text must not depend on what is drafted; greedy text cannot show it."""
     model = tiny_model("llama")
 
-    def wrong(self, drafts, positions, scores):
-        keys, places = self._stream(positions)
-        extra = [place + 1000 * max(drafts.lengths) for place in places]
-        noise = gumbel_noise(keys, extra, scores.shape[-1], purpose=TARGET)
-        other = (scores + noise - gumbel_noise(keys, places, scores.shape[-1])).nan_to_num()
-        return right(self, drafts, positions, other)
+    def wrong(self, raw, positions, drafts=None, **settings):
+        extra = 0 if drafts is None else 1000 * max(drafts.lengths)
+
+        def other(keys, places, scores):
+            return gumbel_noise(keys, [place + extra for place in places], scores.shape[-1])
+
+        self.noise.at = other
+        verdict = right(self, raw, positions, drafts, **settings)
+        del self.noise.at
+        return verdict
 
     right = draws.Draws.judge
     monkeypatch.setattr(draws.Draws, "judge", wrong)
@@ -231,7 +235,7 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
     elif rule == "accept half":
         monkeypatch.setattr(draws, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5))
     else:  # the draft's noise also draws the correction
-        monkeypatch.setattr(engine, "DRAFT", TARGET)
+        monkeypatch.setattr(draws, "DRAFT", TARGET)
     count = 8192 if rule == "same noise" else 2048  # p = 1e-16 and, of others, 1e-50
     first, _ = draw_rounds(target, draft, rejection=True, draws=count)
     assert chi_square(first, law) < LEVEL
