@@ -1,7 +1,7 @@
 """What a way to compute sublayers takes and gives; knows none of them.
 
 There is one file for each: `modules.py` calls the library's modules, `lean.py` takes fewer kernels,
-`compiled.py` compiles these.
+`native.py` one call of C++ for a pass, `compiled.py` compiles the lean kernels.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
