@@ -297,7 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.names or CHECKPOINTS:
             if name not in CHECKPOINTS:
                 raise ValueError(f"a checkpoint must be one of {names}, got {name!r}")
-            if importlib.util.find_spec("gguf") is None:
+            there = (args.output / name).exists()
+            if not there and importlib.util.find_spec("gguf") is None:
                 raise ValueError("gguf is not installed; give pip the extra '.[checkpoints]'")
             make(name, args.output)
     except (ValueError, OSError) as error:

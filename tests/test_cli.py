@@ -271,7 +271,7 @@ def break_verify(monkeypatch):
     verify = Session.verify
 
     def wrong(self, tokens, positions):
-        out = verify(self, tokens, positions)
+        out = verify(self, tokens, positions).clone()  # of one's own
         out[..., 5] += 9.0
         return out
 

@@ -111,7 +111,7 @@ def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None
     assert {path.name for path in output.iterdir()} == FILES
     assert (output / "report" / "index.html").stat().st_size > 1000
     place = {"hardware": hardware(torch.device("cpu")), "dtype": "float32"}
-    place |= {"execution": "fused", "threads": torch.get_num_threads()}
+    place |= {"execution": "native", "threads": torch.get_num_threads()}
     assert json.loads((output / "cost.json").read_text()) == COST | {"place": place}
     record = read_search(output / "search.json")
     assert record["cost"] == COST | {"place": place}
