@@ -20,7 +20,7 @@ PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for 
 
 def expected_files() -> set[str]:
     """Names in the wheel of all code and package data of this checkout."""
-    files = {"layerskip/py.typed"}
+    files = {"layerskip/py.typed", "layerskip/model/native.cpp"}
     for package, folder in PACKAGES.items():
         files |= {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")}
     models = [path for path in (ROOT / "layerskip/models").rglob("*") if path.is_file()]

@@ -79,7 +79,7 @@ inline float sum(const Vec& x) {
 // A tile is some rows of the weight with all of these tokens, its sums in registers. Columns are
 // cut so that the inputs stay in the nearest cache, and inputs are packed in the order of their use
 // (rows whose distance is a power of two would fall into the same few places of that cache). What
-// comes two tiles later is fetched into the second cache: into the first, it would take the few
+// comes AHEAD bytes later is fetched into the second cache: into the first, it would take the few
 // slots that wait for memory from the loads themselves.
 
 constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;
