@@ -353,7 +353,7 @@ struct Sublayer {
   std::optional<Norm> before, after, q_norm, k_norm;
   std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; of a head itself
   std::optional<Matrix> output;
-  int64_t layer = 0, heads = 0, kv_heads = 0, width = 0;
+  int64_t heads = 0, kv_heads = 0, width = 0;
   int64_t window = 0;   // 0: full attention
   int64_t angles = 0;   // which of the rotary tables
   double scale = 1, softcap = 0;
