@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.config import DecodingOptions, SkipConfig
+    from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
     from layerskip.decoding.rounds import DecodingStats
     from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
     from layerskip.model.fingerprint import fingerprint
@@ -23,6 +23,7 @@ _HOME = {
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
+    "LowPrecision": "layerskip.config",
     "SkipConfig": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
     "decode": "layerskip.generation",
@@ -37,6 +38,7 @@ __all__ = [
     "DecodingStats",
     "GenerationOutput",
     "LayerSkipDecoding",
+    "LowPrecision",
     "SkipConfig",
     "UnsupportedModelError",
     "decode",

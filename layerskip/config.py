@@ -1,16 +1,15 @@
-"""Skip configs: which sublayers a draft leaves out, and their JSON; knows no model and no torch.
+"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form; knows no torch.
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
-2309.08168) are both a set of indices left out. Only that set counts for equality and hash; the
-model it was searched on, decoding options, costs and notes travel with it.
+2309.08168) are both a set of indices left out; of the others, a draft runs each exactly or in low
+precision. Only these choices count for equality and hash; the model they were searched on,
+decoding options, costs and notes travel with them.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
+from layerskip.files import configs
 from layerskip.files.schema import (
     POSITIVE,
     flag,
@@ -31,11 +31,37 @@ from layerskip.files.schema import (
     number,
     optional,
 )
-from layerskip.files.schema import parse as parse_json
-from layerskip.files.writing import write_text
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON that `SkipConfig.save` writes; `load` reads this and older ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision:
+    """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
+
+    A set of layer indices, or None for every one that is not left out; what is left out anyway may
+    be in a set and does not count.
+
+    Raises:
+        TypeError, ValueError: a value has the wrong type or is out of range.
+    """
+
+    bits: Literal[8, 4] = 8
+    """Of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
+    attention: tuple[int, ...] | None = None
+    mlp: tuple[int, ...] | None = None
+    head: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", integer()(self.bits, "bits"))
+        if self.bits not in (8, 4):
+            raise ValueError(f"bits must be 8 or 4, got {self.bits}")
+        for name in ("attention", "mlp"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _index_set(name, value))
+        flag(self.head, "head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +83,16 @@ class DecodingOptions:
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)
     """The only tokens that drafts may draw; a search writes the most frequent first. Drafts read no
     other rows of the head, and the text does not depend on it."""
+    lookup: bool | None = None
+    """Whether drafts are also looked up in the row's own history."""
 
     def __post_init__(self) -> None:
         optional(name_text)(self.controller, "controller")
         length = optional(integer(1))(self.max_draft_length, "max_draft_length")
         object.__setattr__(self, "max_draft_length", length)
         optional(number(0, 1))(self.threshold, "threshold")
-        optional(flag)(self.enabled, "enabled")
+        for name in ("enabled", "lookup"):
+            optional(flag)(getattr(self, name), name)
         if self.acceptance not in (None, "coupled", "rejection"):
             raise ValueError(
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
@@ -75,12 +104,13 @@ class DecodingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SkipConfig:
-    """The sublayers that a draft leaves out: attention and MLP sets, an early exit, or both.
+    """The sublayers that a draft leaves out, and those of the others that it rounds.
 
-    The sets hold layer indices from 0 and are kept sorted. `resolve(num_layers)` checks them
-    against a model and writes the exit out as sets; compare resolved configs, so that an early
-    exit equals the same sets written out. Leaving nothing out is legal (a draft that gains
-    nothing).
+    Left out are attention and MLP sets, all from an early exit on, or both; `low` says what runs in
+    low precision. Sets hold layer indices from 0 and are kept sorted. `resolve(num_layers)` checks
+    them against a model and writes the exit and `low` out as sets; compare resolved configs, so
+    that an early exit equals the same sets written out. Choosing neither for any sublayer is legal
+    (a draft that gains nothing).
 
     Raises:
         TypeError: an index is not an integer (bool and float are refused), or a field has the
@@ -92,6 +122,8 @@ class SkipConfig:
     mlp: tuple[int, ...] = ()
     exit_layer: int | None = None
     """E: the draft runs layers 0..E-1 at most."""
+    low: LowPrecision | None = None
+    """What of the kept sublayers and the head runs in low precision; None: nothing."""
     num_layers: int | None = field(default=None, compare=False)
     """L of the model this was made for, if known; `resolve` refuses another."""
     model: str | None = field(default=None, compare=False)
@@ -108,6 +140,8 @@ class SkipConfig:
             object.__setattr__(self, name, _index_set(name, getattr(self, name)))
         for name in ("exit_layer", "num_layers"):
             object.__setattr__(self, name, optional(integer(1))(getattr(self, name), name))
+        if not isinstance(self.low, LowPrecision | None):
+            raise TypeError(f"low must be LowPrecision, got {self.low!r}")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):
@@ -126,8 +160,15 @@ class SkipConfig:
         indices = _index_set("layers", indices)
         return cls(attention=indices, mlp=indices)
 
+    @classmethod
+    def low_precision(cls, bits: Literal[8, 4] = 8) -> SkipConfig:
+        """The draft runs everything, the head too, with weights rounded to so many bits."""
+        return cls(low=LowPrecision(bits=bits))
+
     def resolve(self, num_layers: int) -> SkipConfig:
         """The canonical config for a model of `num_layers` layers: explicit sets, no exit.
+
+        `low` holds no sublayer that is left out, and is None where nothing is rounded.
 
         Raises:
             ValueError: an index or the exit lies outside the model, nothing is kept, or the config
@@ -137,7 +178,10 @@ class SkipConfig:
         model = f"a {num_layers}-layer model"
         if self.num_layers not in (None, num_layers):
             raise ValueError(f"skip config is for a {self.num_layers}-layer model, got {model}")
-        for name, layers in (("attention", self.attention), ("mlp", self.mlp)):
+        sets = {"attention": self.attention, "mlp": self.mlp}
+        if self.low is not None:
+            sets |= {"low attention": self.low.attention or (), "low mlp": self.low.mlp or ()}
+        for name, layers in sets.items():
             if layers and layers[-1] >= num_layers:
                 raise ValueError(
                     f"{name} indices must be in 0..{num_layers - 1} for {model}, got {layers[-1]}"
@@ -158,6 +202,7 @@ class SkipConfig:
             attention=tuple(attention),
             mlp=tuple(mlp),
             exit_layer=None,
+            low=self.low and _written_out(self.low, attention, mlp, range(num_layers)),
             num_layers=num_layers,
         )
 
@@ -167,17 +212,22 @@ class SkipConfig:
         `num_layers` may be left out where the config knows it, as a resolved one does.
         """
         resolved = self.resolve(self._depth(num_layers))
-        attention = (2 * layer for layer in resolved.attention)
-        return tuple(sorted([*attention, *(2 * layer + 1 for layer in resolved.mlp)]))
+        return _numbered(resolved.attention, resolved.mlp)
+
+    def rounded(self, num_layers: int | None = None) -> tuple[int, ...]:
+        """Sublayers run in low precision, numbered as in `skipped`, ascending."""
+        low = self.resolve(self._depth(num_layers)).low
+        return () if low is None else _numbered(low.attention or (), low.mlp or ())
 
     def kept(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Sublayers that the draft runs, numbered as in `skipped`, ascending."""
+        """Sublayers that the draft runs, exactly or rounded, as in `skipped`, ascending."""
         skipped = set(self.skipped(num_layers))
         return tuple(i for i in range(2 * self._depth(num_layers)) if i not in skipped)
 
     def shared_prefix(self, num_layers: int | None = None) -> int:
-        """How many leading sublayers the draft runs unbroken; 2E for an early exit at E."""
-        return next(iter(self.skipped(num_layers)), 2 * self._depth(num_layers))
+        """How many leading sublayers the draft runs unbroken and exactly; 2E for an exit at E."""
+        changed = (*self.skipped(num_layers), *self.rounded(num_layers))
+        return min(changed, default=2 * self._depth(num_layers))
 
     @property
     def draft_vocabulary(self) -> tuple[int, ...] | None:
@@ -185,8 +235,9 @@ class SkipConfig:
         return None if self.decoding is None else self.decoding.draft_vocabulary
 
     def bare(self) -> SkipConfig:
-        """What drafts are made of, not when to draft: no costs, no option but the vocabulary."""
-        options = DecodingOptions(draft_vocabulary=self.draft_vocabulary)
+        """What drafts are made of, not when to draft: no costs; of options vocabulary, lookup."""
+        known = self.decoding or DecodingOptions()
+        options = DecodingOptions(draft_vocabulary=known.draft_vocabulary, lookup=known.lookup)
         return replace(self, decoding=options, costs=None)
 
     def matches(self, model: str | None, model_hash: str | None = None) -> bool | None:
@@ -222,17 +273,11 @@ class SkipConfig:
         Raises:
             ValueError: the file is missing, is not JSON, or is not a skip config; says which.
         """
-        path, name = _split_name(Path(path))
+        file, content = configs.read(Path(path))
         try:
-            content = parse_json(path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"skip config {path} is not valid JSON: {error}") from error
-        try:
-            return cls.from_dict(_choose(content, name))
+            return cls.from_dict(content)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"skip config {path}: {error}") from error
+            raise ValueError(f"skip config {file}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, whole or not at all.
@@ -241,25 +286,25 @@ class SkipConfig:
             OSError: the folder cannot be written.
             TypeError, ValueError: `notes` or `costs` hold something that is not JSON.
         """
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-        # a line for each list of numbers, however long: no string holds a line break
-        text = re.sub(r"\[\n[^][{}\"]+\]", lambda found: _one_line(found[0]), text)
-        write_text(path, text)
+        configs.write(path, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: schema version, sets, and whatever else is known."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         known |= {"attention": list(self.attention), "mlp": list(self.mlp)}
-        if self.decoding is not None:
-            options = asdict(self.decoding)
-            if self.decoding.draft_vocabulary is not None:
-                options["draft_vocabulary"] = list(self.decoding.draft_vocabulary)
-            known["decoding"] = {k: v for k, v in options.items() if v is not None}
+        for name in ("low", "decoding"):
+            block = getattr(self, name)
+            if block is not None:
+                known[name] = {
+                    key: list(value) if isinstance(value, tuple) else value
+                    for key, value in asdict(block).items()
+                    if value is not None
+                }
         return {"schema": SCHEMA} | {k: v for k, v in known.items() if v is not None}
 
     @classmethod
     def from_dict(cls, content: object) -> SkipConfig:
-        """Read the JSON form; a missing schema version counts as 1.
+        """Read the JSON form; a missing schema version counts as the oldest.
 
         Raises:
             TypeError, ValueError: what is wrong, what is allowed, and what was found.
@@ -271,21 +316,26 @@ class SkipConfig:
                 f"schema must be {SCHEMA} or lower, got {schema}: written by a newer layerskip"
             )
         _check_keys("a skip config", values, cls)
-        if not values.keys() & {"attention", "mlp", "exit_layer"}:
-            raise ValueError("a skip config must have attention, mlp or exit_layer, got none")
-        if values.get("decoding") is not None:
-            decoding = mapping(values["decoding"], "decoding")
-            _check_keys("decoding", decoding, DecodingOptions)
-            values["decoding"] = DecodingOptions(**decoding)
+        if not values.keys() & {"attention", "mlp", "exit_layer", "low"}:
+            raise ValueError("a skip config must have attention, mlp, exit_layer or low, got none")
+        for name, block in (("low", LowPrecision), ("decoding", DecodingOptions)):
+            if values.get(name) is not None:
+                _check_keys(name, mapping(values[name], name), block)
+                values[name] = block(**values[name])
         return cls(**values)
 
     def __repr__(self) -> str:
-        if self.exit_layer is not None and not self.attention and not self.mlp:
+        sets = {"attention": self.attention, "mlp": self.mlp, "exit_layer": self.exit_layer}
+        known: dict[str, object] = {name: value for name, value in sets.items() if value}
+        if self.low is None and [*known] == ["exit_layer"]:
             return f"SkipConfig.early_exit({self.exit_layer})"
-        if self.exit_layer is None and self.attention == self.mlp != ():
+        if self.low is None and self.attention == self.mlp and [*known] == ["attention", "mlp"]:
             return f"SkipConfig.layers({self.attention})"
-        known = {"attention": self.attention, "mlp": self.mlp, "exit_layer": self.exit_layer}
-        return f"SkipConfig({', '.join(f'{k}={v}' for k, v in known.items() if v)})"
+        if self.low is not None:
+            if not known and self.low == LowPrecision(bits=self.low.bits):
+                return f"SkipConfig.low_precision({self.low.bits})"
+            known["low"] = self.low
+        return f"SkipConfig({', '.join(f'{name}={value}' for name, value in known.items())})"
 
     def _depth(self, num_layers: int | None) -> int:
         if num_layers is None:
@@ -297,6 +347,23 @@ class SkipConfig:
 
 check_costs = has(draft=POSITIVE, verify=items(POSITIVE, least=1))
 """Check of a cost table, in whatever file it comes: c, and v from one token on."""
+
+
+def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:
+    """Layer indices as sublayers, ascending."""
+    return tuple(sorted([*(2 * layer for layer in attention), *(2 * layer + 1 for layer in mlp)]))
+
+
+def _written_out(
+    low: LowPrecision, attention: frozenset[int], mlp: frozenset[int], every: range
+) -> LowPrecision | None:
+    """`low` as sets without what is left out; None where that rounds nothing."""
+    low = replace(
+        low,
+        attention=tuple(set(every if low.attention is None else low.attention) - attention),
+        mlp=tuple(set(every if low.mlp is None else low.mlp) - mlp),
+    )
+    return low if low.head or low.attention or low.mlp else None
 
 
 def _integers(name: str, what: str, each: str, values: object) -> list[int]:
@@ -323,10 +390,6 @@ def _token_list(name: str, values: object) -> tuple[int, ...]:
     return tokens
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("[ ", "[").replace(" ]", "]")
-
-
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:
     known = [f.name for f in fields(allowed)]
     unknown = [key for key in values if key not in known]
@@ -334,29 +397,3 @@ def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:
         raise ValueError(
             f"{name} may have the keys {', '.join(known)}; got {', '.join(map(shown, unknown))}"
         )
-
-
-def _split_name(path: Path) -> tuple[Path, str | None]:
-    """`file.json#name` as path and name, unless a file is really called that."""
-    stem, mark, name = path.name.rpartition("#")
-    return (path.with_name(stem), name) if stem and mark and not path.exists() else (path, None)
-
-
-def _choose(content: object, name: str | None) -> object:
-    """The config itself, or the one called `name` of a file that holds several."""
-    if (
-        not isinstance(content, dict)
-        or not content
-        or any(
-            not isinstance(value, dict) or value.keys() != {"attention", "mlp"}
-            for value in content.values()
-        )
-    ):
-        if name is not None:
-            raise ValueError(f"holds one skip config without a name; leave out #{name}")
-        return content
-    if name not in content:
-        choices = ", ".join(f"#{key}" for key in content)
-        got = "no name" if name is None else f"#{name}"
-        raise ValueError(f"holds several skip configs; end the path in one of {choices}; got {got}")
-    return content[name]

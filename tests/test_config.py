@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 
 EVERYTHING = SkipConfig(
     attention=(3, 9),
     mlp=(4,),
     exit_layer=10,
+    low=LowPrecision(bits=4, mlp=(9, 7), head=False),
     num_layers=12,
     model="someone/some-llama",
     model_hash="0123abcd",
@@ -24,6 +25,7 @@ EVERYTHING = SkipConfig(
         threshold=0.6,
         enabled=False,
         acceptance="rejection",
+        lookup=True,
     ),
     costs={"draft": 0.25, "verify": [1.0, 1.1, 1.2]},
     notes={"trials": 40, "alpha": 0.8, "best": [1, 2]},
@@ -38,8 +40,19 @@ def resolvable(draw: st.DrawFn) -> tuple[SkipConfig, int]:
     layers = st.sets(st.integers(0, num_layers - 1).filter(lambda layer: layer != kept_layer))
     exits = st.none() | st.integers(kept_layer + 1, num_layers - 1)
     exit_layer = draw(exits) if kept_layer + 1 < num_layers else None
+    rounded = st.none() | st.sets(st.integers(0, num_layers - 1)).map(tuple)
+    low = st.builds(
+        LowPrecision,
+        bits=st.sampled_from([8, 4]),
+        attention=rounded,
+        mlp=rounded,
+        head=st.booleans(),
+    )
     config = SkipConfig(
-        attention=tuple(draw(layers)), mlp=tuple(draw(layers)), exit_layer=exit_layer
+        attention=tuple(draw(layers)),
+        mlp=tuple(draw(layers)),
+        exit_layer=exit_layer,
+        low=draw(st.none() | low),
     )
     return config, num_layers
 
@@ -57,11 +70,27 @@ def test_kept_and_skipped_split_the_sublayers(case):
 
 
 @given(resolvable())
-def test_shared_prefix_is_the_longest_unbroken_start(case):
+def test_rounded_are_the_chosen_of_the_kept(case):
+    config, num_layers = case
+    kept, rounded, low = config.kept(num_layers), config.rounded(num_layers), config.low
+    chosen = []
+    for sublayer in kept:
+        layer, is_mlp = divmod(sublayer, 2)
+        layers = () if low is None else low.mlp if is_mlp else low.attention
+        chosen += [sublayer] if layers is None or layer in layers else []
+    assert rounded == tuple(chosen)
+    head = low is not None and low.head
+    assert (config.resolve(num_layers).low is None) == (not rounded and not head)
+
+
+@given(resolvable())
+def test_shared_prefix_is_the_longest_unbroken_exact_start(case):
     config, num_layers = case
     prefix, kept = config.shared_prefix(num_layers), config.kept(num_layers)
+    exact = set(kept) - set(config.rounded(num_layers))
     assert kept[:prefix] == tuple(range(prefix))
-    assert prefix not in kept
+    assert exact >= set(range(prefix))
+    assert prefix not in exact
 
 
 @given(resolvable())
@@ -72,7 +101,7 @@ def test_resolve_is_canonical_and_idempotent(case):
     assert resolved.num_layers == num_layers
     assert resolved.resolve(num_layers) == resolved
     assert resolved.skipped() == config.skipped(num_layers)
-    written_out = SkipConfig(attention=resolved.attention, mlp=resolved.mlp)
+    written_out = SkipConfig(attention=resolved.attention, mlp=resolved.mlp, low=resolved.low)
     assert written_out.resolve(num_layers) == resolved
     assert hash(written_out.resolve(num_layers)) == hash(resolved)
 
@@ -101,6 +130,41 @@ def test_early_exit():
     assert config != SkipConfig.early_exit(7)
 
 
+def test_low_precision():
+    config = SkipConfig.low_precision()
+    assert repr(config) == "SkipConfig.low_precision(8)"
+    assert (config.kept(2), config.rounded(2)) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert config.shared_prefix(2) == 0
+    every = LowPrecision(attention=(0, 1), mlp=(0, 1))
+    assert config.resolve(2) == SkipConfig(low=every).resolve(2)
+    assert hash(config.resolve(2)) == hash(SkipConfig(low=every).resolve(2))
+    assert config != SkipConfig()
+    assert config != SkipConfig.low_precision(4)
+
+
+def test_low_precision_of_an_exit_stops_there():
+    config = SkipConfig(exit_layer=2, low=LowPrecision(attention=(1, 3), head=False))
+    resolved = config.resolve(4)
+    assert resolved.low == LowPrecision(attention=(1,), mlp=(0, 1), head=False)
+    assert (config.rounded(4), config.shared_prefix(4)) == ((1, 2, 3), 1)
+    assert eval(repr(config)) == config
+
+
+def test_a_low_head_alone_is_a_choice_and_nothing_low_is_none():
+    head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
+    assert head.resolve(4).low == LowPrecision(attention=(), mlp=())
+    assert head.shared_prefix(4) == 8
+    nothing = SkipConfig(low=LowPrecision(attention=(), mlp=(3,), head=False), exit_layer=3)
+    assert nothing.resolve(4) == SkipConfig.early_exit(3).resolve(4)
+
+
+def test_bare_keeps_what_drafts_are_made_of():
+    options = DecodingOptions(controller="fixed", enabled=False, lookup=True, draft_vocabulary=(3,))
+    bare = replace(EVERYTHING, decoding=options).bare()
+    assert (bare, bare.costs) == (EVERYTHING, None)
+    assert bare.decoding == DecodingOptions(lookup=True, draft_vocabulary=(3,))
+
+
 def test_sets_are_sorted_and_readable():
     config = SkipConfig(attention=(9, 3), mlp=(4,))
     assert config.attention == (3, 9)
@@ -116,7 +180,8 @@ def test_skipping_nothing_is_legal():
 
 
 def test_only_the_sets_count_for_equality():
-    bare = SkipConfig(attention=(3, 9), mlp=(4,), exit_layer=10)
+    low = LowPrecision(bits=4, mlp=(7, 9), head=False)
+    bare = SkipConfig(attention=(3, 9), mlp=(4,), exit_layer=10, low=low)
     assert bare == EVERYTHING
     assert hash(bare) == hash(EVERYTHING)
     assert EVERYTHING.resolve(12).decoding == EVERYTHING.decoding
@@ -143,6 +208,11 @@ def test_frozen_and_picklable():
             r"attention indices must be in 0\.\.15 for a 16-layer model, got 16",
         ),
         (SkipConfig(mlp=(4,)), 4, r"mlp indices must be in 0\.\.3 for a 4-layer model, got 4"),
+        (
+            SkipConfig(low=LowPrecision(mlp=(1, 4))),
+            4,
+            r"low mlp indices must be in 0\.\.3 for a 4-layer model, got 4",
+        ),
         (SkipConfig.layers(range(4)), 4, "at least one sublayer"),
         (SkipConfig(attention=(0, 1), mlp=(0, 1), exit_layer=2), 4, "at least one sublayer"),
         (SkipConfig(num_layers=12), 16, "is for a 12-layer model, got a 16-layer model"),
@@ -168,6 +238,7 @@ def test_resolve_refuses(config, num_layers, message):
         ({"num_layers": -2}, ValueError, "num_layers must be 1 or more, got -2"),
         ({"model": 7}, TypeError, "model must be a string, got 7"),
         ({"model_hash": ""}, ValueError, "model_hash must not be empty"),
+        ({"low": {"bits": 8}}, TypeError, "low must be LowPrecision, got"),
         ({"decoding": {"enabled": True}}, TypeError, "decoding must be DecodingOptions"),
         ({"costs": {"draft": 0.2}}, ValueError, "costs.verify is missing"),
         ({"costs": {"draft": 0, "verify": [1]}}, ValueError, "costs.draft must be above 0, got 0"),
@@ -197,11 +268,29 @@ def test_construction_refuses(values, error, message):
         ({"threshold": True}, TypeError, "threshold must be a finite number, got True"),
         ({"enabled": 1}, TypeError, "enabled must be true or false, got 1"),
         ({"acceptance": "exact"}, ValueError, "'coupled' or 'rejection', got 'exact'"),
+        ({"lookup": "yes"}, TypeError, "lookup must be true or false, got 'yes'"),
     ],
 )
 def test_decoding_options_refuse(values, error, message):
     with pytest.raises(error, match=message):
         DecodingOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"bits": 6}, ValueError, "bits must be 8 or 4, got 6"),
+        ({"bits": True}, TypeError, "bits must be an integer, got True"),
+        ({"bits": 8.0}, TypeError, "bits must be an integer, got 8.0"),
+        ({"head": None}, TypeError, "head must be true or false, got None"),
+        ({"attention": 3}, TypeError, "attention must be a list of layer indices, got 3"),
+        ({"mlp": (3, 3)}, ValueError, "mlp indices must differ from each other, got 3 twice"),
+        ({"mlp": (-1,)}, ValueError, "mlp index must be 0 or more, got -1"),
+    ],
+)
+def test_low_precision_refuses(values, error, message):
+    with pytest.raises(error, match=message):
+        LowPrecision(**values)
 
 
 def test_depth_is_needed_until_resolved():
@@ -233,7 +322,23 @@ def test_file_round_trip_keeps_everything(tmp_path):
     assert loaded == EVERYTHING
     assert loaded.to_dict() == EVERYTHING.to_dict()
     assert loaded.decoding == EVERYTHING.decoding
-    assert json.loads(path.read_text())["schema"] == 1
+    content = json.loads(path.read_text())
+    assert (content["schema"], content["low"]) == (2, {"bits": 4, "mlp": [7, 9], "head": False})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"schema": 1, "exit_layer": 3}', SkipConfig.early_exit(3)),
+        ('{"schema": 2, "low": {}}', SkipConfig.low_precision()),
+        ('{"low": {"bits": 4, "head": true}}', SkipConfig.low_precision(4)),
+        ('{"mlp": [1], "low": null}', SkipConfig(mlp=(1,))),
+    ],
+)
+def test_files_old_and_new(tmp_path, text, expected):
+    path = tmp_path / "skip.json"
+    path.write_text(text)
+    assert SkipConfig.load(path) == expected
 
 
 def test_failed_save_leaves_the_old_file_alone(tmp_path):
@@ -283,9 +388,9 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
         ("[3, 9]", "must be a JSON object, got"),
         ("null", "must be a JSON object, got None"),
-        ("{}", "must have attention, mlp or exit_layer"),
-        ('{"schema": 1, "model": "x"}', "must have attention, mlp or exit_layer"),
-        ('{"schema": 2, "sets": []}', "schema must be 1 or lower, got 2: written by a newer"),
+        ("{}", "must have attention, mlp, exit_layer or low"),
+        ('{"schema": 1, "model": "x"}', "must have attention, mlp, exit_layer or low"),
+        ('{"schema": 3, "sets": []}', "schema must be 2 or lower, got 3: written by a newer"),
         ('{"schema": "1", "mlp": []}', "schema must be an integer, got '1'"),
         ('{"schema": 0, "mlp": []}', "schema must be 1 or more, got 0"),
         ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
@@ -295,6 +400,9 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
         ('{"mlp": {"1": 2}}', "mlp must be a list of layer indices"),
         ('{"exit_layer": "8"}', "exit_layer must be an integer, got '8'"),
+        ('{"low": []}', "low must be a JSON object"),
+        ('{"low": {"int8": true}}', "low may have the keys bits, .*; got 'int8'"),
+        ('{"low": {"bits": null}}', "bits must be an integer, got None"),
         ('{"mlp": [], "decoding": []}', "decoding must be a JSON object"),
         ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
         ('{"mlp": [], "costs": 3}', "costs must be a JSON object, got 3"),
