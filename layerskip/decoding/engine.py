@@ -125,7 +125,7 @@ class Decoder:
         index = 0
         while not all(self.finished):
             index += 1
-            with self.session.model.backend.disturbed():
+            with self.session.model.disturbed():
                 round_ = self._round(index)
             yield round_
 

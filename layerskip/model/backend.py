@@ -73,7 +73,7 @@ class Backend(ABC):
         return slots
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """Around a round: where others need the cores, it makes do with fewer threads."""
+        """`Sublayers.disturbed`."""
         return nullcontext()
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
