@@ -102,6 +102,14 @@ def note_at_the_side(axes: Axes, text: str, height: float) -> None:
     )  # fmt: skip
 
 
+def note_below(axes: Axes, text: str, place: float) -> None:
+    """A text among the tick labels, at a place of the data."""
+    axes.annotate(
+        text, (place, 0.0), xycoords=("data", "axes fraction"), xytext=(0, -6),
+        textcoords="offset points", ha="center", va="top", fontsize=9,
+    )  # fmt: skip
+
+
 def layer_ticks(axes: Axes, layers: int) -> None:
     """Ticks in the middle of a layer's two columns, a dozen or so at equal distances."""
     shown = range(0, layers, -(-layers // 16))

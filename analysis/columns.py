@@ -119,7 +119,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "and on those held out. Measured: on the clock, interleaved with plain decoding, with its "
         "95% interval. Efficiency = measured / predicted, held out where known.",
         "name role predicted held_out measured low high efficiency alpha draft_cost bound "
-        "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp "
+        "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp rounded "
         "controller max_draft_length threshold",
     ),
     "search-sublayers": (
@@ -133,7 +133,8 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Best trials",
         "By priced speedup over plain decoding, no copies; all trials are in the CSV file. "
         "Forced: without turning off a draft that does not pay. Acceptance: alpha.",
-        "number origin left_out attention mlp speedup forced_speedup acceptance draft_cost bound",
+        "number origin left_out attention mlp rounded speedup forced_speedup acceptance "
+        "draft_cost bound",
     ),
 }
 """By table: title, note, and the columns shown, in order."""

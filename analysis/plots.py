@@ -243,15 +243,21 @@ def what_if(run: Run) -> Plot | None:
 
 
 def skip_map(run: Run) -> Plot | None:
-    """What the skip configs leave out, with the best speedup of the methods that have them."""
+    """What the skip configs leave out or round, with the best speedup of their methods."""
     table = tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["category"] == tables.ALL)]
     fastest = table.groupby("method")["speedup"].max()
     owners: dict[str, list[str]] = {}
     for method in run.drafting:
-        owners.setdefault(str(run.methods[method]["skipped"]), []).append(method)
+        settings = run.methods[method]
+        owners.setdefault(str((settings["skipped"], settings.get("low"))), []).append(method)
     rows = [
-        (", ".join(names), run.methods[names[0]]["skipped"], fastest.reindex(names).max())
+        shared_plots.Row(
+            ", ".join(names),
+            run.methods[names[0]]["skipped"],
+            run.methods[names[0]].get("low"),
+            fastest.reindex(names).max(),
+        )
         for names in owners.values()
     ]
     if not rows:

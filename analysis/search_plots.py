@@ -20,6 +20,7 @@ from layerskip.analysis.canvas import (
     MUTED,
     ORANGE,
     PAPER,
+    PURPLE,
     SKY,
     WIDTH,
     Plot,
@@ -113,10 +114,14 @@ def pareto(search: Search) -> Plot | None:
         longest = max(1, search.document["trace"]["draft_length"])
         shared_plots.equal_speedups(axes, costs, longest)
     size = 3 if len(table) > MANY else 4.5
-    exits = table["origin"].str.startswith("seed:exit")
+    exits, low = (
+        table["origin"].str.startswith("seed:exit"),
+        table.reindex(columns=["rounded"])["rounded"].notna(),
+    )
     for rows, colour, marker, name in (
-        (table[~exits], SKY, "o", "sets of sublayers"),
-        (table[exits], GREEN, "^", "early exits"),
+        (table[~exits & ~low], SKY, "o", "sets of sublayers"),
+        (table[exits & ~low], GREEN, "^", "early exits"),
+        (table[low], PURPLE, "s", "partly in low precision"),
     ):
         if len(rows):
             axes.plot(
@@ -148,19 +153,29 @@ def pareto(search: Search) -> Plot | None:
 
 
 def skip_map(search: Search) -> Plot | None:
-    """What finalists and the best other trials leave out, a row each."""
+    """What finalists and the best other trials leave out or round, a row each."""
     chosen = search_tables.finalists(search)
-    skipped = {t["number"]: t.get("skipped") for t in search.document["trials"]}
+    trials = {trial["number"]: trial for trial in search.document["trials"]}
     rows: list[shared_plots.Row] = []
     for finalist, (_, line) in zip(search.finalists, chosen.iterrows(), strict=True):
         speedup = line["forecast"] if np.isnan(line["measured"]) else line["measured"]
-        rows.append((_name(line), finalist["skipped"], speedup))
+        rows.append(
+            shared_plots.Row(_name(line), finalist["skipped"], finalist.get("low"), speedup)
+        )
     told = len(rows)
     others = search_tables.best_trials(search, OTHERS + told)
     others = others[~others["number"].isin(chosen["trial"] if told else [])].head(OTHERS)
     for _, line in others.iterrows():
         seed = line["origin"].removeprefix("seed:") if line["kind"] == "seed" else ""
-        rows.append((seed or f"trial-{line['number']}", skipped[line["number"]], line["score"]))
+        trial = trials[line["number"]]
+        rows.append(
+            shared_plots.Row(
+                seed or f"trial-{line['number']}",
+                trial["skipped"],
+                trial.get("low"),
+                line["score"],
+            )
+        )
     if not rows:
         return None
     return shared_plots.skip_map("search-skip-map", rows, search.num_layers, told)

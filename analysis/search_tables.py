@@ -80,12 +80,12 @@ def trials(search: Search) -> pd.DataFrame:
     """Every trial, by number.
 
     Columns: `kind` (see ORIGINS) and `origin`; `left_out` (sublayers), `attention` and `mlp` (the
-    layers they are of, in words); `tokens_per_second`, `speedup` (never below plain's: a draft that
-    does not pay is turned off), `forced_speedup` (where it may not be turned off), `score` (the
-    latter where drafting does not pay and it is known, else `speedup`), `best_so_far` (of
-    `speedup`); `acceptance` (alpha), `draft_cost` (c), `bound` (1 / c), `front` (whether no other
-    trial accepts as much for less); the decoding options; `seconds`; `copy_of`. A failed trial has
-    no numbers.
+    layers they are of, in words); `rounded` (what runs in low precision, likewise; no column where
+    no trial has any); `tokens_per_second`, `speedup` (never below plain's: a draft that does not
+    pay is turned off), `forced_speedup` (where it may not be turned off), `score` (the latter where
+    drafting does not pay and it is known, else `speedup`), `best_so_far` (of `speedup`);
+    `acceptance` (alpha), `draft_cost` (c), `bound` (1 / c), `front` (whether no other trial accepts
+    as much for less); the decoding options; `seconds`; `copy_of`. A failed trial has no numbers.
     """
     rows = []
     for trial in search.document["trials"]:
@@ -95,7 +95,7 @@ def trials(search: Search) -> pd.DataFrame:
             forced = _number(trial["forced_speedup"])
             flat = trial["speedup"] <= PAYS and not np.isnan(forced)
             row |= {
-                **_sets(trial["skipped"]),
+                **_sets(trial),
                 "tokens_per_second": trial["value"],
                 "speedup": trial["speedup"],
                 "forced_speedup": forced,
@@ -113,13 +113,16 @@ def trials(search: Search) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=_TRIAL_COLUMNS).sort_values("number", ignore_index=True)
     numbers = frame.columns[_TRIAL_COLUMNS.index("tokens_per_second") :].drop("controller")
     frame = frame.astype(dict.fromkeys(numbers, float) | {"left_out": "Int64"})
+    if frame["rounded"].isna().all():
+        frame = frame.drop(columns="rounded")
     frame["best_so_far"] = frame["speedup"].cummax().ffill()
     frame["front"] = front(frame["draft_cost"].to_numpy(), frame["acceptance"].to_numpy())
     return frame
 
 
 _TRIAL_COLUMNS = [
-    "number", "kind", "origin", "state", "left_out", "attention", "mlp", "tokens_per_second",
+    "number", "kind", "origin", "state", "left_out", "attention", "mlp", "rounded",
+    "tokens_per_second",
     "speedup", "forced_speedup", "score", "acceptance", "draft_cost", "bound", "controller",
     "max_draft_length", "threshold", "seconds", "copy_of",
 ]  # fmt: skip
@@ -176,7 +179,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "role": ", ".join(named),
                 "trial": finalist["trial"],
                 "kind": kinds[finalist["trial"]],
-                **_sets(finalist["skipped"]),
+                **_sets(finalist),
                 "alpha": _number(finalist["alpha"]),
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
@@ -195,15 +198,21 @@ def finalists(search: Search) -> pd.DataFrame:
                 },
             }
         )  # fmt: skip
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    if len(frame) and frame["rounded"].isna().all():
+        frame = frame.drop(columns="rounded")
+    return frame
 
 
 def sublayers(search: Search) -> pd.DataFrame:
     """By switch, in the model's order: what it is worth, and what leaving it out alone does.
 
-    Columns: `switch`, its `sublayer` ("attention", "mlp", "layer" or "exit"), `layer`, `importance`
-    (the sampler's, NaN where not given), `alone_speedup` (forced), `alone_acceptance` and
-    `alone_cost` (c) of the trial that left out nothing else, `finalists` (how many leave it out).
+    Where a search tried switches on a draft that pays, alone means of that draft.
+
+    Columns: `switch`, its `sublayer` ("attention", "mlp" or "layer"; "exit", "low" and "head" are
+    of no `layer`), `importance` (the sampler's, NaN where not given), `alone_speedup` (forced),
+    `alone_acceptance` and `alone_cost` (c) of the trial that left out nothing else, `finalists`
+    (how many leave it out).
     """
     alone = {}
     for trial in search.document["trials"]:
@@ -218,13 +227,13 @@ def sublayers(search: Search) -> pd.DataFrame:
             {
                 "switch": switch,
                 "sublayer": kind,
-                "layer": float("nan") if kind == "exit" else layer,
+                "layer": float("nan") if layer < 0 else layer,
                 "importance": _number(importance.get(switch)),
                 "alone_speedup": _number(trial.get("forced_speedup")),
                 "alone_acceptance": _number(trial.get("acceptance")),
                 "alone_cost": _number(trial.get("draft_cost")),
                 "finalists": float("nan")
-                if kind == "exit"
+                if layer < 0
                 else sum(
                     all(layer in finalist["skipped"][name] for name in names)
                     for finalist in search.finalists
@@ -234,12 +243,19 @@ def sublayers(search: Search) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _sets(skipped: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _sets(draft: Mapping[str, Any]) -> dict[str, Any]:
+    skipped, low = draft["skipped"], draft.get("low")
     return {
         "left_out": len(skipped["attention"]) + len(skipped["mlp"]),
         "attention": ranges(skipped["attention"]),
         "mlp": ranges(skipped["mlp"]),
+        "rounded": _low_words(low) if low else float("nan"),
     }
+
+
+def _low_words(low: Mapping[str, Any]) -> str:
+    sets = f"attention {ranges(low['attention'])}, MLP {ranges(low['mlp'])}"
+    return f"{low['bits']} bits: {sets}{', head' if low['head'] else ''}"
 
 
 def _switch(skipped: Mapping[str, Sequence[int]]) -> str:

@@ -6,6 +6,7 @@ They are drawn from tables, costs and sets of sublayers; runs and searches are u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from layerskip.analysis.canvas import (
     BLUE,
+    GREEN,
     INK,
     LINE,
     MUTED,
@@ -30,6 +32,7 @@ from layerskip.analysis.canvas import (
     marker_of,
     new_figure,
     note_at_the_side,
+    note_below,
 )
 from layerskip.analysis.runs import ranges
 from layerskip.costs.speculation import CostTable
@@ -115,43 +118,80 @@ def name_plane(axes: Axes) -> None:
     axes.set_ylabel("alpha: a draft token is accepted")
 
 
-Row = tuple[str, Mapping[str, Sequence[int]], float]
-"""A draft's name, its skipped layers by kind of sublayer, its speedup (NaN where unknown)."""
+class Row(NamedTuple):
+    """A draft on a skip map."""
+
+    name: str
+    skipped: Mapping[str, Sequence[int]]
+    """Layers left out, by kind of sublayer."""
+    low: Mapping[str, Any] | None
+    """Layers run in low precision, likewise, with `bits`, and `head`: whether that is, too."""
+    speedup: float
+    """NaN where unknown."""
+
+    def words(self) -> str:
+        left_out, low = (
+            f"attention of layers {ranges(of['attention'])} and MLP of layers {ranges(of['mlp'])}"
+            for of in (self.skipped, self.low or self.skipped)
+        )
+        words = f"{self.name} leaves out {left_out}"
+        if self.low:
+            head = " and the head" if self.low["head"] else ""
+            words += f", runs {low}{head} in {self.low['bits']} bits"
+        return f"{words}, speedup {self.speedup:.2f}"
+
+
+_KINDS = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 
 
 def skip_map(name: str, rows: Sequence[Row], layers: int, told: int) -> Plot:
-    """What drafts leave out, a row each.
+    """What drafts leave out, and what they run in low precision, a row each.
 
     Args:
         told: so many rows, the first ones, are put into words and stand apart from the others.
     """
     figure, axes = new_figure(1.3 + 0.21 * (len(rows) + 1))
     heights = [place + (place >= told > 0) * 0.6 for place in range(len(rows))]
-    kinds = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
-    for height, (_, skipped, speedup) in zip(heights, rows, strict=True):
-        frame = Rectangle((0, height - 0.4), 2 * layers, 0.8, facecolor=PAPER, edgecolor=LINE)
-        axes.add_patch(frame)
-        if not np.isnan(speedup):
-            note_at_the_side(axes, f"{speedup:.2f}", height)
-        for kind, colour, place in kinds:
+    any_low = any(row.low for row in rows)
+    head = 2 * layers + 0.025 * layers  # where its column begins
+    column = max(1.0, 0.04 * layers)
+    edge = 0.5 if layers <= 32 else 0.0
+    for height, row in zip(heights, rows, strict=True):
+        frames = [(0.0, 2.0 * layers), *([(head, column)] if any_low else [])]
+        for left, width in frames:
+            axes.add_patch(
+                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=LINE)
+            )
+        if not np.isnan(row.speedup):
+            note_at_the_side(axes, f"{row.speedup:.2f}", height)
+        for kind, colour, place in _KINDS:
             axes.broken_barh(
-                [(2 * layer + place, 1) for layer in skipped[kind]], (height - 0.4, 0.8),
-                facecolor=colour, edgecolor=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
+                [(2 * layer + place, 1) for layer in row.skipped[kind]], (height - 0.4, 0.8),
+                facecolor=colour, edgecolor=PAPER, linewidth=edge,
             )  # fmt: skip
-    for kind, colour, _ in kinds:
+            if row.low:
+                axes.broken_barh(
+                    [(2 * layer + place, 1) for layer in row.low[kind]], (height + 0.1, 0.3),
+                    facecolor=GREEN, edgecolor=PAPER, linewidth=edge,
+                )  # fmt: skip
+        if row.low and row.low["head"]:
+            axes.broken_barh([(head, column)], (height + 0.1, 0.3), facecolor=GREEN)
+    for kind, colour, _ in _KINDS:
         axes.bar([0], [0], color=colour, label=f"{kind} left out")
-    axes.set_xlim(0, 2 * layers)
+    if any_low:
+        bits = " or ".join(map(str, sorted({row.low["bits"] for row in rows if row.low})))
+        axes.bar([0], [0], color=GREEN, label=f"low bar: in {bits} bits")
+    axes.set_xlim(0, head + column if any_low else 2 * layers)
     axes.set_ylim(heights[-1] + 0.7, -0.7)
-    axes.set_yticks(heights, [clipped(label, 28) for label, _, _ in rows], fontsize=9)
+    axes.set_yticks(heights, [clipped(row.name, 28) for row in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
     layer_ticks(axes, layers)
+    if any_low:
+        note_below(axes, "head", head + column / 2)
     axes.grid(visible=False)
     axes.set_xlabel("layer (right: speedup, measured where it was)")
     add_legend(figure, axes)
-    words = "; ".join(
-        f"{label} leaves out attention of layers {ranges(skipped['attention'])} and MLP of layers "
-        f"{ranges(skipped['mlp'])}, speedup {speedup:.2f}"
-        for label, skipped, speedup in rows[:told]
-    )
-    alt = f"What {len(rows)} drafts leave out. {words}."
-    return Plot(name, "What the drafts leave out", alt, figure)
+    title = "What the drafts leave out" + (" or round" if any_low else "")
+    words = "; ".join(row.words() for row in rows[:told])
+    alt = f"{title.replace('the', str(len(rows)))}. {words}."
+    return Plot(name, title, alt, figure)

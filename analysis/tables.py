@@ -225,10 +225,16 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
         return 0.0
     drafted, draft = record["rounds"]["drafted"], 0.0
     if method["kind"] == "self":
-        left_out = method["skipped"]
-        draft = sum(sublayers) - sum(sublayers[2 * i] for i in left_out["attention"])
-        draft -= sum(sublayers[2 * i + 1] for i in left_out["mlp"])
+        skipped, low = method["skipped"], method.get("low")
+        rounded = weights.get("low", {}).get(str(low["bits"])) if low else weights
+        if rounded is None:
+            return 0.0
+        for i, size in enumerate(sublayers):
+            kind, layer = ("mlp" if i % 2 else "attention"), i // 2
+            if layer not in skipped[kind]:
+                draft += rounded["sublayers"][i] if low and layer in low[kind] else size
         kept = method.get("draft_vocabulary") or weights["vocabulary"]
+        head = rounded["head"] if low and low["head"] else head
         draft += head * kept / weights["vocabulary"]
     return float(sum(max(each) * draft + whole for each in drafted))  # rows draft in lockstep
 

@@ -202,7 +202,7 @@ def _better_exit(run: Run, settings: dict[str, Any]) -> list[str]:
             "sublayers to skip (`layerskip search`), or decode plainly."
         ]
     layer, odd = divmod(settings["num_kept"], 2)
-    is_exit = not odd and settings.get("prefix") == settings["num_kept"]
+    is_exit = not (odd or settings.get("low")) and settings.get("prefix") == settings["num_kept"]
     now = table[table["exit"] == layer]["speedup"].max() if is_exit else math.nan
     if not best["speedup"] > BETTER * now:
         return []

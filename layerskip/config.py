@@ -63,6 +63,17 @@ class LowPrecision:
                 object.__setattr__(self, name, _index_set(name, value))
         flag(self.head, "head")
 
+    def words(self, kept: int) -> str:
+        """What is low of a draft that keeps so many sublayers; of a resolved config."""
+        rounded = len(self.attention or ()) + len(self.mlp or ())
+        bits = f"in {self.bits} bits"
+        if rounded == kept:
+            return bits if self.head else f"{bits} but for the head"
+        what = [f"{rounded} sublayer{'s' * (rounded > 1)}"] * (rounded > 0) + [
+            "the head"
+        ] * self.head
+        return f"{' and '.join(what)} {bits}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:

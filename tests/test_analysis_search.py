@@ -71,6 +71,8 @@ def gaining(number, gain, **changes):
                  **changes)  # fmt: skip
 
 
+LOW = {"bits": 8, "attention": [0, 2], "mlp": [*range(12)], "head": True}
+
 # ---------------------------------------------------------------------------------------------
 # Numbers
 
@@ -113,6 +115,33 @@ def test_trials_in_numbers(tmp_path):
     assert loaded(tmp_path, of_trials(trial(0))).trials["best_so_far"].tolist() == [1]
     best = search_tables.best_trials(loaded(tmp_path, document), 3)
     assert best["number"].tolist() == [3, 0, 1]  # 4 is a copy, 5 would lose
+
+
+def test_low_precision_in_numbers_and_pictures(tmp_path):
+    document = made.made_up()
+    exact = loaded(tmp_path, document)
+    assert "rounded" not in exact.trials
+    assert "rounded" not in search_tables.finalists(exact)
+    document["finalists"][0]["low"] = LOW
+    for trial in document["trials"]:
+        if trial["number"] in (document["finalists"][0]["trial"], 0):
+            trial["low"] = LOW
+    search = loaded(tmp_path, document)
+    words = "8 bits: attention 0, 2, MLP 0-11, head"
+    assert search.trials.set_index("number")["rounded"].dropna().to_dict() == {0: words, 87: words}
+    assert search_tables.finalists(search)["rounded"][0] == words
+    plots = {plot.name: plot for plot in search_plots.search_plots(search)}
+    skip_map, pareto = plots["search-skip-map"], plots["search-pareto"]
+    assert "leave out or round" in skip_map.title
+    assert "runs attention of layers 0, 2 and MLP of layers 0-11 and the head in 8 bits" in (
+        skip_map.alt
+    )
+    [legend] = skip_map.figure.legends
+    assert "low bar: in 8 bits" in [text.get_text() for text in legend.get_texts()]
+    [legend] = pareto.figure.legends
+    assert "partly in low precision" in [text.get_text() for text in legend.get_texts()]
+    old = {plot.name: plot for plot in search_plots.search_plots(exact)}
+    assert old["search-skip-map"].title == "What the drafts leave out"
 
 
 def test_finalists_in_numbers(tmp_path):
@@ -590,6 +619,9 @@ def test_every_key_has_a_type(tmp_path):
         (("trials", 3, "state"), "running", "trials[3].state must be complete or failed"),
         (("trials", 3, "number"), 4, "trials must have different numbers"),
         (("trials", 3, "skipped", "mlp"), [12], "trials[3].skipped.mlp must hold layers in 0..11"),
+        (("trials", 3, "low"), LOW | {"mlp": [12]}, "trials[3].low.mlp must hold layers in 0..11"),
+        (("trials", 3, "low"), {"bits": 8}, "trials[3].low.attention is missing"),
+        (("finalists", 0, "low"), LOW | {"head": 1}, "finalists[0].low.head must be true or"),
         (("trials", 11, "origin"), 5, "trials[11].origin must be a string"),
         (("finalists", 1, "trial"), 11, "finalists[1].trial must be a complete trial's number"),
         (("finalists", 1, "name"), FULL["finalists"][0]["name"], "finalists must have different"),

@@ -1,6 +1,7 @@
 """The report's numbers against values worked out by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,15 +328,22 @@ def test_runs_are_told_apart_and_stand_side_by_side(tmp_path):
 
 def test_weights_read_are_counted_by_pass(tmp_path):
     # six layers: 10 bytes of attention, 20 of MLP each, and a head of 40 for 8 tokens
-    weights = {"sublayers": [10, 20] * 6, "head": 40, "vocabulary": 8}
-    trimmed = made.drafting("self:few", draft_vocabulary=2)
-    methods = [*made.header()["methods"], trimmed]
+    eighths = {"sublayers": [3, 6] * 6, "head": 12}
+    weights = {"sublayers": [10, 20] * 6, "head": 40, "vocabulary": 8, "low": {"8": eighths}}
+    low = {"bits": 8, "attention": [1], "mlp": [0, 1], "head": True}
+    changes: dict[str, Any] = {
+        "self:few": {"draft_vocabulary": 2},
+        "self:low": {"draft_vocabulary": 2, "low": low},
+        "self:4": {"low": low | {"bits": 4}},  # of which this file knows no bytes
+    }
+    drafting = [made.drafting(name, **change) for name, change in changes.items()]
+    methods = [*made.header()["methods"], *drafting]
     counts = made.rounds((3, 3, 4), (2, 1, 2), (0, 0, 1), (1, 1, 2))  # 6 drafts, 4 passes of all
     plain = made.rounds(*[(0, 0, 1)] * 9)
-    rounds = {"plain": plain, "self": counts, "self:few": counts}
+    rounds = {"plain": plain, "self": counts, **dict.fromkeys(changes, counts)}
     lines = [
         made.record(name, rounds=rounds.get(name), read_bandwidth=1e6)
-        for name in ("plain", "self", "self:few", "generate", "generate-prompt-lookup")
+        for name in ("plain", "self", *changes, "generate", "generate-prompt-lookup")
     ]
     head = made.header(weights=weights, methods=methods)
     table = tables.weights_read(run_of(tmp_path, lines, head)).set_index("method")
@@ -345,6 +353,7 @@ def test_weights_read_are_counted_by_pass(tmp_path):
         "plain": 9 * whole,
         "self": 6 * (exit_2 + 40) + 4 * whole,
         "self:few": 6 * (exit_2 + 10) + 4 * whole,
+        "self:low": 6 * (10 + 6 + 3 + 6 + 3) + 4 * whole,
     }
     assert set(table.index) == set(expected)
     for name, read in expected.items():

@@ -142,6 +142,22 @@ def test_low_precision():
     assert config != SkipConfig.low_precision(4)
 
 
+@pytest.mark.parametrize(
+    ("skip", "words"),
+    [
+        (SkipConfig.low_precision(), "in 8 bits"),
+        (SkipConfig(exit_layer=3, low=LowPrecision(bits=4)), "in 4 bits"),
+        (SkipConfig(mlp=(1,), low=LowPrecision(head=False)), "in 8 bits but for the head"),
+        (SkipConfig(low=LowPrecision(mlp=())), "4 sublayers and the head in 8 bits"),
+        (SkipConfig(low=LowPrecision(mlp=(2,), attention=(), head=False)), "1 sublayer in 8 bits"),
+        (SkipConfig(low=LowPrecision(mlp=(), attention=())), "the head in 8 bits"),
+    ],
+)
+def test_low_precision_in_words(skip, words):
+    resolved = skip.resolve(4)
+    assert resolved.low.words(len(resolved.kept())) == words
+
+
 def test_low_precision_of_an_exit_stops_there():
     config = SkipConfig(exit_layer=2, low=LowPrecision(attention=(1, 3), head=False))
     resolved = config.resolve(4)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from models import lively_model, prompt, ragged
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Position, Session
+from layerskip.model import families
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as costs
 from layerskip.timing.tables import analytic, cost_table, measure
@@ -173,15 +175,42 @@ def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:
 def test_analytic_costs_count_weights(opened: Sublayers) -> None:
     model = opened.model
     layer = model.model.layers[0]
-    attention = sum(p.numel() for p in layer.self_attn.parameters())
-    mlp = sum(p.numel() for p in layer.mlp.parameters())
-    head = model.lm_head.weight.numel()
+    norm = model.model.norm.weight.numel()
+    attention = sum(p.numel() for p in layer.self_attn.parameters()) + norm
+    mlp = sum(p.numel() for p in layer.mlp.parameters()) + norm
+    head = model.lm_head.weight.numel() + norm
     assert attention != mlp
     table = analytic(opened, SkipConfig(attention=(1, 2), mlp=(4,)))
     want = (4 * attention + 5 * mlp + head) / (6 * (attention + mlp) + head)
     assert table.draft == pytest.approx(want)
     assert table.verify == (1.0,)
     assert table.source == "analytic"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_analytic_costs_of_low_precision(bits: Literal[8, 4]) -> None:
+    """A byte a weight and a scale a row, or half of it and a scale for 32 columns; norms whole."""
+    opened = Sublayers(lively_model("llama", dtype=torch.float32), "modules")
+    layer = opened.model.model.layers[0]
+
+    def low(module: Any) -> float:
+        (weight,) = module.parameters()
+        rows, columns = weight.shape
+        scales = 4 * rows if bits == 8 else 2 * rows * math.ceil(columns / 32)
+        return float(weight.numel() * bits / 8 + scales)
+
+    norm = opened.model.model.norm.weight.nbytes
+    attention, mlp = (
+        sum(low(m) for m in block.children() if isinstance(m, torch.nn.Linear)) + norm
+        for block in (layer.self_attn, layer.mlp)
+    )
+    skip = SkipConfig(attention=(1,), mlp=(2, 3), low=LowPrecision(bits=bits, mlp=(), head=True))
+    exact = opened.weight_bytes()["sublayers"][1]
+    want = (5 * attention + 4 * exact + low(opened.model.lm_head) + norm) / _read(opened.model)
+    assert analytic(opened, skip).draft == pytest.approx(want)
+    every = SkipConfig.low_precision(bits)
+    whole = 6 * (attention + mlp) + low(opened.model.lm_head) + norm
+    assert analytic(opened, every).draft == pytest.approx(whole / _read(opened.model))
 
 
 class Quarter(Tensor):
@@ -204,10 +233,10 @@ def test_analytic_costs_count_bytes_not_numbers() -> None:
     assert after == pytest.approx((draft - saved) / (_read(model)))
     packed = kept.down_proj.weight.detach().float().as_subclass(Quarter)
     packed.packed = torch.zeros(packed.numel(), dtype=torch.uint8)  # type: ignore[attr-defined]
-    assert costs._bytes(packed) == packed.numel() == packed.nbytes // 4
+    assert families._bytes(packed) == packed.numel() == packed.nbytes // 4
 
 
 def _read(model: Any) -> int:
     """Bytes of all sublayers and the head, as a step reads them."""
-    blocks = [b for layer in model.model.layers for b in (layer.self_attn, layer.mlp)]
-    return sum(p.nbytes for b in [*blocks, model.lm_head] for p in b.parameters())
+    read = [*model.model.layers, model.model.norm, model.lm_head]
+    return sum(p.nbytes for module in read for p in module.parameters())

@@ -166,6 +166,10 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"methods": [3]}, "methods[0] must be a JSON object"),
         ({"methods": [{"name": "plain"}]}, "kind is missing"),
         ({"methods": [{"name": "plain", "kind": "plain"}] * 2}, "must have different names"),
+        (
+            {"methods": [{"name": "plain", "kind": "plain", "low": {"bits": 8}}]},
+            "methods[0].low.attention is missing",
+        ),
         ({"baseline": "other"}, "baseline must be one of the methods (plain, self), got 'other'"),
     ],
 )

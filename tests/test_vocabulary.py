@@ -30,7 +30,7 @@ from layerskip.bench import lawtest
 from layerskip.bench.checks import _fingerprint, check
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Engine, Task
-from layerskip.config import DecodingOptions
+from layerskip.config import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law, softmax_law
@@ -473,13 +473,9 @@ def test_costs_are_those_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
         tables = [cost_table(model, SKIP, asked) for model in (opened, trimmed)]
         assert tables[0] is not tables[1]
         assert cost_table(opened.trimmed(SOME[::-1]), SKIP, asked) is tables[1]
-    head = model_of("llama").lm_head.weight.numel()
+    read = opened.weight_bytes()
     whole, few = (analytic(model, SKIP) for model in (opened, trimmed))
-    sublayers = sum(
-        p.numel() for layer in opened.layers for m in (layer.self_attn, layer.mlp)
-        for p in m.parameters()
-    )  # fmt: skip
-    saved = head * (1 - 40 / VOCABULARY) / (sublayers + head)
+    saved = read["head"] * (1 - 40 / VOCABULARY) / (sum(read["sublayers"]) + read["head"])
     assert whole.draft - few.draft == pytest.approx(saved)
 
 
@@ -505,3 +501,17 @@ def test_a_method_says_how_many_tokens() -> None:
     assert entry["draft_vocabulary"] == 40
     assert entry["label"] == "exit 4, vocabulary 40, expected-gain"
     assert Engine(model, Task(8), "self", SKIP).describe()["draft_vocabulary"] is None
+
+
+def test_a_benchmark_says_what_is_low() -> None:
+    model = model_of("llama")
+    entry = Engine(model, Task(8), "self", SkipConfig.low_precision()).describe()
+    assert entry["label"] == "whole, in 8 bits, expected-gain"
+    every = list(range(6))
+    assert entry["low"] == {"bits": 8, "attention": every, "mlp": every, "head": True}
+    assert (entry["num_kept"], entry["prefix"]) == (12, 0)
+    skip = SkipConfig(exit_layer=4, low=LowPrecision(mlp=(), head=False))
+    entry = Engine(model, Task(8), "self", skip).describe()
+    assert entry["label"] == "exit 4, 4 sublayers in 8 bits, expected-gain"
+    assert entry["low"] == {"bits": 8, "attention": every[:4], "mlp": [], "head": False}
+    assert Engine(model, Task(8), "self", SKIP).describe()["low"] is None

@@ -147,10 +147,11 @@ class Engine:
         return {
             "name": self.name,
             "kind": self.kind,
-            "label": f"{skip_label(self.skip)}, {self.controller}",
+            "label": f"{skip_label(self.skip, skip)}, {self.controller}",
             "draft": self.draft,
             "skip": self.skip.to_dict(),
             "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
+            "low": skip.to_dict().get("low"),
             "num_kept": len(skip.kept()),
             "prefix": skip.shared_prefix(),
             "controller": self.controller,
@@ -336,10 +337,13 @@ def early_exit_peer(
     )
 
 
-def skip_label(skip: SkipConfig) -> str:
-    """A few words for a draft."""
+def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
+    """A few words for a draft, as it was asked for and as it is for its model."""
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
-    if skip.exit_layer is not None and not skip.attention and not skip.mlp:
+    if not resolved.skipped():
+        label = "whole"
+    elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
         label = f"exit {skip.exit_layer}"
-    vocabulary = skip.draft_vocabulary
+    low, vocabulary = resolved.low, skip.draft_vocabulary
+    label += "" if low is None else f", {low.words(len(resolved.kept()))}"
     return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

@@ -77,7 +77,11 @@ def make_header(
         "threads": found["cpu"]["threads"],
         "execution": opened.execution,
         "passes": opened.describe(),
-        "weights": {**opened.weight_bytes(), "vocabulary": opened.vocabulary},
+        "weights": {
+            **opened.weight_bytes(),
+            "vocabulary": opened.vocabulary,
+            "low": {str(bits): opened.weight_bytes(bits) for bits in (8, 4)},
+        },
         "law": task.law,
         "max_new_tokens": task.max_new_tokens,
         "prompts": {

@@ -158,26 +158,11 @@ class CostTable:
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     @classmethod
-    def analytic(
-        cls,
-        kept: Iterable[int],
-        sublayers: Sequence[float],
-        head: float,
-        draft_head: float | None = None,
-    ) -> CostTable:
+    def analytic(cls, draft: Iterable[float], target: Iterable[float]) -> CostTable:
         """The table of a machine limited by reading weights, for where no clock may decide.
 
-        `sublayers` holds the weight (say, the parameter count) of each of the 2L sublayers, `head`
-        the unembedding's, `draft_head` that of the rows that drafts use (all by default), `kept`
-        the indices of the draft's sublayers. A draft step reads the kept ones and its head; a
-        verify pass reads every weight once whatever its length and whatever prefix it shares, so
-        that v(n) = 1.
+        `draft` holds what a draft step reads (say, in bytes) of each sublayer that it runs and of
+        its head, `target` what a target step reads. A verify pass reads every weight once whatever
+        its length and whatever prefix it shares, so that v(n) = 1.
         """
-        indices = set(kept)
-        if not indices <= set(range(len(sublayers))):
-            raise ValueError(
-                f"kept must hold indices in 0..{len(sublayers) - 1}, got {sorted(indices)}"
-            )
-        draft = math.fsum(sublayers[index] for index in indices)
-        draft += head if draft_head is None else draft_head
-        return cls(draft / (math.fsum(sublayers) + head), (1.0,), "analytic")
+        return cls(math.fsum(draft) / math.fsum(target), (1.0,), "analytic")

@@ -125,9 +125,7 @@ class Decoder:
         index = 0
         while not all(self.finished):
             index += 1
-            with self.session.model.disturbed():
-                round_ = self._round(index)
-            yield round_
+            yield self._round(index)
 
     def _first_round(self) -> Round:
         self._mark(begin=True)

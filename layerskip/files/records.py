@@ -32,7 +32,9 @@ from layerskip.files.schema import (
     has,
     integer,
     items,
+    low_sets,
     mapping,
+    named,
     optional,
     parse,
     text,
@@ -196,8 +198,11 @@ def _header(line: Line) -> Line:
     for name in ("synthetic", "passes"):
         optional(text)(line.get(name), name)
     sublayers = items(COUNT, 2 * line["model"]["num_layers"])
-    weights = has(sublayers=sublayers, head=COUNT, vocabulary=integer(1))
-    optional(weights)(line.get("weights"), "weights")
+    parts = {"sublayers": sublayers, "head": COUNT}
+    weights = optional(has(**parts, vocabulary=integer(1)))(line.get("weights"), "weights") or {}
+    named(has(**parts))(weights.get("low", {}), "weights.low")
+    for index, method in enumerate(line["methods"]):
+        low_sets(method.get("low"), f"methods[{index}].low")
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")

@@ -181,4 +181,10 @@ def has(**checks: Check) -> Check:
     return check_keys
 
 
+def low_sets(value: Any, name: str) -> None:
+    """What a draft runs in low precision, in a file: sets written out; None or missing: nothing."""
+    sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
+    optional(has(bits=integer(1), **sets, head=flag))(value, name)
+
+
 COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()

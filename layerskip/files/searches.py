@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -25,6 +26,7 @@ from layerskip.files.schema import (
     has,
     integer,
     items,
+    low_sets,
     mapping,
     named,
     number,
@@ -84,6 +86,7 @@ def _kind(value: Any, name: str) -> None:
 
 def _trial(value: Any, name: str) -> None:
     """A complete trial says all; one that failed may know no more than its number."""
+    low_sets(mapping(value, name).get("low"), f"{name}.low")
     has(number=COUNT, state=text)(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
@@ -96,9 +99,9 @@ def _trial(value: Any, name: str) -> None:
 def _importance(value: Any, name: str) -> None:
     named(SECONDS)(value, name)
     for key in value:
-        if not re.fullmatch(r"exit|(attention|mlp|layer)\.[0-9]{1,9}", key):
+        if not re.fullmatch(r"exit|low|head|(attention|mlp|layer)\.[0-9]{1,9}", key):
             raise ValueError(
-                f"{name} must name attention.i, mlp.i, layer.i or exit, got {shown(key)}"
+                f"{name} must name attention.i, mlp.i, layer.i, head, exit or low, got {shown(key)}"
             )
 
 
@@ -132,7 +135,7 @@ _CONFIRMED = has(
     acceptance_rate=optional(_SHARE),
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
-_FINALIST = has(
+_FINALIST_PARTS = has(
     name=text,
     trial=COUNT,
     skipped=_SKIPPED,
@@ -144,6 +147,13 @@ _FINALIST = has(
     predicted_held_out=optional(POSITIVE),
     confirmed=optional(_CONFIRMED),
 )
+
+
+def _finalist(value: Any, name: str) -> None:
+    _FINALIST_PARTS(value, name)
+    low_sets(value.get("low"), f"{name}.low")
+
+
 _ENVIRONMENT = has(
     layerskip=text,
     packages=named(optional(text)),
@@ -194,7 +204,7 @@ _SEARCH = has(
     bound=POSITIVE,
     trials=items(_trial),
     importance=optional(_importance),
-    finalists=items(_FINALIST),
+    finalists=items(_finalist),
     plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
     best_exit=optional(text),
     winner=optional(text),
@@ -217,11 +227,11 @@ def _check_names(document: Mapping[str, Any]) -> None:
     complete = {n: trial for n, trial in enumerate(trials) if trial["state"] == "complete"}
     for group, known in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
         for index, each in known.items():
-            for kind in ("attention", "mlp"):
-                deepest = max(each["skipped"][kind], default=0)
+            for name, kind in product(("skipped", "low"), ("attention", "mlp")):
+                deepest = max((each.get(name) or {}).get(kind, ()), default=0)
                 if deepest >= layers:
                     raise ValueError(
-                        f"{group}[{index}].skipped.{kind} must hold layers in 0..{layers - 1}, "
+                        f"{group}[{index}].{name}.{kind} must hold layers in 0..{layers - 1}, "
                         f"got {deepest}"
                     )
     if len({trial["number"] for trial in trials}) < len(trials):

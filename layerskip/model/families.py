@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
@@ -124,19 +124,26 @@ class Architecture:
         """Every decoder layer, its sliding window and its layer type."""
         yield from zip(self.layers, self.windows, self.layer_types, strict=True)
 
-    def weight_bytes(self) -> dict[str, Any]:
+    def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
         """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
 
         Norms count with the sublayer or head they belong to; of an embedding a pass reads a row.
+
+        Args:
+            bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
+                model has them.
         """
+
+        def read(module: nn.Module) -> int:
+            return sum(_bytes(weight, bits) for weight in module.parameters())
+
         sublayers = []
         for layer in self.layers:
             own = [layer.self_attn, layer.input_layernorm]
             own += [layer.post_attention_layernorm] if self.family.sandwich else []
-            attention = sum(map(_bytes, own))
-            sublayers += [attention, _bytes(layer) - attention]
-        head = _bytes(self.decoder.norm) + _bytes(self.model.lm_head)
-        return {"sublayers": sublayers, "head": head}
+            attention = sum(map(read, own))
+            sublayers += [attention, read(layer) - attention]
+        return {"sublayers": sublayers, "head": read(self.decoder.norm) + read(self.model.lm_head)}
 
     @property
     def softcap(self) -> float | None:
@@ -202,8 +209,22 @@ class Architecture:
         return "sliding_attention" if sliding else "full_attention"
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+def _bytes(weight: Tensor, bits: int | None = None) -> int:
+    """What a weight holds in memory, at most so many bits a number and the scales of a matrix.
+
+    Of a weight packed by a subclass, that is what its parts hold.
+    """
+    packed = getattr(weight, "__tensor_flatten__", None)
+    whole = (
+        weight.nbytes
+        if packed is None
+        else sum(_bytes(getattr(weight, name)) for name in packed()[0])
+    )
+    if bits is None or weight.dim() != 2:
+        return whole
+    rows, columns = weight.shape
+    scales = 4 * rows if bits == 8 else 2 * rows * -(-columns // 32)
+    return min(whole, weight.numel() * bits // 8 + scales)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
@@ -159,22 +159,14 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
 
 def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
     """The table of a machine limited by reading weights, from their bytes."""
-    sizes = [
-        float(sum(map(_bytes, block.parameters())))
-        for layer in model.layers
-        for block in (layer.self_attn, layer.mlp)
+    skip = skip.resolve(model.num_layers)
+    whole, rounded = model.weight_bytes(), set(skip.rounded())
+    low = whole if skip.low is None else model.weight_bytes(skip.low.bits)
+    head = low["head"] if skip.low is not None and skip.low.head else whole["head"]
+    draft = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
+        head * model.draft_vocabulary / model.vocabulary
     ]
-    whole = float(_bytes(model.model.get_parameter("lm_head.weight")))
-    trimmed = whole * model.draft_vocabulary / model.vocabulary
-    return CostTable.analytic(skip.kept(model.num_layers), sizes, whole, trimmed)
-
-
-def _bytes(weight: Tensor) -> int:
-    """What a weight holds in memory; of one packed by a subclass, what its parts hold."""
-    packed = getattr(weight, "__tensor_flatten__", None)
-    if packed is None:
-        return weight.nbytes
-    return sum(_bytes(getattr(weight, name)) for name in packed()[0])
+    return CostTable.analytic(draft, [*whole["sublayers"], whole["head"]])
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
@@ -184,7 +176,7 @@ def machine(model: Sublayers) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "execution": model.execution,
     }
-    return found if model.threads is None else {**found, "threads": model.threads}
+    return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:
