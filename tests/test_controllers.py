@@ -20,6 +20,7 @@ from layerskip.decoding.controllers import (
     Heuristic,
     make_controller,
     require_controller,
+    signal_of,
 )
 from layerskip.decoding.expected_gain import ExpectedGain
 
@@ -224,6 +225,15 @@ def test_max_draft_length_is_kept(name: str) -> None:
     controller.reset(1)
     draws = random.Random(0)
     assert max(play_round(controller, 0, 20, draws)[0] for _ in range(50)) == 3
+
+
+def test_an_unknown_signal_is_refused() -> None:
+    made = make("confidence")
+    assert signal_of(made) == "probability"
+    assert signal_of(make("expected-gain")) == "margin"
+    made.signal = "entropy"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="must be one of probability, margin; Confidence has 'ent"):
+        require_controller(made)
 
 
 def test_only_rules_that_read_confidences_ask_for_them() -> None:

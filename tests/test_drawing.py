@@ -334,6 +334,7 @@ def equal(ours: Replay, theirs: Replay) -> None:
     assert torch.equal(ours.matches, theirs.matches)
     assert torch.equal(ours.ends, theirs.ends)
     torch.testing.assert_close(ours.confidences, theirs.confidences, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.margins, theirs.margins, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("skip", SKIPS)

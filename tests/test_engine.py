@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,8 @@ from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, stream_key
-from layerskip.decoding.passes import Session
+from layerskip.decoding.laws import Law, gumbel_noise, stream_key
+from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled
 from layerskip.model.sublayers import Sublayers
@@ -523,6 +524,50 @@ class Watched(Fixed):
     needs_confidence = True
 
 
+class Sure(Erratic):
+    signal = "margin"
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("sample", [False, True])
+def test_confidences_are_margins_where_they_are_asked_for(
+    llama: Any, sample: bool, skip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(sample=sample, processors=(TemperatureLogitsWarper(0.7),) if sample else ())
+    run = decoder(llama, asked, skip=skip, controller=Sure())
+    seen: list[tuple[Tensor, list[Position]]] = []
+    draft = run.draws.draft
+
+    def watched(raw: Tensor, at: Any, signal: str | None) -> Any:
+        seen.append((raw.clone(), at))
+        return draft(raw, at, signal)
+
+    monkeypatch.setattr(run.draws, "draft", watched)
+    compared = 0
+    for round_ in run.rounds():
+        assert round_.signal == "margin"
+        told = [list(row) for row in round_.confidences]
+        for raw, at in seen:
+            for logits, (row, offset) in zip(raw, at, strict=True):
+                scores = logits.float()
+                if sample:
+                    emitted = len(run.emitted[row]) - len(round_.tokens[row])
+                    place = LENGTHS[row] + emitted + offset
+                    scores = scores / 0.7 + gumbel_noise([asked.keys[row]], [place], VOCABULARY)[0]
+                best, second = scores.sort(descending=True).values[:2].tolist()
+                assert told[row][offset] == pytest.approx(1 - math.exp(second - best), abs=1e-6)
+                compared += 1
+        seen.clear()
+    assert compared == run.stats.num_draft_tokens > 20
+
+
+def test_by_the_rejection_rule_margins_are_not_told(llama: Any) -> None:
+    asked = request(sample=True, rejection=True)
+    sure, plain = (play(decoder(llama, asked, controller=kind())) for kind in (Sure, Erratic))
+    assert sure == plain
+    assert sure[1].signal == "probability"
+
+
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("sample", [False, True])
 def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
@@ -533,7 +578,9 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
-            assert replace(got, confidences=()) == replace(want, confidences=())
+            assert replace(got, confidences=(), signal=None) == replace(
+                want, confidences=(), signal=None
+            )
             ended += any(want.finished) and max(want.drafted) > 0
         assert late.stats == once.stats
         assert late.emitted == once.emitted

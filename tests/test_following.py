@@ -87,11 +87,11 @@ def agree(followed: Replay, whole: Replay) -> bool:
 
     def same(name: str) -> bool:
         mine, theirs = getattr(followed, name)[on], getattr(whole, name)[:, :length][on]
-        if mine.is_floating_point():  # a last bit may depend on how many share a product
-            return torch.allclose(mine, theirs, rtol=1e-5, atol=0)
+        if mine.is_floating_point():  # last bits may depend on how many share a product
+            return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
         return torch.equal(mine, theirs)
 
-    names = ["tokens", "matches", "ends", "confidences"]
+    names = ["tokens", "matches", "ends", "confidences", "margins"]
     return all(map(same, names)) and followed.survival == whole.survival[:length]
 
 
@@ -157,10 +157,10 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case:
     for skip in ("an exit", "an odd prefix"):
         followed = followed_alone(traced(case), SKIPS[skip])
         for rows, text in zip(followed.texts, followed.trace.texts, strict=True):
-            confidences = followed.confidences[rows]
-            for start, step in torch.nonzero(astray(followed.matches[rows])).tolist():
-                afresh = confidences[min(start + step, text.starts - 1), 0]
-                assert confidences[start, step] == afresh
+            lost = torch.nonzero(astray(followed.matches[rows])).tolist()
+            for told in (followed.confidences[rows], followed.margins[rows]):
+                for start, step in lost:
+                    assert told[start, step] == told[min(start + step, text.starts - 1), 0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from transformers import (
 import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.draws import Drafts, Draws, confidence
+from layerskip.decoding.controllers import SIGNALS
+from layerskip.decoding.draws import Drafts, Draws
 from layerskip.decoding.laws import Law, stream_key
 
 # Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
@@ -182,8 +183,8 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool)
     raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
     positions = [(row, 0) for row in range(rows)]
     with Largest() as made:
-        drawn, laws = draws.draft(raw, positions)
-        confidence(raw, drawn)
+        for signal in SIGNALS:
+            drawn, _, laws = draws.draft(raw, positions, signal)
         drafts = Drafts([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
         verdict = draws.judge(raw, positions, drafts)
     if not (sample and rejection):

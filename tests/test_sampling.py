@@ -41,9 +41,11 @@ from layerskip.decoding.laws import (
     accept_uniform,
     acceptance_probability,
     gumbel_noise,
+    largest,
     residual,
     softmax_law,
     stream_key,
+    with_margin,
 )
 from layerskip.model.sublayers import Sublayers
 
@@ -131,6 +133,29 @@ def test_known_mistakes_do_not_emit_the_targets_law(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setitem(here, name, wrong)
             assert (emitted_law(p, q) - p).abs().max() > 0.05
+
+
+# ---------------------------------------------------------------------------------------------
+# The largest score, and how far it is ahead.
+
+
+@pytest.mark.parametrize("size", [7, 2048, 49_152, 262_144])
+def test_the_largest_score_is_ahead_of_the_second_best_by_its_margin(size: int) -> None:
+    scores = 2 * torch.randn(7, size, generator=torch.Generator().manual_seed(size))
+    scores[1, [3, size - 2]] = 20.0  # equal, and far apart
+    scores[2, [size // 2, size // 2 + 1]] = torch.tensor([20.0, 19.5])  # side by side
+    scores[3] = float("-inf")
+    scores[4, 1:] = float("-inf")
+    scores[5, size - 1] = float("nan")
+    tokens, margins = with_margin(scores.clone())
+    assert torch.equal(tokens, largest(scores))
+    assert tokens[[1, 2, 3, 4, 5]].tolist() == [3, size // 2, -1, 0, -1]
+    usual = [0, 1, 2, 4, 6]
+    best = scores[usual].topk(2).values  # (5, 2)
+    assert torch.equal(tokens[usual], scores[usual].argmax(-1))
+    torch.testing.assert_close(margins[usual], 1 - torch.exp(best[:, 1] - best[:, 0]))
+    assert margins[1] == 0
+    assert margins[4] == 1
 
 
 # ---------------------------------------------------------------------------------------------

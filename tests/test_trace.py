@@ -19,7 +19,7 @@ from transformers import (
 import layerskip
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS, make_controller
+from layerskip.decoding.controllers import CONTROLLERS, SIGNALS, make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import chains as chains_module
@@ -200,6 +200,33 @@ def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
             model, case, texts, skip=SKIPS[skip], controller=Erratic(), max_draft_length=length
         )
         assert list(simulate(played, Erratic(), texts, max_draft_length=length)) == real
+
+
+class Told(Erratic):
+    """Notes what it is told."""
+
+    def __init__(self, signal: str) -> None:
+        super().__init__()
+        self.signal = signal
+        self.told: list[float] = []
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        self.told.append(confidence)
+        return super().keep_drafting(row, confidence)
+
+
+@pytest.mark.parametrize("skip", ["exit 4", "scattered"])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
+    model, played = replayed(case, skip)
+    heard = []
+    for signal in SIGNALS:
+        real, simulated = Told(signal), Told(signal)
+        rounds = decoded(model, case, [0, 1], skip=SKIPS[skip], controller=real)
+        assert list(simulate(played, simulated, [0, 1])) == rounds
+        assert simulated.told == pytest.approx(real.told, rel=1e-5, abs=1e-5)
+        heard.append(simulated.told)
+    assert heard[0] != pytest.approx(heard[1], rel=0.1)
 
 
 def by_length(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -393,6 +420,7 @@ def test_not_a_number_stops_where_a_threshold_asks() -> None:
         played.tokens,
         played.matches,
         torch.full_like(played.confidences, float("nan")),
+        played.margins,
         played.ends,
     )
     assert sum(count_rounds(broken, 8, 0.5)[2:]) == 0

@@ -291,6 +291,7 @@ def record_of(
             "drafted": [list(round_.drafted) for round_ in after],
             "accepted": [list(round_.accepted) for round_ in after],
             "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],
+            "signal": decoded.rounds[0].signal,
             "confidences": [[list(row) for row in round_.confidences] for round_ in after],
         }
     differences = judge.differences(timed.method, batch, decoded.tokens)

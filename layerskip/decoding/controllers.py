@@ -6,7 +6,8 @@ run `limit`, then `keep_drafting` after a drafted token while fewer than the lim
 token is always verified: a stop decides about the next one only. Rows draft in lockstep, so that
 one that drafts on lets all others wait: `draft_together` weighs this before every step of the
 batch. Confidence is the probability of the drafted token under the softmax of the draft's raw
-logits at temperature 1; a confidence that is not a number stops drafting.
+logits at temperature 1, unless the controller has a `signal` (see `signal_of`); a confidence that
+is not a number stops drafting.
 """
 
 from __future__ import annotations
@@ -50,8 +51,14 @@ class Controller(Protocol):
         """Reports the row's round, once, also where drafted is 0."""
 
 
+SIGNALS = ("probability", "margin")
+
+
 def require_controller(value: Any) -> None:
-    """Raise TypeError where an object is no `Controller`, naming what it lacks."""
+    """Raise TypeError where an object is no `Controller`, naming what it lacks.
+
+    And ValueError where its signal is unknown.
+    """
     if not isinstance(value, Controller):
         names = ("needs_confidence", "reset", "limit", "keep_drafting", "draft_together", "update")
         lacking = ", ".join(name for name in names if not hasattr(value, name))
@@ -59,6 +66,21 @@ def require_controller(value: Any) -> None:
             f"a controller must have {', '.join(names)}; {type(value).__name__} lacks {lacking}: "
             "inherit from layerskip.decoding.controllers.Controller, which has a draft_together"
         )
+    if signal_of(value) not in SIGNALS:
+        raise ValueError(
+            f"a controller's signal must be one of {', '.join(SIGNALS)}; "
+            f"{type(value).__name__} has {signal_of(value)!r}"
+        )
+
+
+def signal_of(controller: Controller) -> str:
+    """What a controller's confidences are of: its `signal`, by default "probability".
+
+    "margin": of 1 - exp(-m), m the margin between the two best scores that the token was drawn by,
+    noise included where draft and target share it. Under the rejection rule it, too, is told the
+    probability.
+    """
+    return getattr(controller, "signal", "probability")
 
 
 class Fixed(Controller):

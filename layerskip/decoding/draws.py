@@ -27,6 +27,7 @@ from layerskip.decoding.laws import (
     residual,
     softmax_law,
     stream_key,
+    with_margin,
 )
 from layerskip.decoding.passes import Position
 from layerskip.model.cache import on_device
@@ -38,7 +39,7 @@ class Drafts:
 
     Attributes:
         tokens: drafted tokens per row; empty where they are still to be read from the device.
-        confidences: those of the tokens per row, where the controller needs them.
+        confidences: those of the tokens per row, of the controller's signal, where it needs them.
         lengths: per row, how many tokens the target is asked about.
         last: each row's last token, drafted or emitted, in the session's order of rows, (R,).
         steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,).
@@ -107,19 +108,37 @@ class Draws:
         self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
 
-    def draft(self, raw: Tensor, positions: Sequence[Position]) -> tuple[Tensor, Sequence[Tensor]]:
+    def draft(
+        self, raw: Tensor, positions: Sequence[Position], signal: str | None = None
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
         """Draw from a draft's raw logits (N, V) at those positions.
 
+        Args:
+            signal: what confidences are of: the "probability" of a token under the softmax of its
+                raw logits, or the "margin" m between the two best of the scores that it is drawn
+                by, as 1 - exp(-m); None for none.
+
         Returns:
-            Tokens as in `Verdict.drawn`, (N,); for the rejection rule their laws, N of (V,).
+            Tokens as in `Verdict.drawn`, (N,); their confidences, (N,), where asked for; for the
+            rejection rule their laws, N of (V,).
         """
         drawn: list[Tensor] = []
+        margins: list[Tensor] = []
         laws: list[Tensor] = []
         for scores, some in self._pieces(raw, positions):  # (n, V)
-            drawn.append(self._draw(scores, some, DRAFT if self.rejection else TARGET))
+            noisy = self._noisy(scores, some, DRAFT if self.rejection else TARGET)
+            if signal == "margin":
+                token, margin = with_margin(noisy)
+                margins.append(margin)
+            else:
+                token = largest(noisy)
+            drawn.append(token)
             if self.rejection:
                 laws += softmax_law(scores).unbind()
-        return torch.cat(drawn), laws
+        tokens = torch.cat(drawn)
+        if signal == "probability":
+            return tokens, confidence(raw, tokens.clamp_min(0)), laws
+        return tokens, torch.cat(margins) if margins else None, laws
 
     def judge(
         self,
@@ -165,8 +184,12 @@ class Draws:
 
     def _draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
         """Draw a token at each position, (N,)."""
+        return largest(self._noisy(scores, positions, purpose))
+
+    def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
+        """Scores (N, V), their noise added, whose largest is drawn at each position."""
         if self.greedy:
-            return largest(scores)
+            return scores
         keys, places = self._stream(positions)
         if purpose == TARGET:
             noise = self.noise.at(keys, places, scores)  # (N, V)
@@ -177,7 +200,7 @@ class Draws:
             keys = list(map(stream_key, keys, starts))
             size, device = scores.shape[-1], scores.device
             noise = gumbel_noise(keys, places, size, purpose=purpose, device=device)
-        return largest(noise.add_(scores))
+        return noise.add_(scores)
 
     def forget(self, row: int, *, finished: bool) -> None:
         """Drop the noise of the places that a row has passed, or all of it."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding.controllers import Controller, require_controller
-from layerskip.decoding.draws import Drafts, Draws, Verdict, confidence
+from layerskip.decoding.controllers import Controller, require_controller, signal_of
+from layerskip.decoding.draws import Drafts, Draws, Verdict
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round
@@ -114,6 +114,10 @@ class Decoder:
             prompt_lengths=self.session.prompt_lengths,
             emitted=self.emitted,
         )
+        self.signal: str | None = None  # of the confidences that the controller is told
+        if controller.needs_confidence:
+            # by the rejection rule the noise of a draft says nothing of the target's draw
+            self.signal = "probability" if self.draws.rejection else signal_of(controller)
         self._reads_history = request.stop is not None or request.law.reads_history
         self.stats = DecodingStats()
         self._times: list[float] = []  # of the round in progress
@@ -213,7 +217,7 @@ class Decoder:
                 here = on_device([places[row] for row in drafting], self.device)  # (N,)
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
-            drawn, laws = self.draws.draft(raw, positions)  # (N,), N of (V,)
+            drawn, confidences, laws = self.draws.draft(raw, positions, self.signal)
             drafts.steps.append((positions, drawn))
             drafts.laws.extend(laws)
             # the processors may forbid every token, and half precision may overflow
@@ -221,8 +225,8 @@ class Decoder:
             drafts.last = fed if here is None else drafts.last.index_copy(0, here, fed)
             tokens: Sequence[float | None] = [None] * len(drafting)
             sure = [1.0] * len(drafting)
-            if controller.needs_confidence:
-                tokens, sure = self._read(drawn, confidence(raw, fed))
+            if confidences is not None:
+                tokens, sure = self._read(drawn, confidences)
             elif not unread:
                 (tokens,) = self._read(drawn)
             going_on = []
@@ -232,7 +236,7 @@ class Decoder:
                         continue
                     self._remember(row, step, int(token))
                     drafts.tokens[row].append(int(token))
-                    if controller.needs_confidence:
+                    if confidences is not None:
                         drafts.confidences[row].append(chance)
                 drafts.lengths[row] += 1
                 if (
@@ -348,6 +352,7 @@ class Decoder:
             drafted=tuple(map(len, drafts)),
             accepted=tuple(accepted),
             confidences=tuple(map(tuple, confidences)),
+            signal=self.signal,
             finished=tuple(self.finished),
             scores=kept_scores,
             logits=kept_logits,

@@ -144,6 +144,7 @@ class ExpectedGain:
     """
 
     needs_confidence = True
+    signal = "margin"  # on real texts it tells acceptance better than the probability does
 
     def __init__(self, costs: CostTable, max_draft_length: int = 12) -> None:
         self.costs = costs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -289,21 +289,36 @@ def at_once(values: Tensor, most: int = 2**20) -> int:
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Token of the largest of scores (N, V), (N,): the first; -1 where all are -inf, or one is NaN.
+    """Token of the first largest of scores (N, V), (N,); -1 where all are -inf, or one is NaN."""
+    best, token = _best(scores)[0]
+    return torch.where(best > float("-inf"), token, -1)[:, 0]
+
+
+def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`largest` of scores (N, V), and 1 - exp(-m), m its margin over the second-best, (N,) each."""
+    (best, token), *searched = _best(scores)
+    # the second-best is among those that the largest was found among, here or there
+    others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
+    behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
+    return torch.where(best > float("-inf"), token, -1)[:, 0], behind.expm1_().neg_()
+
+
+def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Largest of scores (N, V) and its token, (N, 1) each; then among what and where it was found.
 
     Of many numbers first which part of a row has it: a maximum without its place is several times
     faster on a CPU.
     """
-    rows, size = scores.shape
-    part = math.gcd(size, 1024)
+    part = math.gcd(scores.shape[-1], 1024)
     if scores.numel() <= _TILE or part < 64 or scores.device.type != "cpu":
-        best, token = scores.max(-1)  # (N,), (N,)
-    else:
-        parts = scores.reshape(rows, -1, part)  # (N, V / part, part)
-        best, where = parts.amax(-1).max(-1)  # (N,), (N,)
-        inside = parts.gather(1, where[:, None, None].expand(-1, 1, part))  # (N, 1, part)
-        token = where * part + inside.argmax(-1)[:, 0]
-    return torch.where(best > float("-inf"), token, -1)
+        best, token = scores.max(-1, keepdim=True)
+        return [(best, token), (scores, token)]
+    parts = scores.unflatten(-1, (-1, part))  # (N, V / part, part)
+    tops = parts.amax(-1)  # (N, V / part)
+    best, where = tops.max(-1, keepdim=True)  # (N, 1) each
+    inside = parts.gather(1, where[:, :, None].expand(-1, 1, part))[:, 0]  # (N, part)
+    here = inside.argmax(-1, keepdim=True)  # (N, 1)
+    return [(best, where * part + here), (tops, where), (inside, here)]
 
 
 class NoiseBlocks:

@@ -20,8 +20,11 @@ class Round:
         tokens: emitted tokens per row, in order; empty for rows that had finished.
         drafted: tokens drafted per row.
         accepted: drafted tokens that were emitted, per row.
-        confidences: per row, the draft's own probability (softmax of its raw logits at
-            temperature 1) of each drafted token; empty where the controller needs none.
+        confidences: per row, of each drafted token what the controller was told; empty where it
+            needs nothing.
+        signal: what that is: "probability", the draft's own (softmax of its raw logits at
+            temperature 1), or "margin", 1 - exp(-m), m between the draft's two best scores, noise
+            included; None where the controller needs nothing.
         finished: whether each row is finished after this round.
         scores, logits: per row, (emitted, V) float32, where the request asked for them.
         times: what the request's clock said when the round began, when its drafts were there, when
@@ -37,6 +40,7 @@ class Round:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     times: tuple[float, ...] | None = None
+    signal: str | None = None
 
 
 @dataclass

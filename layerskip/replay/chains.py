@@ -36,10 +36,11 @@ _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are 
 
 
 class Drafts(NamedTuple):
-    """Tokens and confidences of drafts, (C, J) each, as a replay has them."""
+    """Tokens, confidences and margins of drafts, (C, J) each, as a replay has them."""
 
     tokens: Tensor
     confidences: Tensor
+    margins: Tensor
 
     @classmethod
     def joined(cls, parts: Sequence[Drafts]) -> Drafts:
@@ -96,7 +97,7 @@ class Chains:
         """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing."""
         shape = len(self.chains), self.steps
         drafts = [
-            Drafts(torch.zeros(shape, dtype=torch.long), torch.zeros(shape))
+            Drafts(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
             for _ in self.vocabularies
         ]
         if not all(shape):
@@ -148,6 +149,7 @@ class Chains:
                 tokens = drawn.tokens.cpu()
                 mine.tokens[flat, step] = tokens
                 mine.confidences[flat, step] = drawn.confidences.cpu()
+                mine.margins[flat, step] = drawn.margins.cpu()
                 # behind the last known token of a text no draft is on it
                 wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
                 gone[numbers[wrong]] = places[wrong]

@@ -32,8 +32,8 @@ class Replay:
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
             first False the draft has left the text and it means nothing.
-        confidences: probability of each token under the draft's raw logits at temperature 1,
-            (N, J) float32.
+        confidences, margins: of each token, what controllers of the signals "probability" and
+            "margin" are told, (N, J) float32 each.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
     """
 
@@ -43,6 +43,7 @@ class Replay:
     tokens: Tensor
     matches: Tensor
     confidences: Tensor
+    margins: Tensor
     ends: Tensor
 
     @property
@@ -94,9 +95,10 @@ def follow(
     """Draft from every start of a trace, as far as the drafts agree with the text.
 
     A replay has tokens, matches and confidences up to each start's first wrong token. Behind it,
-    confidences are those of drafts that start at the same place: a draft that goes on after a wrong
-    token is about as sure as one that starts there afresh. So rounds of a fixed draft length are
-    exact (but for an end of text drafted behind a wrong token), and of other controllers close.
+    confidences (and margins) are those of drafts that start at the same place: a draft that goes on
+    after a wrong token is about as sure as one that starts there afresh. So rounds of a fixed draft
+    length are exact (but for an end of text drafted behind a wrong token), and of other controllers
+    close.
 
     Args:
         vocabularies: of W drafts, each of every text, (texts, V) bool; None: all tokens.
@@ -153,7 +155,8 @@ def _assembled(trace: Trace, skip: SkipConfig, drafts: Drafts) -> Replay:
     own = torch.cat(wanted)  # (N, J)
     matches = (drafts.tokens == own) & (own != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
-    return Replay(trace, skip, tuple(slices), drafts.tokens, matches, drafts.confidences, ends)
+    tokens, confidences, margins = drafts
+    return Replay(trace, skip, tuple(slices), tokens, matches, confidences, margins, ends)
 
 
 def astray(matches: Tensor) -> Tensor:
@@ -165,15 +168,18 @@ def _followed(played: Replay) -> Replay:
     """The same without what stands behind wrong tokens."""
     lost = astray(played.matches)  # (N, J)
     steps = torch.arange(played.draft_length)
-    afresh = []
-    for rows in played.texts:
-        reached = torch.arange(rows.start, rows.stop)[:, None] + steps  # (starts, J)
-        afresh.append(played.confidences[reached.clamp_(max=rows.stop - 1), 0])
+    afresh = torch.cat(
+        [
+            (torch.arange(rows.start, rows.stop)[:, None] + steps).clamp_(max=rows.stop - 1)
+            for rows in played.texts
+        ]
+    )  # (N, J)
     return replace(
         played,
         tokens=played.tokens.masked_fill(lost, 0),
         matches=played.matches & ~lost,
-        confidences=torch.where(lost, torch.cat(afresh), played.confidences),
+        confidences=torch.where(lost, played.confidences[afresh, 0], played.confidences),
+        margins=torch.where(lost, played.margins[afresh, 0], played.margins),
         ends=played.ends & ~lost,
     )
 
@@ -220,4 +226,5 @@ def _exit_drafts(text: Text, proposed: Drawn, length: int) -> Drafts:
     """What an exit drafts from each start (starts, J) while it agrees with the text."""
     reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
     reached = reached.clamp(max=len(text.following) - 1)
-    return Drafts(proposed.tokens[reached], proposed.confidences[reached])
+    known = (proposed.tokens, proposed.confidences, proposed.margins)
+    return Drafts(*(table[reached] for table in known))

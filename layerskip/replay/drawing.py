@@ -24,9 +24,11 @@ from layerskip.decoding.laws import (
     accept_uniform,
     acceptance_probability,
     gumbel_noise,
+    largest,
     residual,
     softmax_law,
     stream_key,
+    with_margin,
 )
 
 NOTHING = -1
@@ -42,11 +44,14 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: `NOTHING` where none can be drawn, (N,) int64.
         confidences: their probability under the raw logits at temperature 1, (N,) float32.
+        margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
+            rejection rule the confidences again, as controllers are told, (N,) float32.
         likeliest: tokens of the largest scores, (N,) int64.
     """
 
     tokens: Tensor
     confidences: Tensor
+    margins: Tensor
     likeliest: Tensor
 
 
@@ -95,8 +100,8 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
-    tokens = _largest(scores if noise is None else scores + noise)
-    return Drawn(tokens, _confidences(raw, tokens), scores.argmax(-1))
+    tokens, margins = with_margin(scores if noise is None else scores + noise)
+    return Drawn(tokens, _confidences(raw, tokens), margins, scores.argmax(-1))
 
 
 def propose(
@@ -131,8 +136,9 @@ def propose(
         origins = [
             origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
         ]
-        tokens[others] = _largest(drawn + stray_noise(keys, origins, places, drawn))
-    return Drawn(tokens, _confidences(raw, tokens), scores.argmax(-1))
+        tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
+    sure = _confidences(raw, tokens)
+    return Drawn(tokens, sure, sure, scores.argmax(-1))
 
 
 def stray_noise(
@@ -144,12 +150,6 @@ def stray_noise(
     """
     keys = list(map(stream_key, keys, origins))
     return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)
-
-
-def _largest(scores: Tensor) -> Tensor:
-    """Token of the largest of scores (N, V), (N,); `NOTHING` where all are -inf, or one is NaN."""
-    best, tokens = scores.max(-1)  # (N,) each
-    return torch.where(best > float("-inf"), tokens, NOTHING)
 
 
 def _confidences(raw: Tensor, tokens: Tensor) -> Tensor:

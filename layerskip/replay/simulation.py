@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controllers import Controller
+from layerskip.decoding.controllers import Controller, signal_of
 from layerskip.replay.drafts import Replay
 
 
@@ -30,13 +30,14 @@ class SimulatedRound:
 class _Row:
     """One text on its way, from start to start."""
 
-    def __init__(self, replay: Replay, text: int) -> None:
+    def __init__(self, replay: Replay, text: int, signal: str) -> None:
         rows = replay.texts[text]
         self.left = replay.trace.texts[text].starts  # tokens still to come
         self.asked = replay.trace.max_new_tokens - 1 - self.left  # by the request, beyond those
         self.start = 0
         self.tokens = replay.tokens[rows].tolist()
-        self.confidences = replay.confidences[rows].tolist()
+        told = replay.margins if signal == "margin" else replay.confidences
+        self.confidences = told[rows].tolist()
         self.ends = replay.ends[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
 
@@ -65,7 +66,7 @@ def simulate(
             f"max_draft_length must be in 0..{replay.draft_length}, as far as was replayed; got "
             f"{longest}"
         )
-    rows = [_Row(replay, text) for text in texts]
+    rows = [_Row(replay, text, signal_of(controller)) for text in texts]
     controller.reset(len(rows))
     while any(row.left for row in rows):
         yield _round(rows, controller, longest)
