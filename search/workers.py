@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerskip.bench.methods import Task
-from layerskip.bench.runner import cpu_threads
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt
 from layerskip.search.finding import Search
 from layerskip.search.space import Space
+from layerskip.timing.threads import cpu_threads
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from layerskip import __version__
 from layerskip.bench import demo, lawtest
 from layerskip.bench import plans as planning
-from layerskip.bench.runner import cpu_threads
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
 from layerskip.cli.options import Loading
@@ -352,19 +351,6 @@ def test_demo_counts_the_fastest_repeat_by_its_own_tokens(monkeypatch):
     assert found.tokens[0] == found.fastest["self"][0].decoded.tokens[0]
     assert len(found.tokens[0]) == 8
     assert set(found.tokens_per_second.values()) == {2.0}
-
-
-@pytest.mark.parametrize(("largest", "threads"), [(0, 2), (10**9, 1)])
-def test_demo_decodes_small_models_on_one_thread(monkeypatch, largest, threads):
-    monkeypatch.setattr(demo, "ONE_THREAD_PARAMETERS", largest)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with cpu_threads(demo.fitting_threads(tiny_model("llama"))) as given:
-            assert given == torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_demo_fails_where_the_text_differs(folder, monkeypatch):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
@@ -25,9 +24,6 @@ from layerskip.decoding.rounds import DecodingStats, Round
 TEMPERATURE = 0.8
 
 REPEATS = 3
-
-ONE_THREAD_PARAMETERS = 20_000_000
-"""Up to this size one CPU thread decodes one prompt; the shipped models are half as large."""
 
 METHODS = ("transformers", "plain", "self")
 """The library's own `generate()`, this engine without drafts, and with them."""
@@ -91,18 +87,6 @@ class SideBySide:
 
 def _count(timed: Timed) -> int:
     return len(timed.decoded.tokens[0])
-
-
-def fitting_threads(model: Any) -> int | None:
-    """How many threads a model should decode on: one for a small one; None if not on the CPU.
-
-    The steps of a small model are shorter than a time slice of the system: where something else
-    takes a core, all threads of a step wait for the one that was on it, many times over.
-    """
-    if model.device.type != "cpu":
-        return None
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return 1 if size <= ONE_THREAD_PARAMETERS else torch.get_num_threads()
 
 
 def side_by_side(

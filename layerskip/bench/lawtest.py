@@ -8,6 +8,7 @@ with the target's law. Letters: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,9 @@ class Recorded:
     def __init__(self, target: Tensor, draft: Tensor) -> None:
         self.table = torch.stack([draft, target])  # (2, V)
         self.device = target.device
+
+    def disturbed(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
         pass

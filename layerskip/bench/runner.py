@@ -67,17 +67,6 @@ def device_clock(device: torch.device) -> Clock:
     return now
 
 
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[int]:
-    """So many threads of the CPU for torch, if said; as many as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
 def interleaved(
     methods: Sequence[Method],
     batches: Sequence[Batch],

@@ -89,9 +89,6 @@ def benchmark(
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Prompts of each category, at most.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of the CPU.  [default: PyTorch's]")
-    ] = None,
     save_text: Annotated[
         bool, typer.Option("--save-text", help="Keep prompts and texts in the records.")
     ] = False,
@@ -129,13 +126,13 @@ def benchmark(
     from layerskip.bench.batches import make_batches
     from layerskip.bench.plans import Drafting, Plan, make_header
     from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import cpu_threads, device_clock, try_out
+    from layerskip.bench.runner import device_clock, try_out
     from layerskip.checkpoints import encode
     from layerskip.model.compiled import compile_seconds
     from layerskip.timing.bandwidth import Sweeps
 
-    with cpu_threads(threads):
-        opened = open_passes(loaded, loading.execution, talk)
+    known = found.header["threads"] if found else None  # a run goes on as it began
+    with open_passes(loaded, loading, talk, known) as opened:
         ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
         lengths = [each.shape[1] for each in ids]
         opened.check_lengths(lengths, max(lengths) + max_new_tokens)

@@ -54,21 +54,22 @@ def check(
     from layerskip.bench.checks import check as check_tokens
     from layerskip.checkpoints import encode
 
-    opened = open_passes(loaded, loading.execution, talk)
-    report = check_tokens(
-        loaded.model,
-        [encode(loaded.tokenizer, each) for each in chosen],
-        config,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        execution=loading.execution,
-        note=lambda text: talk.progress(f"checking: {text}"),
-    )
+    with open_passes(loaded, loading, talk) as opened:
+        passes = opened.describe()
+        report = check_tokens(
+            loaded.model,
+            [encode(loaded.tokenizer, each) for each in chosen],
+            config,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            execution=loading.execution,
+            note=lambda text: talk.progress(f"checking: {text}"),
+        )
     talk.progress("")
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        told = {"model": loaded.name, "passes": opened.describe(), "seed": seed}
+        told = {"model": loaded.name, "passes": passes, "seed": seed}
         print(to_json(told | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)

@@ -53,9 +53,8 @@ def demo(
     loaded, config = open_draft(draft, loading, talk)
 
     from layerskip.bench.checks import compare
-    from layerskip.bench.demo import REPEATS, TEMPERATURE, fitting_threads, side_by_side
+    from layerskip.bench.demo import REPEATS, TEMPERATURE, side_by_side
     from layerskip.bench.methods import Task
-    from layerskip.bench.runner import cpu_threads
     from layerskip.checkpoints import encode
 
     prompts = shipped_prompts(2)
@@ -64,9 +63,8 @@ def demo(
     print(title("Prompt, held out from training"))
     print(prompts[0].text)
     print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
-    threads = fitting_threads(loaded.model)
-    with cpu_threads(threads):
-        passes = open_passes(loaded, loading.execution, talk).describe()
+    with open_passes(loaded, loading, talk) as opened:
+        passes, threads = opened.describe(), opened.threads
         found = side_by_side(
             loaded.model,
             timed,

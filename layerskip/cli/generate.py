@@ -97,34 +97,35 @@ def generate(
         **drafting,
         **{name: value for name, value in sampling.settings.items() if value is not None},
     }
-    open_passes(loaded, loading.execution, talk)
-    if chosen is not None and not no_draft:
-        talk.progress("measuring what drafting costs here")  # once, and not part of the times below
-        generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
     results = []
-    for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
-        own_seed = seed + number if sampling.do_sample and seed is not None else None
-        if len(prompts) > 1 and (stream or not as_json):
-            write_out(f"{title(f'prompt {each.id}')}\n")
-        talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
-        start = time.perf_counter()
-        output = generate_tokens(
-            loaded.model,
-            unpadded(ids),
-            streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
-            seed=own_seed,
-            max_new_tokens=max_new_tokens,
-            **settings,
-        )
-        seconds = time.perf_counter() - start
-        token_ids = output.sequences[0, ids.shape[1] :].tolist()
-        text = decode_text(loaded.tokenizer, token_ids)
-        if not stream and not as_json:
-            talk.progress("")
-            write_out(text + "\n")
-        result = _result(output, token_ids, text, seconds, own_seed)
-        talk.say(_summary(result))
-        results.append({"id": each.id, **result} if len(prompts) > 1 else result)
+    with open_passes(loaded, loading, talk):
+        if chosen is not None and not no_draft:
+            # once, and not part of the times below
+            talk.progress("measuring what drafting costs here")
+            generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
+        for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
+            own_seed = seed + number if sampling.do_sample and seed is not None else None
+            if len(prompts) > 1 and (stream or not as_json):
+                write_out(f"{title(f'prompt {each.id}')}\n")
+            talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
+            start = time.perf_counter()
+            output = generate_tokens(
+                loaded.model,
+                unpadded(ids),
+                streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
+                seed=own_seed,
+                max_new_tokens=max_new_tokens,
+                **settings,
+            )
+            seconds = time.perf_counter() - start
+            token_ids = output.sequences[0, ids.shape[1] :].tolist()
+            text = decode_text(loaded.tokenizer, token_ids)
+            if not stream and not as_json:
+                talk.progress("")
+                write_out(text + "\n")
+            result = _result(output, token_ids, text, seconds, own_seed)
+            talk.say(_summary(result))
+            results.append({"id": each.id, **result} if len(prompts) > 1 else result)
     if as_json:
         print(to_json({"results": results} if len(prompts) > 1 else results[0]))
 

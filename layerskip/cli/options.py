@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -77,6 +78,15 @@ class Loading:
             "(CPU; built once, half a minute), or kernels compiled (for minutes, in every run)."
         ),
     ] = "auto"
+
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Of the CPU, in all.  [default: as many as passes are fastest on, measured]",
+        ),
+    ] = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -223,16 +233,31 @@ def open_model(loading: Loading, talk: Talk) -> Loaded:
     return loaded
 
 
-def open_passes(loaded: Loaded, execution: str, talk: Talk) -> Sublayers:
-    """The model opened up; says how its passes are computed, and why not faster."""
+@contextmanager
+def open_passes(
+    loaded: Loaded, loading: Loading, talk: Talk, threads: int | None = None
+) -> Iterator[Sublayers]:
+    """The model opened up, on its threads meanwhile; says how passes are computed, and why so.
+
+    Args:
+        threads: where the command line names none; None measures which number is fastest.
+    """
     from layerskip.model.sublayers import Sublayers
+    from layerskip.timing.threads import cpu_threads, fitting_threads
 
     with warnings.catch_warnings():
         if not talk.quiet:  # then the line below says it
             warnings.filterwarnings("ignore", "passes take the lean path")
-        opened = Sublayers(loaded.model, execution)
-    talk.say(f"passes: {opened.describe()}")
-    return opened
+        opened = Sublayers(loaded.model, loading.execution)
+    threads = loading.threads or threads
+    if threads is None:
+        talk.progress("measuring how many threads are fastest")
+    with cpu_threads(None) as most, cpu_threads(threads or fitting_threads(opened)) as count:
+        words = f"passes: {opened.describe()}"
+        if threads is None and count < most:
+            words += f"; more, of {most}, are not worth it here"
+        talk.say(words)
+        yield opened
 
 
 def skip_config(given: SkipConfig | None, loaded: Loaded) -> SkipConfig | None:

@@ -12,6 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +30,7 @@ from layerskip.cli.options import (
     Seed,
     given_prompts,
     open_model,
+    open_passes,
     spoken,
     to_json,
     warn_idle,
@@ -100,12 +102,6 @@ def search(
     max_new_tokens: MaxNewTokens = 64,
     sampling: Sampling,
     seed: Seed = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Of the CPU, over all workers.  [default: PyTorch's]"
-        ),
-    ] = None,
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -136,17 +132,18 @@ def search(
     loaded = open_model(loading, talk)
 
     from layerskip.bench.plans import make_header
-    from layerskip.bench.runner import cpu_threads
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
     from layerskip.search.finding import Search
     from layerskip.search.space import Space
     from layerskip.search.workers import Asked, sharing
+    from layerskip.timing.threads import cpu_threads
 
     layers = loaded.model.config.num_hidden_layers
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
-    with cpu_threads(threads) as usable:
+    with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
+        usable = opened.threads or 1
         going = Search(
             loaded.model,
             traced,
@@ -190,6 +187,18 @@ def search(
     study = {"name": study_name, "storage": redacted(where)}
     record = {**header, "kind": "search", "schema": SCHEMA, "study": study, **result.record}
     _finish(output, record, result.skip, loaded.name, talk, as_json)
+
+
+def _known_threads(output: Path, workers: int) -> int | None:
+    """How many threads need no measuring: those of the costs of a study that goes on, if any.
+
+    Several workers share all that there are.
+    """
+    import torch
+
+    with suppress(OSError, ValueError, KeyError):
+        return int(json.loads((output / "cost.json").read_text())["place"]["threads"])
+    return torch.get_num_threads() if workers > 1 else None
 
 
 def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], list[Prompt]]:

@@ -129,7 +129,9 @@ class Decoder:
         index = 0
         while not all(self.finished):
             index += 1
-            yield self._round(index)
+            with self.session.model.disturbed():
+                round_ = self._round(index)
+            yield round_
 
     def _first_round(self) -> Round:
         self._mark(begin=True)

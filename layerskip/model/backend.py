@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -70,6 +71,10 @@ class Backend(ABC):
     def capacity(self, slots: int) -> int:
         """How many slots, and angles, to have where so many are asked for."""
         return slots
+
+    def disturbed(self) -> AbstractContextManager[None]:
+        """`Sublayers.disturbed`."""
+        return nullcontext()
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         """Carry hidden states (B, T, H) through blocks, in order."""

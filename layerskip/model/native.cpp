@@ -18,6 +18,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <climits>
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -32,7 +34,13 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
 #include <sched.h>
+#endif
 
 namespace {
 
@@ -295,30 +303,84 @@ void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_
 // ---------------------------------------------------------------------------------------------
 // Threads.
 
+// Some hundred times a pass a team waits for its last thread, for microseconds; where another
+// process has that one's core, for a slice of the scheduler's, a hundred times as long. Who waits
+// for longer than PATIENCE sleeps: the system then moves the last thread to the core that is free.
+// A pass of which a good part was slept away makes the next few take one thread, which has no one
+// to wait for, and more of them where a team, tried again, does no better.
+
+using Clock = std::chrono::steady_clock;
+constexpr auto PATIENCE = std::chrono::microseconds(50);  // about what it costs to wake a thread
+constexpr int SPELL = 256;                                // passes that one thread takes, at most
+
+class Crew {
+ public:
+  // How many of so many threads the next pass takes.
+  int threads(int wanted) {
+    if (!disturbed()) return wanted;
+    alone_.fetch_sub(1, std::memory_order_relaxed);
+    return 1;
+  }
+
+  bool disturbed() const { return alone_.load(std::memory_order_relaxed) > 0; }
+
+  // What became of a pass that more than one thread took.
+  void note(Clock::duration whole, Clock::duration slept) {
+    const int spell = spell_.load(std::memory_order_relaxed);
+    if (slept * 4 < whole) {
+      spell_.store(std::max(1, spell / 2), std::memory_order_relaxed);
+      return;
+    }
+    alone_.store(spell * 2, std::memory_order_relaxed);
+    spell_.store(std::min(SPELL / 2, spell * 2), std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int> alone_{0};  // passes left that one thread takes
+  std::atomic<int> spell_{1};  // half of how many it took last
+};
+
+inline Crew crew;  // of all passes of the process: they share its cores
+
 struct alignas(64) Meeting {
   std::atomic<int> waiting{0};
   alignas(64) std::atomic<int> round{0};
+  std::atomic<int> sleepers{0};
+  std::atomic<Clock::rep> slept{0};  // by all threads
 
-  // A thread that waits for long gives way: another process may need the core, and if it is a
-  // thread of this team that was put to sleep, too.
   void wait(int threads) {
     if (threads == 1) return;
     const int now = round.load(std::memory_order_relaxed);
     if (waiting.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       waiting.store(0, std::memory_order_relaxed);
-      round.store(now + 1, std::memory_order_release);
+      round.store(now + 1);
+      if (sleepers.load() > 0) wake();
       return;
     }
-    for (int spins = 0; round.load(std::memory_order_acquire) == now; ++spins) {
-      if (spins < 500) {
+    const auto start = Clock::now();
+    do {
+      for (int spins = 0; spins < 100; ++spins) {
+        if (round.load(std::memory_order_acquire) != now) return;
 #if defined(__x86_64__)
         _mm_pause();
 #endif
-      } else {
-        sched_yield();
       }
-    }
+    } while (Clock::now() - start < PATIENCE);
+    sleepers.fetch_add(1);
+    while (round.load() == now) sleep(now);
+    sleepers.fetch_sub(1);
+    slept.fetch_add((Clock::now() - start).count(), std::memory_order_relaxed);
   }
+
+ private:
+#ifdef __linux__
+  void sleep(int now) { syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+  void wake() { syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+  static_assert(sizeof(std::atomic<int>) == sizeof(int));
+#else
+  void sleep(int) { sched_yield(); }
+  void wake() {}
+#endif
 };
 
 struct Range {
@@ -608,13 +670,18 @@ class Pass {
       float* packed = scores + lines(QUERIES * reach_);
       Worker me{number, of, meeting, hidden, normed, scores, packed};
       work(me);
+      me.meet();  // here, and not at the end of OpenMP's team, where threads spin
     };
 #ifdef _OPENMP
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    worker(omp_get_thread_num(), omp_get_num_threads());
-#else
-    worker(0, 1);
+    if (threads > 1) {
+      const auto start = Clock::now();
+#pragma omp parallel num_threads(threads)
+      worker(omp_get_thread_num(), omp_get_num_threads());
+      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()));
+      return out_;
+    }
 #endif
+    worker(0, 1);
     return out_;
   }
 
@@ -704,7 +771,7 @@ class Pass {
       for (const Matrix& matrix : each->inputs) bytes += matrix.weight.nbytes();
       if (each->output) bytes += each->output->weight.nbytes();
     }
-    return bytes * tokens_ < (1 << 18) ? 1 : at::get_num_threads();
+    return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
   }
 
   int64_t longest() const {
@@ -877,6 +944,16 @@ class Pass {
 // ---------------------------------------------------------------------------------------------
 // What Python sees.
 
+// Lets torch's own functions take so many threads where this thread calls them, and no other does;
+// how many it was before.
+int64_t limit_threads(int64_t count) {
+  const int64_t before = at::get_num_threads();
+#ifdef _OPENMP
+  omp_set_num_threads(static_cast<int>(count));
+#endif
+  return before;
+}
+
 struct Plan {
   std::deque<Sublayer> sublayers;  // another thread may add a head while a pass reads the others
 
@@ -908,6 +985,8 @@ struct Plan {
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("disturbed", [] { return crew.disturbed(); });
+  module.def("limit_threads", &limit_threads);
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"));
   py::class_<Norm>(module, "Norm")

@@ -10,7 +10,8 @@ rotary width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -127,6 +128,16 @@ class Native(Lean):
 
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables, self._heads[1], self.extension.Angles)
+
+    @contextmanager
+    def disturbed(self) -> Iterator[None]:
+        # what torch computes between the passes would wait for a second thread as they did
+        before = self.extension.limit_threads(1) if self.extension.disturbed() else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.extension.limit_threads(before)
 
     def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
         rows, count, _ = hidden.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -104,9 +105,17 @@ class Sublayers(Architecture):
         words = self.execution
         if words == "native":
             vectors = torch.backends.cpu.get_cpu_capability()
-            count = torch.get_num_threads()
-            words += f" ({vectors}, {count} thread{'s' if count > 1 else ''})"
+            words += f" ({vectors}, {self.threads} thread{'s' if self.threads != 1 else ''})"
         return words if self.reason is None else f"{words}: {self.reason}"
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads of the CPU passes take, torch's own number; None on other devices."""
+        return torch.get_num_threads() if self.device.type == "cpu" else None
+
+    def disturbed(self) -> AbstractContextManager[None]:
+        """Around a round: where others need the cores, it makes do with one thread."""
+        return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""

@@ -176,7 +176,7 @@ def machine(model: Sublayers) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "execution": model.execution,
     }
-    return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
+    return found if model.threads is None else {**found, "threads": model.threads}
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Threads of a CPU: how many are chosen, and that no number of them changes what is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_model
+from typer.testing import CliRunner
+
+from layerskip import decode
+from layerskip.cli.main import app
+from layerskip.model.extension import refusal
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing.threads import cpu_threads, fitting_threads
+
+
+@pytest.fixture
+def opened() -> Sublayers:
+    return Sublayers(tiny_model("llama", dtype=torch.float32), "fused")
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    with cpu_threads(4):
+        yield
+
+
+def clock(seconds: dict[int, float]) -> Callable[[], float]:
+    """A clock by which a pass takes what is said for the number of threads it runs on."""
+    now = 0.0
+
+    def look() -> float:
+        nonlocal now
+        now += seconds[torch.get_num_threads()]
+        return now
+
+    return look
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 8e-3, 2: 4e-3, 4: 2e-3}, 4),
+        ({1: 8e-3, 2: 4e-3, 4: 3.9e-3}, 2),  # hardly faster
+        ({1: 1e-3, 2: 4e-3, 4: 9e-3}, 1),
+        ({1: 1e-3, 2: 1e-3, 4: 0.2}, 4),  # so long that nothing is tried
+    ],
+)
+def test_the_smallest_number_that_hardly_another_beats_is_chosen(
+    opened: Sublayers, seconds: dict[int, float], chosen: int
+) -> None:
+    assert fitting_threads(opened, now=clock(seconds)) == chosen
+    assert torch.get_num_threads() == 4
+
+
+def test_there_is_nothing_to_choose_from_one(opened: Sublayers) -> None:
+    def never() -> float:
+        raise AssertionError("looked at the clock")
+
+    with cpu_threads(1):
+        assert fitting_threads(opened, now=never) == 1
+
+
+@pytest.mark.usefixtures("four")
+def test_a_number_is_chosen_by_a_real_clock(opened: Sublayers) -> None:
+    assert fitting_threads(opened) in (1, 2, 4)
+
+
+def _tokens(model: Any) -> list[tuple[int, ...]]:
+    prompt = torch.tensor([[5, 7, 11]])
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 3}
+    rounds = decode(model, prompt, enabled=False, eos_token_id=[], keep_scores=True, **settings)
+    return [(round_.tokens[0][0], *round_.logits[0][0].tolist()) for round_ in rounds]  # type: ignore[index]
+
+
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_more_threads_than_cores_compute_the_same_bits() -> None:
+    """Such a team waits long enough to sleep, and its passes are carried by one thread by turns."""
+    model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
+    with cpu_threads(1):
+        alone = _tokens(model)
+    for count in (2, 7):
+        with cpu_threads(count):
+            assert _tokens(model) == alone
+            assert torch.get_num_threads() == count
+
+
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back() -> None:
+    backend = Sublayers(tiny_model("llama", dtype=torch.float32), "native").backend
+
+    class Disturbed:
+        def __init__(self, real: Any, disturbed: bool) -> None:
+            self.real, self.is_so = real, disturbed
+
+        def disturbed(self) -> bool:
+            return self.is_so
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    real = backend.extension  # type: ignore[attr-defined]
+    with cpu_threads(3):
+        for disturbed, during in ((True, 1), (False, 3)):
+            backend.extension = Disturbed(real, disturbed)  # type: ignore[attr-defined]
+            with suppress(KeyError), backend.disturbed():
+                assert torch.get_num_threads() == during
+                raise KeyError
+            assert torch.get_num_threads() == 3
+
+
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_commands_measure_the_number_unless_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def fitting(opened: Sublayers) -> int:
+        measured.append(torch.get_num_threads())
+        return 1
+
+    monkeypatch.setattr("layerskip.timing.threads.fitting_threads", fitting)
+    output = tmp_path / "run.jsonl"
+    flags = ["--method", "plain", "--limit", "1", "--max-new-tokens", "4", "--repeats", "1"]
+    command = ["benchmark", *flags, "--output", str(output)]
+    with cpu_threads(2):
+        first = CliRunner().invoke(app, command)
+        again = CliRunner().invoke(app, command)
+        assert measured == [2]  # a run that goes on stays with its own
+        assert json.loads(output.read_text().splitlines()[0])["threads"] == 1
+        told = "1 thread); more, of 2, are not worth it here\n"
+        assert told in first.stderr
+        assert again.exit_code == first.exit_code == 0
+        said = ["generate", "--prompt", "It", "--max-new-tokens", "2", "--no-draft"]
+        assert ", 2 threads)\n" in CliRunner().invoke(app, [*said, "--threads", "2"]).stderr
+        assert measured == [2]
+        assert torch.get_num_threads() == 2
