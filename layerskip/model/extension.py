@@ -29,6 +29,7 @@ from torch.utils import cpp_extension
 
 NAME = "layerskip_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
+_HEADERS = tuple(map(_SOURCE.with_name, ("products.h", "integers.h")))
 _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -104,7 +105,10 @@ def flags() -> list[str]:
 def _key() -> str:
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
     parts = (torch.__version__, platform.python_version(), platform.machine(), compiler, *flags())
-    return hashlib.sha256(_SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(parts).encode())
+    for source in (_SOURCE, *_HEADERS):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _folder() -> Path:

@@ -10,8 +10,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -25,7 +23,6 @@
 #include <limits>
 #include <optional>
 #include <stdexcept>
-#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -42,263 +39,12 @@
 #include <sched.h>
 #endif
 
+#include "integers.h"
+#include "products.h"
+
 namespace {
 
-using at::BFloat16;
 using at::Tensor;
-using Vec = at::vec::Vectorized<float>;
-constexpr int64_t LANES = Vec::size();
-constexpr bool MANY_REGISTERS = LANES >= 16;  // 32 vectors, not 16
-
-// ---------------------------------------------------------------------------------------------
-// Numbers of a model's dtype S, computed with as float32.
-
-template <typename S>
-inline Vec widened(const S* from) {
-  if constexpr (std::is_same_v<S, float>) {
-    return Vec::loadu(from);
-  } else {
-    Vec out;
-    at::vec::load_fp32_from_bf16(from, out);
-    return out;
-  }
-}
-
-template <typename S>
-inline Vec widened(const S* from, int64_t count) {
-  if (count >= LANES) return widened(from);
-  float some[LANES] = {};
-  for (int64_t i = 0; i < count; ++i) some[i] = static_cast<float>(from[i]);
-  return Vec::loadu(some);
-}
-
-template <typename S>
-inline float rounded(float x) {
-  return static_cast<float>(static_cast<S>(x));
-}
-
-inline float sum(const Vec& x) {
-  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
-}
-
-// ---------------------------------------------------------------------------------------------
-// Products of a weight with few tokens: it is read from memory once for up to MOST of them.
-//
-// A tile is some rows of the weight with all of these tokens, its sums in registers. Columns are
-// cut so that the inputs stay in the nearest cache, and inputs are packed in the order of their use
-// (rows whose distance is a power of two would fall into the same few places of that cache). What
-// comes AHEAD bytes later is fetched into the second cache: into the first, it would take the few
-// slots that wait for memory from the loads themselves.
-
-constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;
-constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
-constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
-constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
-constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
-
-// A vector that is loaded once: compilers fold loads into every use, which costs as many loads.
-inline Vec held(Vec x) {
-#if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__)
-  __m512 value = x;
-  asm("" : "+v"(value));
-  return Vec(value);
-#else
-  return x;
-#endif
-}
-
-// The sums of COUNT vectors each, a power of two and at most LANES: two vectors become one that
-// holds sums of both by turns, and so on, for a fraction of what COUNT single sums take.
-template <int COUNT>
-inline void sums_of(const Vec* x, float* out) {
-  Vec some[COUNT];
-#pragma GCC unroll 16
-  for (int i = 0; i < COUNT; ++i) some[i] = x[i];
-#pragma GCC unroll 4
-  for (int half = COUNT / 2; half >= 1; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) {
-      const auto both = at::vec::interleave2(some[i], some[i + half]);
-      some[i] = both.first + both.second;
-    }
-  float lanes[LANES];
-  some[0].store(lanes);
-#pragma GCC unroll 16
-  for (int i = 0; i < COUNT; ++i) {
-    out[i] = lanes[i];
-    for (int j = i + COUNT; j < LANES; j += COUNT) out[i] += lanes[j];
-  }
-}
-
-template <int COUNT>
-inline void sums_of_any(const Vec* x, float* out) {
-  constexpr int MAX = static_cast<int>(LANES);
-  constexpr int HERE = COUNT >= 16 && MAX >= 16 ? 16 : COUNT >= 8 && MAX >= 8 ? 8
-                     : COUNT >= 4               ? 4
-                     : COUNT >= 2               ? 2
-                                                : 1;
-  sums_of<HERE>(x, out);
-  if constexpr (COUNT > HERE) sums_of_any<COUNT - HERE>(x + HERE, out + HERE);
-}
-
-// Weights of one step are PARTS vectors: of bfloat16, two lie in what is loaded, those of the even
-// columns and those of the odd ones, which a shift and a mask set apart.
-template <typename S>
-constexpr int PARTS = std::is_same_v<S, float> ? 1 : 2;
-
-inline Vec part(const float* from, int) { return Vec::loadu(from); }
-
-inline Vec part(const BFloat16* from, int odd) {
-  using Ints = at::vec::Vectorized<int32_t>;
-  const Ints both = Ints::loadu(from);
-  return at::vec::cast<float>(odd ? both & Ints(static_cast<int32_t>(0xffff0000))
-                                  : both << Ints(16));
-}
-
-template <typename S, int ROWS, int TOKENS>
-inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, int64_t stride,
-                 const S* fetch, float* sums_out) {
-  Vec sums[TOKENS][ROWS];
-#pragma GCC unroll 8
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
-  constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
-  const auto step = [&](const S* at, int64_t row, int64_t k) {
-#pragma GCC unroll 2
-    for (int p = 0; p < PARTS<S>; ++p) {
-      Vec w[ROWS];
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) w[r] = part(at + r * row, p);
-#pragma GCC unroll 8
-      for (int t = 0; t < TOKENS; ++t) {
-        const Vec input = held(Vec::loadu(x + t * stride + k + p * LANES));
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) sums[t][r] = at::vec::fmadd(w[r], input, sums[t][r]);
-      }
-    }
-  };
-  int64_t k = 0;
-  for (; k + STEP <= span; k += STEP) {
-    const S* at = weight + k;
-    if (k % LINE == 0)
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch + r * columns + k, 0, 2);
-    step(at, columns, k);
-  }
-  if (k < span) {
-    S rest[ROWS][STEP] = {};
-    for (int r = 0; r < ROWS; ++r) std::copy_n(weight + r * columns + k, span - k, rest[r]);
-    step(rest[0], STEP, k);
-  }
-  float totals[TOKENS * ROWS];
-  sums_of_any<TOKENS * ROWS>(&sums[0][0], totals);
-#pragma GCC unroll 8
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
-}
-
-// How columns are cut for so many tokens.
-inline int64_t cut(int64_t columns, int64_t tokens) {
-  const int64_t most = std::max<int64_t>(256, NEAR / 4 / tokens);
-  const int64_t pieces = (columns + most - 1) / most;
-  return ((columns + pieces - 1) / pieces + 31) / 32 * 32;
-}
-
-// Numbers that packed inputs of a token take, at most.
-inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 128; }
-
-// Inputs of a cut in the order of their use, with zeros up to its span.
-template <typename S>
-inline void pack(const float* x, int64_t count, int64_t span, float* to) {
-  if constexpr (PARTS<S> == 1) {
-    std::copy_n(x, count, to);
-    std::fill(to + count, to + span, 0.0f);
-  } else {
-    for (int64_t k = 0; k < span; k += 2 * LANES)
-      for (int64_t i = 0; i < LANES; ++i)
-        for (int64_t odd = 0; odd < 2; ++odd) {
-          const int64_t column = k + 2 * i + odd;
-          to[k + odd * LANES + i] = column < count ? x[column] : 0.0f;
-        }
-  }
-}
-
-// Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts; `then` is what is
-// read after them.
-template <typename S, typename O, int TOKENS>
-void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
-         const float* packed, O* out, int64_t out_stride, const S* then) {
-  constexpr int ROWS = MANY_REGISTERS ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
-                                      : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
-  const int64_t span = cut(columns, TOKENS);
-  const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
-  const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS;  // rows
-  alignas(64) float sums[TOKENS * GROUP] = {};
-  for (int64_t k = 0; k < columns; k += span) {
-    const int64_t here = std::min(span, columns - k);
-    const float* x = packed + k * TOKENS;
-    // behind the last row of a cut come the first ones of the next cut, or what is read then
-    const S* next = k + span < columns ? weight + first * columns + k + span : then;
-    for (int64_t row = first; row < last;) {
-      const int64_t later = row + ahead;
-      const S* from = weight + row * columns + k;
-      const S* fetch = later < last ? from + ahead * columns : next + (later - last) * columns;
-      float* to = sums + row - first;
-      if (row + ROWS <= last) {
-        tile<S, ROWS, TOKENS>(from, columns, here, x, span, fetch, to);
-        row += ROWS;
-      } else {
-        tile<S, 1, TOKENS>(from, columns, here, x, span, fetch, to);
-        ++row;
-      }
-    }
-  }
-  for (int t = 0; t < TOKENS; ++t)
-    for (int64_t row = first; row < last; ++row) {
-      const float value = sums[t * GROUP + row - first];
-      out[t * out_stride + row] = static_cast<O>(
-          rounded<S>(bias ? value + static_cast<float>(bias[row]) : value));
-    }
-}
-
-// out = x weight^T + bias in rows first to last of the weight; `room` is for the packed inputs,
-// `then` the weight that is read next.
-template <typename S, typename O>
-void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
-             const float* x, int64_t stride, int64_t tokens, O* out, int64_t out_stride,
-             float* room, const S* then) {
-  // no step of one token behind seven full ones: all steps have as many, or one less
-  const int64_t steps = (tokens + MOST - 1) / MOST;
-  const auto from = [&](int64_t step) { return tokens * step / steps; };
-  float* to = room;
-  for (int64_t step = 0; step < steps; ++step) {
-    const int64_t count = from(step + 1) - from(step), span = cut(columns, count);
-    for (int64_t k = 0; k < columns; k += span)
-      for (int64_t t = from(step); t < from(step + 1); ++t) {
-        const int64_t here = std::min(span, columns - k);
-        pack<S>(x + t * stride + k, here, span, to);
-        to += span;
-      }
-  }
-  const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(S));
-  const int64_t group = steps == 1 ? GROUP : std::clamp<int64_t>(KEPT / row_bytes, 24, GROUP);
-  for (int64_t row = first; row < last; row += group) {
-    const int64_t end = std::min(last, row + group);
-    const S* next = end < last ? weight + end * columns : then;
-    const float* packed = room;
-    for (int64_t step = 0; step < steps; ++step) {
-      const int64_t count = from(step + 1) - from(step), span = cut(columns, count);
-      O* here = out + from(step) * out_stride;
-#define FEW(N) \
-  case N: few<S, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
-      switch (count) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
-#undef FEW
-      packed += count * ((columns + span - 1) / span * span);
-    }
-  }
-}
 
 // ---------------------------------------------------------------------------------------------
 // Threads.
@@ -398,8 +144,17 @@ inline Range share(int64_t rows, int thread, int threads) {
 // What a model is made of.
 
 struct Matrix {
-  Tensor weight;  // (rows, columns)
+  Tensor weight;  // (rows, columns); packed numbers of a rounded one
   std::optional<Tensor> bias;
+  int bits = 0;  // of a rounded one
+  int64_t rounded_rows = 0, rounded_columns = 0;
+  std::optional<Tensor> scales;  // (rows,) of 8 bits
+
+  int64_t rows() const { return bits ? rounded_rows : weight.size(0); }
+  int64_t columns() const { return bits ? rounded_columns : weight.size(1); }
+  int64_t row_bytes() const {
+    return bits ? integers::row_bytes(bits, rounded_columns) : columns() * weight.element_size();
+  }
 };
 
 struct Norm {
@@ -438,6 +193,18 @@ void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
           name, " must be a contiguous ", dtype, " tensor of shape ", shape, " on the CPU, as when ",
           "the model was opened; got ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
           tensor.device(), "; open the model again");
+}
+
+// A matrix of numbers that `rounded.py` has packed.
+Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional<Tensor> bias,
+                      int bits, int64_t rows, int64_t columns) {
+  require(bits == 8 || bits == 4, "weights are rounded to 8 or 4 bits, not ", bits);
+  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
+  const int64_t bytes = blocks * integers::BLOCK * integers::row_bytes(bits, columns);
+  check<uint8_t>(packed, {bytes}, "packed numbers");
+  require(scales.has_value() == (bits == 8), "rows have scales with 8 bits, and only then");
+  if (scales) check<float>(*scales, {rows}, "the scales of rows");
+  return {packed, bias, bits, rows, columns, scales};
 }
 
 template <typename S>
@@ -623,24 +390,24 @@ class Pass {
     check_all();
     for (const Sublayer* each : sublayers) {
       int64_t outputs = 0;
-      for (const Matrix& matrix : each->inputs) outputs += matrix.weight.size(0);
+      for (const Matrix& matrix : each->inputs) outputs += matrix.rows();
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
         // gate and up lie one behind the other
         pieces_.push_back({&each->inputs[0], 0, outputs / 2});
         pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2});
       } else {
         for (const Matrix& matrix : each->inputs)
-          pieces_.push_back({&matrix, 0, matrix.weight.size(0)});
+          pieces_.push_back({&matrix, 0, matrix.rows()});
       }
       if (each->output) pieces_.push_back({&*each->output, 0, width_});
       deep_ = std::max(deep_, width_);
       if (each->kind == Kind::head) continue;
       wide_ = std::max(wide_, outputs);
-      deep_ = std::max(deep_, each->output->weight.size(1));
+      deep_ = std::max(deep_, each->output->columns());
     }
     const Sublayer& last = *sublayers.back();
     if (last.kind == Kind::head) {
-      const int64_t vocabulary = last.inputs[0].weight.size(0);
+      const int64_t vocabulary = last.inputs[0].rows();
       out_ = at::empty({rows_, count_, vocabulary}, hidden.options());  // (B, T, V)
     } else {
       out_ = at::empty(hidden.sizes(), hidden.options());  // (B, T, H)
@@ -712,8 +479,9 @@ class Pass {
       check(each->after, width_);
       int64_t outputs = 0;
       for (const Matrix& matrix : each->inputs) {
-        check_matrix(matrix, matrix.weight.size(0), width_);
-        outputs += matrix.weight.size(0);
+        check_matrix(matrix, matrix.rows(), width_);
+        require(matrix.bits == each->inputs[0].bits, "inputs of a sublayer differ in precision");
+        outputs += matrix.rows();
       }
       if (each->kind == Kind::head) continue;
       int64_t inner = outputs / 2;  // what the output matrix takes
@@ -728,7 +496,7 @@ class Pass {
         check_cache(*each, cache_.keys[attentions], cache_.values[attentions]);
         ++attentions;
       } else {
-        require(each->inputs.size() == 1 || each->inputs[0].weight.size(0) == inner,
+        require(each->inputs.size() == 1 || each->inputs[0].rows() == inner,
                 "gate and up differ in size");
       }
       check_matrix(*each->output, width_, inner);
@@ -740,7 +508,13 @@ class Pass {
   }
 
   static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
-    ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
+    if (matrix.bits) {
+      require(matrix.rounded_rows == outputs && matrix.rounded_columns == inputs, "a rounded weight of (",
+              matrix.rounded_rows, ", ", matrix.rounded_columns, ") must be (", outputs, ", ", inputs,
+              "); open the model again");
+    } else {
+      ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
+    }
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
   }
 
@@ -781,24 +555,52 @@ class Pass {
   }
 
   // Where a worker's rows of a product begin.
-  const S* begins(const Worker& me, const Piece& piece) const {
-    const Tensor& weight = piece.matrix->weight;
-    return numbers<S>(weight) + (piece.first + me.share(piece.rows).first) * weight.size(1);
+  const uint8_t* begins(const Worker& me, const Piece& piece) const {
+    const Matrix& matrix = *piece.matrix;
+    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
+    return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
-  // The worker's rows of the product that is next in `pieces_`.
+  // Make x (n, columns) the inputs of the products that are next in `pieces_`.
+  void take(Worker& me, const float* x) const {
+    const Matrix& matrix = *pieces_[me.done].matrix;
+    if (matrix.bits) {
+      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens_, me.packed);
+    } else {
+      pack_inputs<S>(x, matrix.columns(), tokens_, me.packed);
+    }
+  }
+
+  // The worker's rows of the product that is next, with the inputs taken last.
   template <typename O>
-  void multiply(Worker& me, const float* x, O* out, int64_t stride) const {
+  void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
-    const bool more = me.done < pieces_.size();
     const Matrix& matrix = *piece.matrix;
-    const int64_t columns = matrix.weight.size(1);
     const Range mine = me.share(piece.rows);
-    const S* weight = numbers<S>(matrix.weight) + piece.first * columns;
+    const int64_t columns = matrix.columns();
+    const uint8_t* weight = begins(me, piece);
+    const bool more = me.done < pieces_.size();
+    const uint8_t* then = more ? begins(me, pieces_[me.done])
+                               : weight + (mine.last - mine.first) * matrix.row_bytes();
     const S* bias = numbers<S>(matrix.bias);
-    const S* then = more ? begins(me, pieces_[me.done]) : weight + mine.last * columns;
-    product(weight, bias ? bias + piece.first : nullptr, mine.first, mine.last, columns, x, columns,
-            tokens_, out, stride, me.packed, then);
+    if (bias) bias += piece.first;
+    if (!matrix.bits) {
+      const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
+      product(rows, bias, mine.first, mine.last, columns, me.packed, tokens_, out, stride,
+              reinterpret_cast<const S*>(then));
+      return;
+    }
+    const float* scales = numbers<float>(matrix.scales);
+    const auto write = [&](int64_t t, int64_t row, const float* sums) {
+      const int64_t here = std::min(integers::BLOCK, mine.last - row);
+      for (int64_t i = 0; i < here; ++i) {
+        float value = scales ? sums[i] * scales[row + i] : sums[i];
+        if (bias) value += static_cast<float>(bias[row + i]);
+        out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
+      }
+    };
+    integers::product(matrix.bits, weight, mine.first, mine.last, columns, tokens_, me.packed, then,
+                      write);
   }
 
   void work(Worker& me) {
@@ -818,7 +620,8 @@ class Pass {
         expand(me, *each);
       }
       me.meet();
-      multiply(me, each->kind == Kind::attention ? second_ : first_, result_, width_);
+      take(me, each->kind == Kind::attention ? second_ : first_);
+      multiply(me, result_, width_);
       me.meet();
       const float* result = result_;
       if (each->after) {
@@ -842,7 +645,8 @@ class Pass {
     const int64_t vocabulary = out_.size(2);
     const Range mine = me.share(vocabulary);
     S* out = static_cast<S*>(out_.data_ptr());
-    multiply(me, me.normed, out, vocabulary);
+    take(me, me.normed);
+    multiply(me, out, vocabulary);
     if (layer.softcap > 0) {
       const float cap = static_cast<float>(layer.softcap);
       for (int64_t t = 0; t < tokens_; ++t) {
@@ -861,10 +665,11 @@ class Pass {
   }
 
   void expand(Worker& me, const Sublayer& layer) const {
-    const int64_t inner = layer.output->weight.size(1);
+    const int64_t inner = layer.output->columns();
     const Range mine = me.share(inner);
-    multiply(me, me.normed, first_, inner);
-    multiply(me, me.normed, second_, inner);
+    take(me, me.normed);
+    multiply(me, first_, inner);
+    multiply(me, second_, inner);
     for (int64_t t = 0; t < tokens_; ++t)
       activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
                   mine.last - mine.first);
@@ -874,9 +679,10 @@ class Pass {
     const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
     const int64_t all = heads + 2 * kv, stride = all * width;
     int64_t offset = 0;
+    take(me, me.normed);
     for (const Matrix& matrix : layer.inputs) {
-      multiply(me, me.normed, first_ + offset, stride);
-      offset += matrix.weight.size(0);
+      multiply(me, first_ + offset, stride);
+      offset += matrix.rows();
     }
     me.meet();
     const Tensor &keys = cache_.keys[number], &values = cache_.values[number];
@@ -988,7 +794,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
   py::class_<Matrix>(module, "Matrix")
-      .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"));
+      .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
+      .def(py::init(&rounded_matrix), py::kw_only(), py::arg("numbers"), py::arg("scales"),
+           py::arg("bias"), py::arg("bits"), py::arg("rows"), py::arg("columns"));
   py::class_<Norm>(module, "Norm")
       .def(py::init<Tensor, double, bool>(), py::arg("weight"), py::arg("epsilon"),
            py::arg("one_plus"));

@@ -1,0 +1,477 @@
+// Products of weights rounded to 8 or 4 bits with inputs rounded to 8; knows no tensors or threads.
+//
+// A weight lies in blocks of 16 rows, which are cut into units of 64 columns. One line of 64 bytes
+// holds some columns of all 16 rows, so that a vector of 32-bit sums has one sum for every row and
+// nothing is ever summed across it:
+//   8 bits: a unit has 16 lines of 4 columns, byte 4 r + j for column j of row r, offset by 128;
+//   4 bits: 8 lines of 8 columns, columns 4 to 7 in the upper half of the bytes, offset by 8; then
+//           a line of scales in bfloat16, 16 for the first 32 columns and 16 for the others.
+// A token's inputs are rounded with one scale for every unit. Their products with numbers of the
+// weight are summed exactly, as integers; every unit's sum is scaled and added in float32, in the
+// order of the columns, so that a sum depends neither on threads nor on the tokens beside it.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+namespace integers {
+
+constexpr int64_t BLOCK = 16;  // rows
+constexpr int64_t UNIT = 64;   // columns
+constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
+constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
+
+constexpr int64_t unit_bytes(int bits) { return bits == 8 ? BLOCK * UNIT : BLOCK * UNIT / 2 + 64; }
+constexpr int64_t units_of(int64_t columns) { return (columns + UNIT - 1) / UNIT; }
+constexpr int64_t row_bytes(int bits, int64_t columns) {
+  return units_of(columns) * unit_bytes(bits) / BLOCK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Vectors of 16 numbers. `Four` is what a line is multiplied with: four inputs of a token for all
+// rows; `dots<DOTS>` adds the products of four bytes each to 32-bit sums, with an instruction for
+// them where there is one (DOTS, which a caller asks `has_dots` for).
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+constexpr int64_t MOST = 8;  // tokens that share a load of the weight
+using Ints = __m512i;
+using Floats = __m512;
+
+inline Ints load(const void* from) { return _mm512_loadu_si512(from); }
+inline Ints all(int32_t x) { return _mm512_set1_epi32(x); }
+inline Floats zero() { return _mm512_setzero_ps(); }
+inline Ints lower(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Ints upper(Ints x) { return lower(_mm512_srli_epi16(x, 4)); }
+inline Floats scaled(Ints x, Floats by, Floats to) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), by, to);
+}
+inline Floats times(Floats a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+inline Floats same(float x) { return _mm512_set1_ps(x); }
+inline Floats widened(const void* bfloats) {
+  const __m256i some = _mm256_loadu_si256(static_cast<const __m256i*>(bfloats));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16));
+}
+inline void store(Floats x, float* to) { _mm512_storeu_ps(to, x); }
+
+template <bool DOTS>
+struct Four {
+  Ints bytes, even, odd;
+  explicit Four(const int8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, 4);
+    bytes = all(four);
+    if constexpr (!DOTS) {
+      even = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
+      odd = _mm512_srai_epi16(bytes, 8);
+    }
+  }
+};
+
+template <bool DOTS, int BITS>
+inline Ints dots(Ints sums, Ints weights, const Four<DOTS>& x) {
+  if constexpr (DOTS) {
+    // no intrinsic: that would take a file of its own, compiled for machines that have it
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x.bytes));
+    return sums;
+  } else if constexpr (BITS == 4) {  // 2 * 15 * 127 does not saturate
+    const Ints pairs = _mm512_maddubs_epi16(weights, x.bytes);
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  } else {
+    const Ints even = _mm512_and_si512(weights, _mm512_set1_epi16(255));
+    sums = _mm512_add_epi32(sums, _mm512_madd_epi16(even, x.even));
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), x.odd));
+  }
+}
+
+inline bool has_dots() { return __builtin_cpu_supports("avx512vnni"); }
+
+#elif defined(CPU_CAPABILITY_AVX2)
+
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 12
+#define KNOWS_AVX_VNNI
+#endif
+
+constexpr int64_t MOST = 6;
+struct Ints {
+  __m256i v[2];
+};
+struct Floats {
+  __m256 v[2];
+};
+template <typename Vector, typename Function>
+inline Vector each(const Function& function) {
+  return {{function(0), function(1)}};
+}
+
+inline Ints load(const void* from) {
+  const __m256i* at = static_cast<const __m256i*>(from);
+  return each<Ints>([&](int i) { return _mm256_loadu_si256(at + i); });
+}
+inline Ints all(int32_t x) {
+  return each<Ints>([&](int) { return _mm256_set1_epi32(x); });
+}
+inline Floats zero() {
+  return each<Floats>([](int) { return _mm256_setzero_ps(); });
+}
+inline Floats same(float x) {
+  return each<Floats>([&](int) { return _mm256_set1_ps(x); });
+}
+inline __m256i lower(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Ints lower(const Ints& x) {
+  return each<Ints>([&](int i) { return lower(x.v[i]); });
+}
+inline Ints upper(const Ints& x) {
+  return each<Ints>([&](int i) { return lower(_mm256_srli_epi16(x.v[i], 4)); });
+}
+inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
+  return each<Floats>(
+      [&](int i) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(x.v[i]), by.v[i], to.v[i]); });
+}
+inline Floats times(const Floats& a, float b) {
+  return each<Floats>([&](int i) { return _mm256_mul_ps(a.v[i], _mm256_set1_ps(b)); });
+}
+inline Floats widened(const void* bfloats) {
+  const __m128i* at = static_cast<const __m128i*>(bfloats);
+  return each<Floats>([&](int i) {
+    const __m256i some = _mm256_cvtepu16_epi32(_mm_loadu_si128(at + i));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(some, 16));
+  });
+}
+inline void store(const Floats& x, float* to) {
+  for (int i = 0; i < 2; ++i) _mm256_storeu_ps(to + 8 * i, x.v[i]);
+}
+
+template <bool DOTS>
+struct Four {
+  __m256i bytes, even, odd;
+  explicit Four(const int8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, 4);
+    bytes = _mm256_set1_epi32(four);
+    if constexpr (!DOTS) {
+      even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+      odd = _mm256_srai_epi16(bytes, 8);
+    }
+  }
+};
+
+template <bool DOTS, int BITS>
+inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
+  return each<Ints>([&](int i) {
+    __m256i sums = to.v[i];
+    if constexpr (DOTS) {
+#ifdef KNOWS_AVX_VNNI
+      asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights.v[i]), "x"(x.bytes));
+#endif
+      return sums;
+    } else if constexpr (BITS == 4) {
+      const __m256i pairs = _mm256_maddubs_epi16(weights.v[i], x.bytes);
+      return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    } else {
+      const __m256i even = _mm256_and_si256(weights.v[i], _mm256_set1_epi16(255));
+      const __m256i odd = _mm256_srli_epi16(weights.v[i], 8);
+      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(even, x.even));
+      return _mm256_add_epi32(sums, _mm256_madd_epi16(odd, x.odd));
+    }
+  });
+}
+
+inline bool has_dots() {
+#ifdef KNOWS_AVX_VNNI
+  return __builtin_cpu_supports("avxvnni");
+#else
+  return false;
+#endif
+}
+
+#else
+
+constexpr int64_t MOST = 4;
+struct Ints {
+  int32_t v[16];
+  const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(v); }
+};
+struct Floats {
+  float v[16];
+};
+
+inline Ints load(const void* from) {
+  Ints out;
+  std::memcpy(out.v, from, 64);
+  return out;
+}
+inline Ints all(int32_t x) {
+  Ints out;
+  std::fill_n(out.v, 16, x);
+  return out;
+}
+inline Floats zero() { return {}; }
+inline Floats same(float x) {
+  Floats out;
+  std::fill_n(out.v, 16, x);
+  return out;
+}
+inline Ints lower(Ints x) {
+  for (int32_t& each : x.v) each &= 0x0f0f0f0f;
+  return x;
+}
+inline Ints upper(Ints x) {
+  for (int32_t& each : x.v) each = each >> 4 & 0x0f0f0f0f;
+  return x;
+}
+inline Floats scaled(const Ints& x, const Floats& by, Floats to) {
+  for (int r = 0; r < 16; ++r) to.v[r] += static_cast<float>(x.v[r]) * by.v[r];
+  return to;
+}
+inline Floats times(Floats a, float b) {
+  for (float& each : a.v) each *= b;
+  return a;
+}
+inline Floats widened(const void* bfloats) {
+  uint16_t some[16];
+  std::memcpy(some, bfloats, 32);
+  Floats out;
+  for (int r = 0; r < 16; ++r) {
+    const uint32_t bits = static_cast<uint32_t>(some[r]) << 16;
+    std::memcpy(out.v + r, &bits, 4);
+  }
+  return out;
+}
+inline void store(const Floats& x, float* to) { std::copy_n(x.v, 16, to); }
+
+template <bool DOTS>
+struct Four {
+  int32_t x[4];
+  explicit Four(const int8_t* from) { std::copy_n(from, 4, x); }
+};
+
+template <bool DOTS, int BITS>
+inline Ints dots(Ints sums, const Ints& weights, const Four<DOTS>& x) {
+  const uint8_t* bytes = weights.bytes();
+  for (int r = 0; r < 16; ++r)
+    for (int j = 0; j < 4; ++j) sums.v[r] += bytes[4 * r + j] * x.x[j];
+  return sums;
+}
+
+inline bool has_dots() { return false; }
+
+#endif
+
+// ---------------------------------------------------------------------------------------------
+// Inputs.
+
+// No step of one token behind seven full ones: all steps have as many, or one less.
+struct Steps {
+  int64_t tokens, count = (tokens + MOST - 1) / MOST;
+  int64_t first(int64_t step) const { return tokens * step / count; }
+  int64_t length(int64_t step) const { return first(step + 1) - first(step); }
+};
+
+// Rounded inputs of the tokens of one step, in the order of their use: numbers (units, tokens, 64),
+// a scale for each unit and token, and what the sums of each part of a unit start from, since the
+// numbers of a weight have an offset.
+struct Inputs {
+  int8_t* numbers;
+  float* scales;
+  int32_t* starts;
+
+  // In a room for `tokens` times `room` bytes, of which those of tokens before take theirs.
+  Inputs(void* base, int64_t units, int64_t before, int64_t tokens) {
+    uint8_t* at = static_cast<uint8_t*>(base) + before * room(units);
+    numbers = reinterpret_cast<int8_t*>(at);
+    scales = reinterpret_cast<float*>(at + tokens * units * UNIT);
+    starts = reinterpret_cast<int32_t*>(scales + tokens * units);
+  }
+
+  static constexpr int64_t room(int64_t units) { return units * (UNIT + 12); }
+};
+
+// Round inputs x (tokens, columns) for a weight of so many bits.
+inline void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room) {
+  const int64_t units = units_of(columns);
+  const int parts = bits == 8 ? 1 : 2;
+  const int32_t offset = bits == 8 ? 128 : 8;
+  const Steps steps{tokens};
+  for (int64_t step = 0; step < steps.count; ++step) {
+    const int64_t count = steps.length(step);
+    const Inputs to(room, units, steps.first(step), count);
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t u = 0; u < units; ++u) {
+        const float* from = x + (steps.first(step) + t) * columns + u * UNIT;
+        float rest[UNIT] = {};
+        if (columns - u * UNIT < UNIT) {
+          std::copy_n(from, columns - u * UNIT, rest);
+          from = rest;
+        }
+        float most = 0;
+        for (int64_t i = 0; i < UNIT; ++i) most = std::max(most, std::fabs(from[i]));
+        const float by = most > 1e-30f ? 127.0f / most : 0.0f;
+        int8_t* numbers = to.numbers + (u * count + t) * UNIT;
+        int32_t sums[2] = {};
+        for (int64_t half = 0; half < 2; ++half)
+          for (int64_t i = half * UNIT / 2; i < (half + 1) * UNIT / 2; ++i) {
+            // the nearest integer is in the last bits of what 1.5 * 2^23 is added to
+            const float shifted = from[i] * by + 12582912.0f;
+            int32_t bits_of;
+            std::memcpy(&bits_of, &shifted, 4);
+            const int32_t number = bits_of - 0x4b400000;
+            numbers[i] = static_cast<int8_t>(number);
+            sums[half] += number;
+          }
+        to.scales[u * count + t] = most > 1e-30f ? most / 127.0f : 0.0f;
+        int32_t* starts = to.starts + u * parts * count + t;
+        if (parts == 1) {
+          starts[0] = -offset * (sums[0] + sums[1]);
+        } else {
+          starts[0] = -offset * sums[0];
+          starts[count] = -offset * sums[1];
+        }
+      }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Products.
+
+template <int BITS, int TOKENS, int BLOCKS, bool DOTS>
+inline void tile(const uint8_t* weight, int64_t units, const Inputs& x, const uint8_t* fetch,
+                 float* out) {
+  constexpr int64_t SIZE = unit_bytes(BITS);
+  constexpr int PARTS = BITS == 8 ? 1 : 2;  // of a unit, with sums of their own
+  const int64_t stride = units * SIZE;
+  Floats sums[TOKENS][BLOCKS];
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; ++b) sums[t][b] = zero();
+  for (int64_t u = 0; u < units; ++u) {
+    const uint8_t* at = weight + u * SIZE;
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; ++part) {
+      Ints some[TOKENS][BLOCKS];
+#pragma GCC unroll 8
+      for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; ++b) some[t][b] = all(x.starts[(u * PARTS + part) * TOKENS + t]);
+      constexpr int LINES = BITS == 8 ? 16 : 4;
+#pragma GCC unroll 16
+      for (int l = 0; l < LINES; ++l) {
+        const int line = part * LINES + l;
+        Ints w[BLOCKS];
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; ++b) {
+          w[b] = load(at + b * stride + line * 64);
+          __builtin_prefetch(fetch + b * stride + u * SIZE + line * 64, 0, 2);
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < TOKENS; ++t) {
+          const int8_t* from = x.numbers + (u * TOKENS + t) * UNIT + line * (UNIT / LINES / PARTS);
+          if constexpr (BITS == 8) {
+            const Four<DOTS> four(from);
+#pragma GCC unroll 8
+            for (int b = 0; b < BLOCKS; ++b)
+              some[t][b] = dots<DOTS, BITS>(some[t][b], w[b], four);
+          } else {
+            const Four<DOTS> first(from), second(from + 4);
+#pragma GCC unroll 8
+            for (int b = 0; b < BLOCKS; ++b) {
+              some[t][b] = dots<DOTS, BITS>(some[t][b], lower(w[b]), first);
+              some[t][b] = dots<DOTS, BITS>(some[t][b], upper(w[b]), second);
+            }
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < TOKENS; ++t) {
+        const float scale = x.scales[u * TOKENS + t];
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; ++b) {
+          const Floats by = BITS == 8
+              ? same(scale)
+              : times(widened(at + b * stride + SIZE - 64 + part * 32), scale);
+          sums[t][b] = scaled(some[t][b], by, sums[t][b]);
+        }
+      }
+    }
+    if constexpr (BITS == 4)
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; ++b)
+        __builtin_prefetch(fetch + b * stride + (u + 1) * SIZE - 64, 0, 2);
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; ++b) store(sums[t][b], out + (t * BLOCKS + b) * BLOCK);
+}
+
+// Rows first to last, where the weight begins with row first, a multiple of BLOCK, with the inputs
+// of one step; `then` is what is read after them.
+template <int BITS, int TOKENS, bool DOTS, typename Write>
+void few(const uint8_t* weight, int64_t first, int64_t last, int64_t units, const Inputs& x,
+         const uint8_t* then, const Write& write) {
+  const int64_t size = units * unit_bytes(BITS), end = (last - first + BLOCK - 1) / BLOCK;
+  const int64_t ahead = std::max<int64_t>(1, AHEAD / size);
+  alignas(64) float sums[TOKENS * 2 * BLOCK];
+  for (int64_t block = 0; block < end;) {
+    const int64_t later = block + ahead;
+    const uint8_t* from = weight + block * size;
+    const uint8_t* fetch = later < end ? weight + later * size : then + (later - end) * size;
+    const int blocks = block + 1 < end ? 2 : 1;
+    if (blocks == 2) {
+      tile<BITS, TOKENS, 2, DOTS>(from, units, x, fetch, sums);
+    } else {
+      tile<BITS, TOKENS, 1, DOTS>(from, units, x, fetch, sums);
+    }
+    for (int t = 0; t < TOKENS; ++t)
+      for (int b = 0; b < blocks; ++b)
+        write(t, first + (block + b) * BLOCK, sums + (t * blocks + b) * BLOCK);
+    block += blocks;
+  }
+}
+
+// The sums of rows first to last of a packed weight, which begins with row first, with inputs that `round_inputs` has rounded
+// for so many bits; `write(t, row, sums)` takes those of a token and a block of rows.
+template <typename Write>
+void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
+             int64_t tokens, void* room, const uint8_t* then, const Write& write) {
+  static const bool dots = has_dots();
+  const int64_t units = units_of(columns), size = row_bytes(bits, columns);
+  const Steps steps{tokens};
+  // rows that stay in a cache until the last step has read them
+  const int64_t group = steps.count == 1
+      ? std::max<int64_t>(BLOCK, last - first)
+      : std::max<int64_t>(2, KEPT / size / BLOCK) * BLOCK;
+  for (int64_t row = first; row < last; row += group) {
+    const int64_t end = std::min(last, row + group);
+    const uint8_t* from = weight + (row - first) * size;
+    const uint8_t* next = end < last ? from + (end - row) * size : then;
+    for (int64_t step = 0; step < steps.count; ++step) {
+      const int64_t before = steps.first(step);
+      const Inputs x(room, units, before, steps.length(step));
+      const auto here = [&](int t, int64_t at, const float* sums) { write(before + t, at, sums); };
+#define FEW(N)                                                                      \
+  case N:                                                                           \
+    if constexpr (N <= MOST) {                                                      \
+      if (bits == 8 && dots) few<8, N, true>(from, row, end, units, x, next, here); \
+      else if (bits == 8) few<8, N, false>(from, row, end, units, x, next, here);  \
+      else if (dots) few<4, N, true>(from, row, end, units, x, next, here);        \
+      else few<4, N, false>(from, row, end, units, x, next, here);                 \
+    }                                                                               \
+    break;
+      switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
+#undef FEW
+    }
+  }
+}
+
+}  // namespace integers
+}  // namespace
