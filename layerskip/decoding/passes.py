@@ -50,7 +50,7 @@ class Session:
 
     Args:
         model: the opened model.
-        skip: which sublayers the draft leaves out, for this model's number of layers.
+        skip: what the draft leaves out and rounds, for this model's number of layers.
         prompts: token ids of each row without pads, each (length,).
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
@@ -70,7 +70,7 @@ class Session:
         max_new_tokens: int,
         max_draft_length: int,
     ) -> None:
-        self.model = model
+        self.model, self.skip = model, skip
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         total = max(self.prompt_lengths) + max_new_tokens
@@ -79,7 +79,6 @@ class Session:
         self.prefix = skip.shared_prefix(model.num_layers)
         self.num_kept = len(kept)
         self._prefix = range(self.prefix)
-        self._draft = tuple(index for index in kept if index >= self.prefix)
         self._rest = range(self.prefix, model.num_sublayers)
         # gamma + 1 slack slots: rows that drafted less ride along as padding behind their end
         slots = total + max_draft_length + 1
@@ -136,7 +135,7 @@ class Session:
         round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
-        return self.model.finish(hidden, step, self._draft, draft=True)[:, 0]
+        return self.model.backend.run(hidden, step, self.model.draft(self.skip))[:, 0]
 
     @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:

@@ -54,16 +54,27 @@ class Backend(ABC):
         name: the `execution` that it is asked for by.
         blocks: the 2L sublayers, with norms and residual add.
         bool_masks: attention masks are bool, not additive.
+        packed: rounded weights lie as native products read them.
     """
 
     name: str
     bool_masks = False
+    packed = False
     blocks: Sequence[Block]
 
     @abstractmethod
-    def head(self, rows: TrimmedHead | None = None) -> Block:
+    def low(self, sublayer: int, bits: int) -> Block:
+        """A sublayer with weights rounded to so many bits, 8 or 4 (see `rounded`).
+
+        Raises:
+            ValueError: its weights can be rounded only by changing the model's modules.
+        """
+
+    @abstractmethod
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V), on the device of the
-        embedding; of some rows of the head, -inf elsewhere. Takes no step."""
+        embedding; of some rows of the head, -inf elsewhere; rounded to so many bits. Takes no
+        step."""
 
     @abstractmethod
     def rotary(self, tables: Tables) -> Rotary: ...

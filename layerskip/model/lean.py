@@ -27,6 +27,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, foreign_hooks
 from layerskip.model.joined import together
 from layerskip.model.products import Function, Linear, best_linear, matrices
+from layerskip.model.rounded import copies_of
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,18 +48,36 @@ class Lean(Backend):
     def __init__(self, model: Architecture, linear: Linear | None = None) -> None:
         self.model = model
         self.linear = linear or best_linear(matrices(model.model))
-        blocks: list[Any] = []
-        how: dict[str, Any] = {"sandwich": model.family.sandwich, "linear": self.linear}
-        for layer, window, kind in model.each_layer():
-            blocks += attention(layer, window, kind, eager=model.eager, **how), mlp(layer, **how)
-        self.blocks = tuple(blocks)
+        self.copies = copies_of(model.model)
+        self.layers = list(model.each_layer())
+        self.blocks = tuple(
+            self._block(sublayer, self.linear) for sublayer in range(model.num_sublayers)
+        )
 
-    def head(self, rows: TrimmedHead | None = None) -> Block:
+    def low(self, sublayer: int, bits: int) -> Block:
+        return self._block(sublayer, self._low_linear(bits), apart=True)
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)
+        linear = self.linear if bits is None else self._low_linear(bits)
         if rows is not None:
-            return in_turn(norm, self.linear(rows.weight, rows.bias), cap, rows.spread)
+            return in_turn(norm, linear(rows.weight, rows.bias), cap, rows.spread)
         whole = self.model.model.lm_head
-        return in_turn(norm, self.linear(whole.weight, whole.bias), cap)
+        return in_turn(norm, linear(whole.weight, whole.bias), cap)
+
+    def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Block:
+        layer, window, kind = self.layers[sublayer // 2]
+        sandwich = self.model.family.sandwich
+        if sublayer % 2:
+            return mlp(layer, sandwich=sandwich, linear=linear, apart=apart)
+        how: dict[str, Any] = {"sandwich": sandwich, "eager": self.model.eager, "apart": apart}
+        return attention(layer, window, kind, linear=linear, **how)
+
+    def _low_linear(self, bits: int) -> Linear:
+        def linear(weight: Tensor, bias: Tensor | None) -> Function:
+            return self.copies.of(weight, bits, packed=self.packed).linear(bias)
+
+        return linear
 
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables, self.model.layers[0].self_attn.head_dim)
@@ -329,14 +348,15 @@ def _eager(
     return torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
 
 
-def _projections(modules: Sequence[Any], linear: Linear) -> Function:
-    """Linears of the same input as one function, their outputs side by side."""
+def _projections(modules: Sequence[Any], linear: Linear, apart: bool) -> Function:
+    """Linears of the same input as one function, their outputs side by side; where they lie
+    together one product, unless they are to be taken `apart`."""
     weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
-    weight, bias = together(weights), together(biases)
+    weight, bias = (None, None) if apart else (together(weights), together(biases))
     if weight is not None and (bias is not None or biases[0] is None):
         return linear(weight, bias)
-    apart = [linear(*each) for each in zip(weights, biases, strict=True)]
-    return lambda x: torch.cat([project(x) for project in apart], -1)
+    projects = [linear(*each) for each in zip(weights, biases, strict=True)]
+    return lambda x: torch.cat([project(x) for project in projects], -1)
 
 
 class Attention(NamedTuple):
@@ -361,7 +381,14 @@ class Attention(NamedTuple):
 
 
 def attention(
-    layer: Any, window: int | None, kind: str, *, sandwich: bool, eager: bool, linear: Linear
+    layer: Any,
+    window: int | None,
+    kind: str,
+    *,
+    sandwich: bool,
+    eager: bool,
+    linear: Linear,
+    apart: bool,
 ) -> Attention:
     """The attention sublayer of a decoder layer, with norms and residual add."""
     module = layer.self_attn
@@ -370,7 +397,7 @@ def attention(
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
     names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    project = _projections([getattr(module, name) for name in names], linear)
+    project = _projections([getattr(module, name) for name in names], linear, apart)
     output = linear(module.o_proj.weight, module.o_proj.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
     turning = queries + queries // groups  # N + K
@@ -418,7 +445,7 @@ def attention(
     return Attention(inputs, outputs, module.layer_idx, kind, window)
 
 
-def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
+def mlp(layer: Any, *, sandwich: bool, linear: Linear, apart: bool) -> Block:
     """The MLP sublayer of a decoder layer, with norms and residual add."""
     module = layer.mlp
     before = rms_norm(
@@ -428,7 +455,7 @@ def mlp(layer: Any, *, sandwich: bool, linear: Linear) -> Block:
     down = linear(module.down_proj.weight, module.down_proj.bias)
     one = hasattr(module, "gate_up_proj")
     names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
-    expand = _projections([getattr(module, name) for name in names], linear)
+    expand = _projections([getattr(module, name) for name in names], linear, apart)
     activate = activation(module.activation_fn if one else module.act_fn)
 
     def block(hidden: Tensor, _: Step) -> Tensor:

@@ -7,6 +7,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V 
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, device_of
 from layerskip.model.products import Function, plain
+from layerskip.model.rounded import Copies, copies_of, linears
 
 
 class Rotary:
@@ -44,17 +46,22 @@ class Modules(Backend):
     def __init__(self, model: Architecture) -> None:
         self.model = model
         self.bool_masks = not model.eager  # the library's eager attention adds its mask
-        self.blocks = tuple(
-            block
-            for layer, window, kind in model.each_layer()
-            for block in (self._attention(layer, window, kind), self._mlp(layer))
-        )
+        self.copies = copies_of(model.model)
+        self.layers = list(model.each_layer())
+        self.blocks = tuple(self._block(sublayer) for sublayer in range(model.num_sublayers))
 
-    def head(self, rows: TrimmedHead | None = None) -> Block:
+    def low(self, sublayer: int, bits: int) -> Block:
+        return self._block(sublayer, bits)
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.model.lm_head
         project, scatter = whole, None
-        if rows is not None:
+        if rows is not None and bits is not None:
+            project, scatter = self.copies.of(rows.weight, bits).linear(rows.bias), rows.spread
+        elif rows is not None:
             project, scatter = plain(rows.weight, rows.bias), rows.spread
+        elif bits is not None:
+            project = _twin(whole, self.copies, bits, "lm_head")
         chain = [norm, project, softcap(self.model.softcap), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
@@ -65,8 +72,19 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables)
 
-    def _attention(self, layer: Any, window: int | None, kind: str) -> Block:
-        attend, before = layer.self_attn, layer.input_layernorm
+    def _block(self, sublayer: int, bits: int | None = None) -> Block:
+        number = sublayer // 2
+        layer, window, kind = self.layers[number]
+        name = "mlp" if sublayer % 2 else "self_attn"
+        module = getattr(layer, name)
+        if bits is not None:
+            module = _twin(module, self.copies, bits, f"layer {number} {name}")
+        if sublayer % 2:
+            return self._mlp(layer, module)
+        return self._attention(layer, module, window, kind)
+
+    def _attention(self, layer: Any, attend: Any, window: int | None, kind: str) -> Block:
+        before = layer.input_layernorm
         after = layer.post_attention_layernorm if self.model.family.sandwich else None
         device = device_of(before) if self.model.spread else None
         bool_masks = self.bool_masks
@@ -87,8 +105,8 @@ class Modules(Backend):
 
         return block
 
-    def _mlp(self, layer: Any) -> Block:
-        mlp, sandwich = layer.mlp, self.model.family.sandwich
+    def _mlp(self, layer: Any, mlp: Any) -> Block:
+        sandwich = self.model.family.sandwich
         before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
         after = layer.post_feedforward_layernorm if sandwich else None
         device = device_of(before) if self.model.spread else None
@@ -105,3 +123,29 @@ class Modules(Backend):
 def _on(device: torch.device, function: Function | None = None) -> Function:
     """A function on a device, wherever its input comes from."""
     return lambda x: x.to(device) if function is None else function(x.to(device))
+
+
+def _twin(module: Any, copies: Copies, bits: int, name: str) -> Any:
+    """A module with rounded linears: copied shallowly on the way to them, all else its own.
+
+    Weights swapped inside of the module itself would be seen by other threads that call it.
+    """
+    chosen = {id(linear) for _, linear in linears(module)}
+
+    def twin(each: Any, path: str) -> Any:
+        low = id(each) in chosen
+        parts = {key: twin(part, f"{path}.{key}") for key, part in each._modules.items()}
+        if not low and all(part is parts[key] for key, part in each._modules.items()):
+            return each
+        if "forward" in vars(each):
+            raise ValueError(
+                f"low precision cannot serve this model: {path} has a forward of its own, which "
+                "accelerate or a patch has put there; leave low precision out"
+            )
+        made = copy(each)
+        made._modules = parts
+        if low:
+            made.forward = copies.of(each.weight, bits).linear(each.bias)
+        return made
+
+    return twin(module, name)

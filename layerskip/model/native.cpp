@@ -203,7 +203,7 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
   const int64_t bytes = blocks * integers::BLOCK * integers::row_bytes(bits, columns);
   check<uint8_t>(packed, {bytes}, "packed numbers");
   require(scales.has_value() == (bits == 8), "rows have scales with 8 bits, and only then");
-  if (scales) check<float>(*scales, {rows}, "the scales of rows");
+  if (scales) check<BFloat16>(*scales, {rows}, "the scales of rows");
   return {packed, bias, bits, rows, columns, scales};
 }
 
@@ -590,11 +590,12 @@ class Pass {
               reinterpret_cast<const S*>(then));
       return;
     }
-    const float* scales = numbers<float>(matrix.scales);
+    const BFloat16* scales = numbers<BFloat16>(matrix.scales);
+    if (scales) scales += piece.first;
     const auto write = [&](int64_t t, int64_t row, const float* sums) {
       const int64_t here = std::min(integers::BLOCK, mine.last - row);
       for (int64_t i = 0; i < here; ++i) {
-        float value = scales ? sums[i] * scales[row + i] : sums[i];
+        float value = scales ? sums[i] * static_cast<float>(scales[row + i]) : sums[i];
         if (bias) value += static_cast<float>(bias[row + i]);
         out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
       }
@@ -795,8 +796,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("limit_threads", &limit_threads);
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
-      .def(py::init(&rounded_matrix), py::kw_only(), py::arg("numbers"), py::arg("scales"),
-           py::arg("bias"), py::arg("bits"), py::arg("rows"), py::arg("columns"));
+      .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
+           py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"));
   py::class_<Norm>(module, "Norm")
       .def(py::init<Tensor, double, bool>(), py::arg("weight"), py::arg("epsilon"),
            py::arg("one_plus"));

@@ -27,6 +27,7 @@ from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.products import Function, plain
+from layerskip.model.rounded import ROWS
 
 LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
 """Tokens of one pass, all rows together, up to which native passes are faster than BLAS."""
@@ -97,6 +98,7 @@ class Native(Lean):
     """The blocks of a plain-weight model, few tokens of which take one native call a pass."""
 
     name = "native"
+    packed = True
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, plain)  # longer passes are what BLAS is best at
@@ -104,27 +106,29 @@ class Native(Lean):
         half = model.dtype is torch.bfloat16
         self.longest = min(LONGEST, LONGEST_BFLOAT16) if half else LONGEST
         self.plan = self.extension.Plan()
-        kinds = list(dict.fromkeys(model.layer_types))
-        blocks = iter(self.blocks)
-        native: list[NativeBlock] = []
-        for layer, window, kind in model.each_layer():
-            number = self._attention(layer, window, kinds.index(kind))
-            native.append(NativeBlock(self, number, next(blocks), layer.self_attn.layer_idx))
-            native.append(NativeBlock(self, self._mlp(layer), next(blocks)))
-        self.blocks = tuple(native)
+        self._kinds = list(dict.fromkeys(model.layer_types))
+        self.blocks = tuple(
+            self._native(sublayer, lean, None) for sublayer, lean in enumerate(self.blocks)
+        )
         attention = model.layers[0].self_attn
         self._heads = (_kv_heads(attention), attention.head_dim)
 
-    def head(self, rows: TrimmedHead | None = None) -> Block:
-        whole = self.model.model.lm_head
-        weight, bias = (whole.weight, whole.bias) if rows is None else (rows.weight, rows.bias)
+    def low(self, sublayer: int, bits: int) -> Block:
+        lean = super().low(sublayer, bits)
+        joined = getattr(self.layers[sublayer // 2][0].mlp, "gate_up_proj", None)
+        if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
+            return lean  # up does not begin with a block
+        return self._native(sublayer, lean, bits)
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        own = self.model.model.lm_head if rows is None else rows
         number = self.plan.head(
             before=self._norm(self.model.decoder.norm),
-            matrix=self.extension.Matrix(weight, bias),
+            matrix=self._matrix(own, bits),
             softcap=self.model.softcap or 0.0,
         )
         after = None if rows is None else rows.spread
-        return NativeBlock(self, number, super().head(rows), after=after)
+        return NativeBlock(self, number, super().head(rows, bits), after=after)
 
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables, self._heads[1], self.extension.Angles)
@@ -174,7 +178,14 @@ class Native(Lean):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _attention(self, layer: Any, window: int | None, angles: int) -> int:
+    def _native(self, sublayer: int, lean: Block, bits: int | None) -> NativeBlock:
+        layer, window, kind = self.layers[sublayer // 2]
+        if sublayer % 2:
+            return NativeBlock(self, self._mlp(layer, bits), lean)
+        number = self._attention(layer, window, self._kinds.index(kind), bits)
+        return NativeBlock(self, number, lean, layer.self_attn.layer_idx)
+
+    def _attention(self, layer: Any, window: int | None, angles: int, bits: int | None) -> int:
         module = layer.self_attn
         joined = hasattr(module, "qkv_proj")
         names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
@@ -183,8 +194,8 @@ class Native(Lean):
         number: int = self.plan.attention(
             before=self._norm(layer.input_layernorm),
             after=self._after(layer.post_attention_layernorm),
-            inputs=[self._matrix(getattr(module, name)) for name in names],
-            output=self._matrix(module.o_proj),
+            inputs=[self._matrix(getattr(module, name), bits) for name in names],
+            output=self._matrix(module.o_proj, bits),
             q_norm=self._norm(getattr(module, "q_norm", None)),
             k_norm=self._norm(getattr(module, "k_norm", None)),
             heads=module.o_proj.weight.shape[1] // module.head_dim,
@@ -198,7 +209,7 @@ class Native(Lean):
         )
         return number
 
-    def _mlp(self, layer: Any) -> int:
+    def _mlp(self, layer: Any, bits: int | None) -> int:
         module, sandwich = layer.mlp, self.model.family.sandwich
         joined = hasattr(module, "gate_up_proj")
         names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
@@ -207,8 +218,8 @@ class Native(Lean):
                 layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
             ),
             after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
-            inputs=[self._matrix(getattr(module, name)) for name in names],
-            output=self._matrix(module.down_proj),
+            inputs=[self._matrix(getattr(module, name), bits) for name in names],
+            output=self._matrix(module.down_proj, bits),
             gelu=lean.activation(_activation(module)) is not F.silu,
         )
         return number
@@ -223,8 +234,14 @@ class Native(Lean):
     def _after(self, module: Any) -> Any:
         return self._norm(module) if self.model.family.sandwich else None
 
-    def _matrix(self, module: nn.Linear) -> Any:
-        return self.extension.Matrix(module.weight, module.bias)
+    def _matrix(self, module: nn.Linear | TrimmedHead, bits: int | None) -> Any:
+        weight, bias = module.weight, module.bias
+        if bits is None:
+            return self.extension.Matrix(weight, bias)
+        copy = self.copies.of(weight, bits, packed=True)
+        rows, columns = copy.shape
+        how = {"bits": bits, "rows": rows, "columns": columns}
+        return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
 
 
 def _kv_heads(attention: Any) -> int:

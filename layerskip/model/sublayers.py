@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.config import SkipConfig
 from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
 from layerskip.model.cache import RowCache
@@ -26,6 +27,7 @@ from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
+from layerskip.model.rounded import linears, rounded_bytes
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
 ASKED = "as asked for"
@@ -99,6 +101,9 @@ class Sublayers(Architecture):
         self.head: Block = self.backend.head()
         self.draft_head = self.head
         self.draft_vocabulary = self.vocabulary
+        self._rows: TrimmedHead | None = None
+        self._low: dict[tuple[int | None, int], Block] = {}  # by sublayer (or None: head) and bits
+        self._drafts: dict[SkipConfig, tuple[tuple[int, bool], ...]] = {}
 
     def describe(self) -> str:
         """How passes are computed here and why not faster, in words."""
@@ -142,12 +147,9 @@ class Sublayers(Architecture):
         """Carry hidden states (B, T, H) through the given sublayers, in order."""
         return self.backend.run(hidden, step, [self.blocks[index] for index in sublayers])
 
-    def finish(
-        self, hidden: Tensor, step: Pass, sublayers: Iterable[int], *, draft: bool = False
-    ) -> Tensor:
-        """`run`, and `logits` of what comes out, or `draft_logits`: (B, T, H) to (B, T, V)."""
-        head = self.draft_head if draft else self.head
-        return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), head])
+    def finish(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
+        """`run`, and `logits` of what comes out: (B, T, H) to (B, T, V)."""
+        return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), self.head])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
@@ -186,9 +188,58 @@ class Sublayers(Architecture):
             )
             return self
         opened = copy(self)
-        opened.draft_head = self.head_of(trimmed_head(head, tuple(tokens)))
+        opened._rows = trimmed_head(head, tuple(tokens))
+        opened._low = {key: block for key, block in self._low.items() if key[0] is not None}
+        opened.draft_head = self.head_of(opened._rows)
         opened.draft_vocabulary = len(tokens)
         return opened
+
+    def draft(self, skip: SkipConfig) -> list[Block]:
+        """What a draft runs behind its shared prefix: sublayers, exact or rounded, and its head.
+
+        Raises:
+            ValueError: the model cannot run in low precision, and why.
+        """
+        if skip not in self._drafts:  # asked for at every step
+            rounded, prefix = skip.rounded(self.num_layers), skip.shared_prefix(self.num_layers)
+            behind = (index for index in skip.kept(self.num_layers) if index >= prefix)
+            self._drafts[skip] = tuple((index, index in rounded) for index in behind)
+        blocks: list[Block] = []
+        for index, rounded in self._drafts[skip]:
+            blocks.append(self._rounded(index, skip) if rounded else self.blocks[index])
+        whole = skip.low is None or not skip.low.head
+        return [*blocks, self.draft_head if whole else self._rounded(None, skip)]
+
+    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
+        """A sublayer in low precision, or the draft's head."""
+        assert skip.low is not None
+        bits = skip.low.bits
+        block = self._low.get((sublayer, bits))
+        if block is None:
+            backend = self.backend
+            if sublayer is None:
+                block = backend.head(self._rows, bits)
+            else:
+                block = backend.low(sublayer, bits)
+            self._low[sublayer, bits] = block
+        return block
+
+    def low_bytes(self, skip: SkipConfig) -> int:
+        """Memory that the rounded weights of a draft take, or would take."""
+        skip = skip.resolve(self.num_layers)
+        if skip.low is None:
+            return 0
+        modules = [
+            self.layers[index // 2].mlp if index % 2 else self.layers[index // 2].self_attn
+            for index in skip.rounded()
+        ]
+        shapes = [linear.weight.shape for each in modules for _, linear in linears(each)]
+        if skip.low.head and self._rows is not None:
+            shapes.append(self._rows.weight.shape)
+        elif skip.low.head:
+            shapes += [linear.weight.shape for _, linear in linears(self.model.lm_head)]
+        packed = self.backend.packed
+        return sum(rounded_bytes(*shape, skip.low.bits, packed=packed) for shape in shapes)
 
     def head_of(self, rows: TrimmedHead) -> Block:
         """`head` of some rows: -inf elsewhere."""

@@ -1,0 +1,288 @@
+"""Weights in low precision, and products with them; knows no sublayers, passes or skip policies.
+
+Rounded symmetrically: to 8 bits, -127 to 127, with one scale for a row, or to 4 bits, -7 to 7, with
+one scale for every 32 columns of a row; scales are bfloat16 numbers. Copies are made once for a
+model and kept beside it for as long as it lives: all its decodings share them, whoever opens it.
+
+A copy belongs to the numbers it was made from. Whenever the model is opened, its weights are
+compared with what they were: by identity, shape, dtype, device and version, which changes in place
+raise, and by some of their numbers, since changes through `.data` leave no trace. What has changed
+is rounded anew when it is next used. A change through `.data` to none of those numbers goes
+unnoticed, and so does any while the model stays opened. It costs drafts acceptance and nothing
+else: no text depends on a copy, since the exact weights verify whatever a draft proposes.
+Letters: R rows, C columns, G groups of 32 columns, U units of 64.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from layerskip.model.products import Function
+
+GROUP = 32
+"""Columns that share a scale in 4 bits."""
+ROWS = 16
+"""Rows of a block of packed numbers. `integers.h` says how they lie."""
+_UNIT = 64  # columns that lie together
+_CHUNK = 1 << 20  # numbers that are rounded at a time
+_SAMPLES = 32  # numbers of every weight that are compared
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight (R, C) in so many bits.
+
+    Attributes:
+        numbers: (R, C), int8; of 4 bits two in a byte, (R, G, 16): columns 0 to 15 of a group in
+            the lower halves, with an offset of 8. Packed for native products, (bytes,).
+        scales: (R,), of 4 bits (R, G), bfloat16; None where they lie packed among the numbers.
+    """
+
+    bits: int
+    shape: tuple[int, int]
+    numbers: Tensor
+    scales: Tensor | None
+    packed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weight that it stands for, (R, C)."""
+        numbers, scales = _unpacked(self) if self.packed else (self.numbers, self.scales)
+        assert scales is not None
+        return _widened(numbers, scales, self.shape[1], dtype)
+
+    def linear(self, bias: Tensor | None) -> Function:
+        """Products of inputs (..., C) with the widened weight, (..., R), which are slow: fast ones
+        are native, and torch's own of 8 bits in bfloat16."""
+        if self.packed:
+            return lambda x: F.linear(x, self.widened(x.dtype), bias)
+        numbers, scales, (rows, columns) = self.numbers, self.scales, self.shape
+        assert scales is not None
+        fast = self.bits == 8 and _has_int8(numbers.device.type)
+        loops = self.bits == 8 and numbers.device.type == "cpu"
+
+        def apply(x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                if not loops or x.numel() != columns:
+                    return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
+                # as `products.compilable`: loops that widen as they go
+                out = (x[..., None, :] * numbers.to(x.dtype)).sum(-1) * scales.to(x.dtype)
+            elif fast and x.dtype is torch.bfloat16:
+                flat = x.reshape(-1, columns)
+                out = torch._weight_int8pack_mm(flat, numbers, scales).view(*x.shape[:-1], rows)
+            else:
+                return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
+            return out if bias is None else out + bias
+
+        return apply
+
+
+@cache
+def _has_int8(device: str) -> bool:
+    """Whether torch has a product of bfloat16 inputs with 8-bit weights: it promises none."""
+    try:
+        numbers = torch.arange(-128, 128, device=device).to(torch.int8).view(16, 16)
+        x = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
+        got = torch._weight_int8pack_mm(x, numbers, x[0])
+        return torch.equal(got, numbers.sum(1)[None].bfloat16())
+    except (AttributeError, RuntimeError):  # NotImplementedError is one
+        return False
+
+
+def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
+    """Round a weight (R, C) to 8 or 4 bits."""
+    rows, columns = weight.shape
+    # a size that has the numbers of several chunks, which keeps memory for the rounding small
+    step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
+    with torch.inference_mode(False), torch.no_grad():
+        chunks = [_rounded(some, bits) for some in weight.detach().split(step)]
+        if packed:
+            packing = _packed8 if bits == 8 else _packed4
+            numbers = torch.cat([packing(*chunk) for chunk in chunks])
+        else:
+            numbers = torch.cat([_paired(some) if bits == 4 else some for some, _ in chunks])
+        lost = packed and bits == 4
+        scales = None if lost else torch.cat([scales for _, scales in chunks])
+    return Rounded(bits, (rows, columns), numbers, scales, packed)
+
+
+def rounded_bytes(rows: int, columns: int, bits: int, *, packed: bool = False) -> int:
+    """`Rounded.nbytes` of a weight, without making it."""
+    if not packed:
+        groups = -(-columns // GROUP)
+        return rows * (columns + 2 if bits == 8 else groups * (GROUP // 2 + 2))
+    blocks, units = -(-rows // ROWS), -(-columns // _UNIT)
+    if bits == 8:
+        return blocks * units * ROWS * _UNIT + 2 * rows
+    return blocks * units * (ROWS * _UNIT // 2 + 64)
+
+
+def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Numbers, (R, C) or, of 4 bits, (R, G, 32); and their scales (R,) or (R, G)."""
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if bits == 4:
+        exact = _filled(exact, GROUP).unflatten(1, (-1, GROUP))  # (R, G, 32)
+    most = 127 if bits == 8 else 7
+    scales = (exact.abs().amax(-1) / most).bfloat16()  # (R,) or (R, G)
+    by = torch.where(scales == 0, 1, scales.to(exact.dtype))[..., None]
+    return (exact / by).round_().clamp_(-most, most).to(torch.int8), scales
+
+
+def _filled(tensor: Tensor, multiple: int) -> Tensor:
+    """(R, C, ...) with zeros behind its columns up to a multiple."""
+    fill = -tensor.shape[1] % multiple
+    return F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, fill)) if fill else tensor
+
+
+def _paired(numbers: Tensor) -> Tensor:
+    """Two numbers of 4 bits in a byte, (R, G, 32) to (R, G, 16)."""
+    low, high = (numbers + 8).to(torch.uint8).chunk(2, -1)
+    return low | high << 4
+
+
+def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    if numbers.dim() == 2:
+        return numbers.to(dtype) * scales.to(dtype)[:, None]
+    apart = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
+    return (apart * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
+
+
+# ---------------------------------------------------------------------------------------------
+# Numbers as native products read them.
+
+
+def _blocks(numbers: Tensor, offset: int) -> Tensor:
+    """Numbers with an offset (R, C) in whole blocks and units, (blocks, 16, C)."""
+    whole = _filled(numbers, _UNIT)
+    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS))
+    # of integers sums wrap around
+    return (whole + offset).view(torch.uint8).unflatten(0, (-1, ROWS))
+
+
+def _packed8(numbers: Tensor, _: Tensor) -> Tensor:
+    fours = _blocks(numbers, -128).view(torch.int32)  # (blocks, 16, C / 4)
+    return fours.transpose(1, 2).contiguous().view(torch.uint8).flatten()
+
+
+def _packed4(numbers: Tensor, scales: Tensor) -> Tensor:
+    blocks = _blocks(numbers.flatten(1), 8).unflatten(2, (-1, 8, 2, 4))  # (blocks, 16, U, 8, 2, 4)
+    pairs = blocks[..., 0, :] | blocks[..., 1, :] << 4  # (blocks, 16, U, 8, 4)
+    lines = pairs.permute(0, 2, 3, 1, 4).flatten(2)  # (blocks, U, 8 * 16 * 4)
+    scales = _filled(scales, _UNIT // GROUP)
+    scales = F.pad(scales, (0, 0, 0, -len(scales) % ROWS))
+    scales = scales.view(len(blocks), ROWS, -1, _UNIT // GROUP)  # (blocks, 16, U, 2)
+    line = scales.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # (blocks, U, 2, 16 * 2)
+    return torch.cat((lines, line.flatten(2)), -1).flatten()
+
+
+def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
+    """Numbers and scales as they lie where they are not packed."""
+    rows, columns = copy.shape
+    units = -(-columns // _UNIT)
+    if copy.bits == 8:
+        blocks = copy.numbers.view(-1, units * _UNIT // 4, ROWS, 4).transpose(1, 2)
+        numbers = blocks.reshape(-1, units * _UNIT)[:rows, :columns]
+        return numbers.view(torch.int8) - 128, copy.scales
+    units_of_block = copy.numbers.view(-1, units, ROWS * _UNIT // 2 + 64)
+    lines, line = units_of_block.split((ROWS * _UNIT // 2, 64), -1)
+    pairs = lines.unflatten(2, (8, ROWS, 4)).permute(0, 3, 1, 2, 4)  # (blocks, 16, U, 8, 4)
+    numbers = torch.stack((pairs & 15, pairs >> 4), -2).flatten(2).flatten(0, 1)  # (R, C)
+    scales = line.contiguous().view(torch.bfloat16).view(-1, units, 2, ROWS)
+    scales = scales.permute(0, 3, 1, 2).reshape(-1, 2 * units)  # (R, G)
+    numbers = numbers.to(torch.int8).unflatten(1, (-1, GROUP)) - 8
+    groups = -(-columns // GROUP)
+    return _paired(numbers)[:rows, :groups], scales[:rows, :groups]
+
+
+# ---------------------------------------------------------------------------------------------
+# The copies of a model.
+
+
+class Copies:
+    """The rounded weights of a model, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # a weight -> what it was when its copies were made, and by bits and layout the copies
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def of(self, weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
+        """A weight of the model in low precision.
+
+        Args:
+            weight: the same object as long as it is the same weight.
+            packed: for native products.
+        """
+        with self._lock:
+            if weight not in self._made:
+                self._made[weight] = (_state(weight), {})
+            kept = self._made[weight][1]
+            if (bits, packed) not in kept:
+                kept[bits, packed] = rounded(weight, bits, packed=packed)
+            return kept[bits, packed]  # type: ignore[no-any-return]
+
+    def forget_changed(self) -> None:
+        """Drop the copies of weights that are not what they were."""
+        with self._lock:
+            for weight, (state, _) in list(self._made.items()):
+                if not _same(state, _state(weight)):
+                    del self._made[weight]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all copies."""
+        with self._lock:
+            return sum(copy.nbytes for _, kept in self._made.values() for copy in kept.values())
+
+
+_copies: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def copies_of(model: nn.Module) -> Copies:
+    """The copies of a model that is being opened, those of changed weights forgotten."""
+    with _lock:
+        copies = _copies.setdefault(model, Copies())
+    copies.forget_changed()
+    return copies
+
+
+def _state(weight: Tensor) -> tuple[Any, Tensor]:
+    """What differs when a weight's numbers are others, as far as can be told for nearly nothing."""
+    version = 0 if weight.is_inference() else weight._version
+    places = max(1, weight.numel() // _SAMPLES)
+    with torch.no_grad():
+        sample = weight.detach().reshape(-1)[places // 2 :: places].clone()
+    return (version, weight.shape, weight.dtype, weight.device), sample
+
+
+def _same(old: tuple[Any, Tensor], new: tuple[Any, Tensor]) -> bool:
+    # as bytes: NaN is not itself
+    return old[0] == new[0] and torch.equal(*(each[1].view(torch.uint8) for each in (old, new)))
+
+
+def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears of a sublayer, or a head, that can be rounded, and their names ("" itself).
+
+    Others are used as they are: quantised ones, adapters' own small ones, offloaded ones.
+    """
+    for name, each in module.named_modules():
+        last = name.rpartition(".")[2]
+        named = not last or last.endswith("_proj") or last == "base_layer"
+        if not named or type(each) is not nn.Linear or type(each.weight) is not nn.Parameter:
+            continue
+        if type(each.weight.data) is Tensor and not each.weight.is_meta:
+            yield name, each
