@@ -86,10 +86,11 @@ class Recorded:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden]  # (B, T, V)
 
-    def finish(
-        self, hidden: Tensor, step: Any, sublayers: Sequence[int], *, draft: bool = False
-    ) -> Tensor:
+    def finish(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
         return self.logits(self.run(hidden, step, sublayers))
+
+    def finish_draft(self, hidden: Tensor, step: Any, skip: SkipConfig) -> Tensor:
+        return self.logits(hidden)
 
 
 def draw_rounds(

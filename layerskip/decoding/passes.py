@@ -135,7 +135,7 @@ class Session:
         round, without gaps.
         """
         hidden, step = self._feed(tokens, offset)
-        return self.model.backend.run(hidden, step, self.model.draft(self.skip))[:, 0]
+        return self.model.finish_draft(hidden, step, self.skip)[:, 0]
 
     @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:

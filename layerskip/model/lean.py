@@ -65,7 +65,7 @@ class Lean(Backend):
         whole = self.model.model.lm_head
         return in_turn(norm, linear(whole.weight, whole.bias), cap)
 
-    def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Block:
+    def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Any:
         layer, window, kind = self.layers[sublayer // 2]
         sandwich = self.model.family.sandwich
         if sublayer % 2:

@@ -119,8 +119,9 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     return Rounded(bits, (rows, columns), numbers, scales, packed)
 
 
-def rounded_bytes(rows: int, columns: int, bits: int, *, packed: bool = False) -> int:
+def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     """`Rounded.nbytes` of a weight, without making it."""
+    rows, columns = weight.shape
     if not packed:
         groups = -(-columns // GROUP)
         return rows * (columns + 2 if bits == 8 else groups * (GROUP // 2 + 2))
@@ -157,7 +158,8 @@ def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) 
     if numbers.dim() == 2:
         return numbers.to(dtype) * scales.to(dtype)[:, None]
     apart = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
-    return (apart * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
+    weight: Tensor = (apart * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
+    return weight
 
 
 # ---------------------------------------------------------------------------------------------
@@ -167,9 +169,8 @@ def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) 
 def _blocks(numbers: Tensor, offset: int) -> Tensor:
     """Numbers with an offset (R, C) in whole blocks and units, (blocks, 16, C)."""
     whole = _filled(numbers, _UNIT)
-    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS))
-    # of integers sums wrap around
-    return (whole + offset).view(torch.uint8).unflatten(0, (-1, ROWS))
+    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS)) + offset  # which wraps around
+    return whole.view(torch.uint8).view(-1, ROWS, whole.shape[1])
 
 
 def _packed8(numbers: Tensor, _: Tensor) -> Tensor:

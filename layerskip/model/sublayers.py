@@ -151,6 +151,10 @@ class Sublayers(Architecture):
         """`run`, and `logits` of what comes out: (B, T, H) to (B, T, V)."""
         return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), self.head])
 
+    def finish_draft(self, hidden: Tensor, step: Pass, skip: SkipConfig) -> Tensor:
+        """Logits of a draft, of hidden states at the end of its shared prefix: (B, T, V)."""
+        return self.backend.run(hidden, step, self.draft(skip))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
         return self.head(hidden, None)
@@ -201,9 +205,9 @@ class Sublayers(Architecture):
             ValueError: the model cannot run in low precision, and why.
         """
         if skip not in self._drafts:  # asked for at every step
-            rounded, prefix = skip.rounded(self.num_layers), skip.shared_prefix(self.num_layers)
+            low, prefix = skip.rounded(self.num_layers), skip.shared_prefix(self.num_layers)
             behind = (index for index in skip.kept(self.num_layers) if index >= prefix)
-            self._drafts[skip] = tuple((index, index in rounded) for index in behind)
+            self._drafts[skip] = tuple((index, index in low) for index in behind)
         blocks: list[Block] = []
         for index, rounded in self._drafts[skip]:
             blocks.append(self._rounded(index, skip) if rounded else self.blocks[index])
@@ -233,13 +237,13 @@ class Sublayers(Architecture):
             self.layers[index // 2].mlp if index % 2 else self.layers[index // 2].self_attn
             for index in skip.rounded()
         ]
-        shapes = [linear.weight.shape for each in modules for _, linear in linears(each)]
+        if skip.low.head and self._rows is None:
+            modules.append(self.model.lm_head)
+        weights = [linear.weight for each in modules for _, linear in linears(each)]
         if skip.low.head and self._rows is not None:
-            shapes.append(self._rows.weight.shape)
-        elif skip.low.head:
-            shapes += [linear.weight.shape for _, linear in linears(self.model.lm_head)]
-        packed = self.backend.packed
-        return sum(rounded_bytes(*shape, skip.low.bits, packed=packed) for shape in shapes)
+            weights.append(self._rows.weight)
+        bits, packed = skip.low.bits, self.backend.packed
+        return sum(rounded_bytes(w, bits, packed=packed) for w in weights)
 
     def head_of(self, rows: TrimmedHead) -> Block:
         """`head` of some rows: -inf elsewhere."""
