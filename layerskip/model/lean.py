@@ -55,7 +55,8 @@ class Lean(Backend):
         )
 
     def low(self, sublayer: int, bits: int) -> Block:
-        return self._block(sublayer, self._low_linear(bits), apart=True)
+        block: Block = self._block(sublayer, self._low_linear(bits), apart=True)
+        return block
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)
