@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
+    from layerskip.decoding.lookup import Lookup
     from layerskip.decoding.rounds import DecodingStats
     from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
     from layerskip.model.fingerprint import fingerprint
@@ -23,6 +24,7 @@ _HOME = {
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
+    "Lookup": "layerskip.decoding.lookup",
     "LowPrecision": "layerskip.config",
     "SkipConfig": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
@@ -38,6 +40,7 @@ __all__ = [
     "DecodingStats",
     "GenerationOutput",
     "LayerSkipDecoding",
+    "Lookup",
     "LowPrecision",
     "SkipConfig",
     "UnsupportedModelError",

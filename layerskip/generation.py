@@ -29,6 +29,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Controller, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
@@ -82,6 +83,8 @@ class LayerSkipDecoding:
 
     Args:
         skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
+        lookup: whether drafts are also looked up in each row's own history (or, given a `Lookup`,
+            in other texts, too); where there is a skip config, rounds draft from either.
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
@@ -105,6 +108,7 @@ class LayerSkipDecoding:
         self,
         skip: SkipConfig | str | os.PathLike[str] | None = None,
         *,
+        lookup: bool | Lookup | None = None,
         controller: str | Controller | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
@@ -132,6 +136,7 @@ class LayerSkipDecoding:
             acceptance=acceptance,  # type: ignore[arg-type]
             enabled=enabled,
             draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
+            lookup=lookup if not isinstance(lookup, Lookup) else None,
         )
         self.skip = skip
         self.controller = controller or stored.controller or DEFAULT_CONTROLLER
@@ -139,7 +144,10 @@ class LayerSkipDecoding:
         self.threshold = stored.threshold if threshold is None else threshold
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
         wanted = stored.enabled if enabled is None else enabled
-        self.enabled = skip is not None and wanted is not False
+        looks_up = stored.lookup if lookup is None else lookup
+        self.lookup = Lookup() if looks_up is True else looks_up or None
+        drafts = skip is not None or self.lookup is not None
+        self.enabled = drafts and wanted is not False
         self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
         self.seed = seed
         self.seeds = None if seeds is None else tuple(seeds)
@@ -234,39 +242,48 @@ class LayerSkipDecoding:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
         opened = Sublayers(model, self.execution)
         sampling = request.law.do_sample
-        if not self.enabled or self.skip is None:
+        if not self.enabled:
             plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
-            skip = SkipConfig()
-            return Decoder(opened, skip, plain, request, max_draft_length=0), None
-        skip = self.skip.resolve(opened.num_layers)
-        own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
-        skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
-        if self.draft_vocabulary is not None:
-            opened = opened.trimmed(self.draft_vocabulary)
-        costs = self._costs(opened, skip, request)
+            return Decoder(opened, [], plain, request, max_draft_length=0), None
+        drafts: list[SkipConfig | Lookup] = [] if self.lookup is None else [self.lookup]
+        if self.skip is not None:
+            skip = self.skip.resolve(opened.num_layers)
+            own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
+            skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
+            drafts.append(skip)
+            if self.draft_vocabulary is not None:
+                opened = opened.trimmed(self.draft_vocabulary)
+        brought = self.costs
+        if brought is None and self.skip is not None:
+            brought = stored(self.skip, opened, request.input_ids.shape[0])
+        costs = [self._table(opened, draft, request, brought) for draft in drafts]
         controller = self.controller
         if isinstance(controller, str):
             controller = make_controller(
                 controller,
                 max_draft_length=self.max_draft_length,
                 threshold=self.threshold,
-                costs=costs or CostTable(1.0, (1.0,)),
+                costs=costs[-1] or CostTable(1.0, (1.0,)),
                 sampling=sampling,
             )
         longest = self.max_draft_length or LONGEST_DRAFT
-        return Decoder(opened, skip, controller, request, max_draft_length=longest), costs
+        return Decoder(opened, drafts, controller, request, max_draft_length=longest), costs[-1]
 
-    def _costs(self, model: Sublayers, skip: SkipConfig, request: Request) -> CostTable | None:
-        if self.costs is not None:
-            return self.costs
-        brought = stored(skip, model, request.input_ids.shape[0])
+    def _table(
+        self,
+        model: Sublayers,
+        draft: SkipConfig | Lookup,
+        request: Request,
+        brought: CostTable | None,
+    ) -> CostTable | None:
+        """The costs of a draft; None where nobody asks for them."""
         if brought is not None:
-            return brought
+            return brought if isinstance(draft, SkipConfig) else replace(brought, draft=0.0)
         if self.controller != DEFAULT_CONTROLLER:
             return None
         if request.rejection and request.law.do_sample:
-            return analytic(model, skip)  # with this rule a clock would decide the text
-        return cost_table(model, skip, request)
+            return analytic(model, draft)  # with this rule a clock would decide the text
+        return cost_table(model, draft, request)
 
     def _seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from layerskip.decoding.controllers import Controller
+from layerskip.decoding.lookup import Offer
 
 VOCABULARY = 97
 WINDOW = 8
@@ -180,3 +182,18 @@ class Erratic(Controller):
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         pass
+
+
+class Fickle(Erratic):
+    """An `Erratic` that takes any of several drafts, or none, and keeps what it is told of them."""
+
+    def reset(self, rows: int) -> None:
+        super().reset(rows)
+        self.told: list[tuple[int, int, int, int]] = []
+
+    def choose(self, offers: Sequence[Offer]) -> int | None:
+        choice = self.draws.randint(-1, 2 * len(offers) - 1)
+        return None if choice < 0 else choice // 2
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        self.told.append((draft, row, known, right))

@@ -207,7 +207,7 @@ def test_logits_are_those_of_the_lean_path(dtype):
         for execution in ("fused", "compiled"):
             session = Session(
                 Sublayers(model, execution),
-                SkipConfig.early_exit(1),
+                [SkipConfig.early_exit(1)],
                 [prompt(12)[0]],
                 max_new_tokens=20,
                 max_draft_length=4,
@@ -215,7 +215,7 @@ def test_logits_are_those_of_the_lean_path(dtype):
             session.prefill()
             verified = [(0, offset) for offset in range(4)]
             steps = [session.draft_step(torch.tensor([token]), token) for token in range(3)]
-            found[execution] = torch.cat([*steps, session.verify(torch.tensor([3]), verified)])
+            found[execution] = torch.cat([*steps, session.verify(torch.tensor([[3]]), verified)])
     bound = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8}[dtype]
     want = found["fused"]
     assert (found["compiled"] - want).abs().max() <= bound * want.abs().max()

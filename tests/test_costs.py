@@ -48,9 +48,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     now = [0.0]
     draft_step, verify = Session.draft_step, Session.verify
 
-    def slow_draft(self: Session, tokens: Tensor, offset: int) -> Tensor:
+    def slow_draft(self: Session, tokens: Tensor, offset: int, draft: int) -> Tensor:
         now[0] += DRAFT
-        return draft_step(self, tokens, offset)
+        return draft_step(self, tokens, offset, draft)
 
     def slow_verify(self: Session, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         drafted = max(offset for _, offset in positions)

@@ -160,9 +160,7 @@ def prefilled(run: Decoder) -> list[tuple[list[int], Session]]:
     found = []
     for prompt_ids, emitted in zip(run.session.prompts, run.emitted, strict=True):
         text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
-        fresh = Session(
-            run.session.model, SkipConfig(), [text], max_new_tokens=1, max_draft_length=0
-        )
+        fresh = Session(run.session.model, [], [text], max_new_tokens=1, max_draft_length=0)
         fresh.prefill()
         found.append((text.tolist(), fresh))
     return found
@@ -625,9 +623,9 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
     calls = {"n": 0}
 
     class Overflowing(Session):
-        def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
+        def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
             calls["n"] += 1
-            logits = super().draft_step(tokens, offset)
+            logits = super().draft_step(tokens, offset, draft)
             return logits * float("nan") if calls["n"] % 2 else logits
 
     for sample, rejection in ((False, False), (True, False), (True, True)):
@@ -775,7 +773,7 @@ def test_a_controller_that_lacks_a_part_is_refused_before_anything_runs(llama: A
 
 def test_a_full_cache_says_so(llama: Any) -> None:
     opened = Sublayers(llama)
-    session = Session(opened, SkipConfig(), [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
+    session = Session(opened, [SkipConfig()], [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
     with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
         session.cache.place([4], 3)
 

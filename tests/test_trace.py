@@ -98,7 +98,7 @@ def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> lis
         seeds=list(texts),
         **({"costs": COSTS, "max_new_tokens": NEW} | settings),
     )
-    counts = [(r.drafted, r.accepted, tuple(map(len, r.tokens))) for r in rounds]
+    counts = [(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source) for r in rounds]
     return [SimulatedRound(*round_) for round_ in counts[1:]]
 
 

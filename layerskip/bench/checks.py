@@ -193,7 +193,7 @@ def _cache_error(model: Sublayers, ids: Tensor, skip: SkipConfig, max_new_tokens
         pass
     length = decoder.session.lengths[0]
     tokens = torch.cat([ids[0], ids.new_tensor(decoder.emitted[0])])[:length]  # (length,)
-    fresh = Session(model, resolved, [tokens], max_new_tokens=1, max_draft_length=0)
+    fresh = Session(model, [], [tokens], max_new_tokens=1, max_draft_length=0)
     fresh.prefill()
     return max(
         _deviation(getattr(decoder.session.cache, name)[layer], wanted, length)

@@ -194,12 +194,12 @@ def _record(model: Sublayers, tokens: list[int], skip: SkipConfig) -> tuple[Tens
     """
     ids = torch.tensor(tokens)
     resolved = skip.resolve(model.num_layers)
-    session = Session(model, resolved, [ids[:-1]], max_new_tokens=2, max_draft_length=1)
+    session = Session(model, [resolved], [ids[:-1]], max_new_tokens=2, max_draft_length=1)
     session.prefill()
     last = ids[-1:].to(model.device)  # (1,)
     draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)
     # what follows `last` is not read
-    target = session.verify(last, [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
+    target = session.verify(last[None], [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
     either = torch.maximum(softmax_law(target), softmax_law(draft))
     kept = either.topk(min(_SUPPORT, len(either))).indices
     return target[kept], draft[kept]

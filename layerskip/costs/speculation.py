@@ -117,14 +117,15 @@ class CostTable:
     """Costs of draft steps and verify passes in units of one target step (a plain decode step)."""
 
     draft: float
-    """c: one draft step."""
+    """c: one draft step; 0 where drafts are looked up."""
     verify: tuple[float, ...]
     """verify[n - 1] = v(n): one verify pass over n positions. Longer passes are extrapolated."""
     source: str = "given"
     """Where the numbers come from: "measured", "analytic" or "given"."""
 
     def __post_init__(self) -> None:
-        _check_positive("draft", self.draft)
+        if self.draft != 0.0:
+            _check_positive("draft", self.draft)
         if not self.verify:
             raise ValueError("verify must hold at least v(1), got an empty table")
         for n, cost in enumerate(self.verify, start=1):

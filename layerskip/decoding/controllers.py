@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.lookup import Offer
 
 
 @runtime_checkable
@@ -52,6 +53,35 @@ class Controller(Protocol):
 
 
 SIGNALS = ("probability", "margin")
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What a controller has, too, that chooses among several drafts.
+
+    For one without, a round takes the first that has anything to offer.
+    """
+
+    def choose(self, offers: Sequence[Offer]) -> int | None:
+        """Which draft the batch takes in its next round; None: a plain step.
+
+        Asked at the start of a round, before `limit`, with what each of the drafts offers.
+        """
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        """Tells how good a looked-up draft was that a row was offered, taken or not.
+
+        Told once for every row and lookup that had an offer, before the row's `update`.
+
+        Args:
+            known: how many of its tokens the round has shown to be right or wrong, from the first.
+            right: how many of those are what the row goes on with, up to the first that is not.
+        """
+
+
+def first_offer(offers: Sequence[Offer]) -> int | None:
+    """The first draft that has something to offer to any row."""
+    return next((i for i, offer in enumerate(offers) if any(offer.lengths.values())), None)
 
 
 def require_controller(value: Any) -> None:

@@ -28,6 +28,7 @@ from layerskip.decoding.laws import (
     softmax_law,
     stream_key,
     with_margin,
+    without,
 )
 from layerskip.decoding.passes import Position
 from layerskip.model.cache import on_device
@@ -41,8 +42,10 @@ class Drafts:
         tokens: drafted tokens per row; empty where they are still to be read from the device.
         confidences: those of the tokens per row, of the controller's signal, where it needs them.
         lengths: per row, how many tokens the target is asked about.
-        last: each row's last token, drafted or emitted, in the session's order of rows, (R,).
-        steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,).
+        fed: in the session's order of rows what is left to feed, (R, T): each row's last token,
+            drafted or emitted; of looked-up drafts all, and the last emitted one before them.
+        steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,);
+            none where tokens were looked up.
         laws: for the rejection rule, of every position of all steps the draft's law, (V,).
         unread: whether no token has been read from the device yet.
     """
@@ -50,10 +53,15 @@ class Drafts:
     tokens: list[list[int]]
     confidences: list[list[float]]
     lengths: list[int]
-    last: Tensor
+    fed: Tensor
     steps: list[tuple[list[Position], Tensor]]
     laws: list[Tensor]
     unread: bool
+
+    def token(self, position: Position) -> int:
+        """The token drafted at a position, -1 where there is none, or it is still to be read."""
+        row, offset = position
+        return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
 
     def at(self, positions: Sequence[Position]) -> list[int]:
         """Where each position lies among those of all steps, -1 for none."""
@@ -148,12 +156,48 @@ class Draws:
         *,
         keep: bool = False,
     ) -> Verdict:
-        """What the target says of its raw logits (N, V) at those positions.
+        """What the target says of its raw logits (N, V) at those positions, ascending.
+
+        Behind a looked-up token that falls nothing is said where processors read the history: they
+        need not stand texts that they forbid.
 
         Args:
             drafts: what the round has drafted; None for the prefill.
             keep: whether to keep the scores.
         """
+        looked_up = drafts is not None and not drafts.steps and any(drafts.tokens)
+        if drafts is not None and looked_up and self.law.reads_history:
+            return self._judge_in_turn(raw, positions, drafts, keep=keep)
+        return self._judge(raw, positions, drafts, keep=keep)
+
+    def _judge_in_turn(
+        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts, *, keep: bool
+    ) -> Verdict:
+        """`_judge` by offset, for rows whose drafts have been accepted so far."""
+        drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
+        accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
+        scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
+        alive = {row for row, _ in positions}
+        for now in range(1 + max(offset for _, offset in positions)):
+            few = [i for i, (row, at) in enumerate(positions) if at == now and row in alive]
+            if not few:
+                break
+            some = [positions[i] for i in few]
+            said = self._judge(raw[few], some, drafts, keep=keep)
+            drafted = [drafts.token(position) for position in some]
+            stays = said.accepted
+            if stays is None:
+                stays = said.drawn == on_device(drafted, raw.device)  # (n,)
+            drawn[few], accepted[few] = said.drawn, stays
+            if scores is not None and said.scores is not None:
+                scores[few] = said.scores
+            on = zip(some, stays.tolist(), strict=True)
+            alive = {row for (row, _), stay in on if stay}
+        return Verdict(accepted, drawn, scores)
+
+    def _judge(
+        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts | None, *, keep: bool
+    ) -> Verdict:
         accepted, drawn, kept = [], [], []
         for scores, some in self._pieces(raw, positions):  # (n, V)
             if self.rejection and drafts is not None:
@@ -220,19 +264,25 @@ class Draws:
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)
-        if not drafts.steps:
-            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions, TARGET)
-        index = drafts.at(positions)
-        token = torch.cat([drawn for _, drawn in drafts.steps])  # (all steps' N,)
-        token = token[on_device(index, p.device)]  # (N,)
-        drafted = (on_device(index, p.device) >= 0) & (token >= 0)  # (N,)
-        q = torch.stack([drafts.laws[i] for i in index])  # (N, V)
+        if drafts.steps:
+            at = drafts.at(positions)
+            index = on_device(at, p.device)  # (N,)
+            token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
+            token = token.masked_fill(index < 0, -1)
+            q = torch.stack([drafts.laws[i] for i in at])  # (N, V)
+        else:
+            q = None
+            token = on_device([drafts.token(position) for position in positions], p.device)  # (N,)
         here = token.clamp_min(0)[:, None]  # (N, 1)
-        chance = acceptance_probability(p.gather(1, here), q.gather(1, here))[:, 0]  # (N,)
+        chance = p.gather(1, here)  # (N, 1)
+        if q is not None:
+            chance = acceptance_probability(chance, q.gather(1, here))
         keys, places = self._stream(positions)
-        accepted = drafted & (accept_uniform(keys, places, p.device) < chance)  # (N,)
-        final = torch.where(drafted[:, None], residual(p, q), p)  # (N, V)
-        return accepted, self._draw(final.log(), positions, TARGET)
+        lucky = accept_uniform(keys, places, p.device) < chance[:, 0]  # (N,)
+        drafted = token >= 0  # (N,)
+        rest = without(p, here) if q is None else residual(p, q)  # (N, V)
+        final = torch.where(drafted[:, None], rest, p)
+        return drafted & lucky, self._draw(final.log(), positions, TARGET)
 
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:

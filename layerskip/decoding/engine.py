@@ -6,7 +6,7 @@ Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the pad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,18 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding.controllers import Controller, require_controller, signal_of
+from layerskip.decoding.controllers import (
+    Chooser,
+    Controller,
+    first_offer,
+    require_controller,
+    signal_of,
+)
 from layerskip.decoding.draws import Drafts, Draws, Verdict
 from layerskip.decoding.laws import Law
+from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
 from layerskip.decoding.passes import Position, Session
-from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
@@ -63,8 +70,9 @@ class Decoder:
 
     Args:
         model: the opened model.
-        skip: which sublayers the draft leaves out.
-        controller: decides how long to draft; it is reset here.
+        drafts: where drafts come from: a skip config, whose sublayers draft, a `Lookup`, or several
+            of them, of which a round takes one for all rows.
+        controller: decides how long to draft, and from which (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
 
@@ -77,7 +85,7 @@ class Decoder:
     def __init__(
         self,
         model: Sublayers,
-        skip: SkipConfig,
+        drafts: SkipConfig | Lookup | Sequence[SkipConfig | Lookup],
         controller: Controller,
         request: Request,
         *,
@@ -86,13 +94,15 @@ class Decoder:
         require_controller(controller)
         self.request = request
         self.controller = controller
+        self._chooser = controller if isinstance(controller, Chooser) else None
         self.max_draft_length = max_draft_length
         rows, self.width = request.input_ids.shape
         self.rows = range(rows)
         self.device = model.device
+        self.drafts = tuple(drafts) if isinstance(drafts, Sequence) else (drafts,)
         self.session = Session(
             model,
-            skip,
+            [draft if isinstance(draft, SkipConfig) else None for draft in self.drafts],
             [
                 ids[mask.bool()]
                 for ids, mask in zip(request.input_ids, request.attention_mask, strict=True)
@@ -100,6 +110,13 @@ class Decoder:
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
         )
+        # by number of the draft, what a lookup knows of each row
+        self._histories = {
+            number: [draft.open(prompt.tolist()) for prompt in self.session.prompts]
+            for number, draft in enumerate(self.drafts)
+            if not isinstance(draft, SkipConfig)
+        }
+        self._found: dict[int, dict[int, Found]] = {}  # by it and row, for the round in progress
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
@@ -119,7 +136,7 @@ class Decoder:
             # by the rejection rule the noise of a draft says nothing of the target's draw
             self.signal = "probability" if self.draws.rejection else signal_of(controller)
         self._reads_history = request.stop is not None or request.law.reads_history
-        self.stats = DecodingStats()
+        self.stats = DecodingStats(sources=[SourceCounts() for _ in self.drafts])
         self._times: list[float] = []  # of the round in progress
         controller.reset(rows)
 
@@ -142,14 +159,16 @@ class Decoder:
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
         (first,) = self._read(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
-        nothing: list[list[int]] = [[] for _ in self.rows]
-        confidences: list[list[float]] = [[] for _ in self.rows]
-        return self._close(0, tokens, nothing, confidences, positions, verdict.scores, raw)
+        return self._close(0, tokens, None, None, positions, verdict.scores, raw)
 
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
         self._compact()
-        drafts = self._draft()
+        source, limits = self._plan()
+        if source in self._found:
+            drafts = self._looked_up(self._found[source], limits)
+        else:
+            drafts = self._draft(source or 0, limits)
         self._mark()
         positions = [
             (row, offset)
@@ -157,13 +176,11 @@ class Decoder:
             if not self.finished[row]
             for offset in range(drafts.lengths[row] + 1)
         ]
-        raw = self.session.verify(drafts.last, positions)  # (N, V)
+        raw = self.session.verify(drafts.fed, positions)  # (N, V)
         self._mark()
         verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
         tokens = self._judged(drafts, positions, verdict)
-        return self._close(
-            index, tokens, drafts.tokens, drafts.confidences, positions, verdict.scores, raw
-        )
+        return self._close(index, tokens, source, drafts, positions, verdict.scores, raw)
 
     def _compact(self) -> None:
         """Leave finished rows behind where the others fit into half of the rows, or fewer.
@@ -188,7 +205,62 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _draft(self) -> Drafts:
+    def _plan(self) -> tuple[int | None, list[int]]:
+        """Which draft the round takes, if any, and how many tokens each row drafts at most."""
+        controller = self.controller
+        allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
+        self._found = {
+            number: {row: self._find(rows[row], most) for row, most in allowed.items()}
+            for number, rows in self._histories.items()
+        }
+        offers = []
+        for number in range(len(self.drafts)):
+            found = self._found.get(number)
+            if found is None:
+                offers.append(Offer(allowed, None))
+            else:
+                lengths = {row: len(each.tokens) for row, each in found.items()}
+                matches = {row: each.match for row, each in found.items()}
+                offers.append(Offer(lengths, matches))
+        source = (self._chooser.choose if self._chooser else first_offer)(offers)
+        limits = [0 for _ in self.rows]
+        for row in allowed:
+            most = 0 if source is None else offers[source].lengths[row]
+            limits[row] = min(controller.limit(row, most), most)
+        return source, limits
+
+    def _allowed(self, row: int) -> int:
+        """How many tokens any draft may have in the row's next round."""
+        left = self.request.max_new_tokens - len(self.emitted[row])
+        free = self.session.cache.slots - self.session.lengths[row]
+        return draft_limit(self.max_draft_length, left, free)
+
+    def _find(self, row: LookupRow, most: int) -> Found:
+        """What a row may draft of what it looks up: nothing behind an end of text."""
+        found = row.find(most)
+        ends = (i for i, token in enumerate(found.tokens, 1) if token in self.request.eos)
+        return Found(found.tokens[: next(ends, None)], found.match)
+
+    def _looked_up(self, found: Mapping[int, Found], limits: Sequence[int]) -> Drafts:
+        """Looked-up drafts, of so many tokens of each row at most."""
+        tokens = [found[row].tokens[: limits[row]] if row in found else [] for row in self.rows]
+        for row, draft in enumerate(tokens):
+            for offset, token in enumerate(draft):
+                self._remember(row, offset, token)
+        longest = max(map(len, tokens))
+        fed = [[self.emitted[row][-1], *tokens[row]] for row in self.session.rows]
+        fed = [each + each[-1:] * (longest + 1 - len(each)) for each in fed]
+        return Drafts(
+            tokens=tokens,
+            confidences=[[] for _ in self.rows],
+            lengths=list(map(len, tokens)),
+            fed=on_device(fed, self.device),  # (R, T)
+            steps=[],
+            laws=[],
+            unread=False,
+        )
+
+    def _draft(self, source: int, limits: Sequence[int]) -> Drafts:
         """Draft in lockstep, each row for as long as its controller says.
 
         Where nobody asks for the tokens before the target has seen them, they are not read: the
@@ -201,18 +273,17 @@ class Decoder:
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
-            last=on_device([self.emitted[row][-1] for row in places], self.device),
+            fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
             steps=[],
             laws=[],
             unread=unread,
         )
-        limits = [0 if self.finished[row] else self._limit(row) for row in self.rows]
         drafting = [row for row in self.rows if limits[row] > 0]
         for step in range(max(limits)):
             if not (drafting and controller.draft_together(drafting)):
                 break
-            raw = self.session.draft_step(drafts.last, step)  # (R, V)
-            last = drafts.last
+            last = drafts.fed[:, 0]  # (R,)
+            raw = self.session.draft_step(last, step, source)  # (R, V)
             here = None
             if len(drafting) < len(places):
                 # the others have no history of this length, which processors would stumble over
@@ -224,7 +295,8 @@ class Decoder:
             drafts.laws.extend(laws)
             # the processors may forbid every token, and half precision may overflow
             fed = torch.where(drawn < 0, last, drawn)  # (N,)
-            drafts.last = fed if here is None else drafts.last.index_copy(0, here, fed)
+            last = fed if here is None else drafts.fed[:, 0].index_copy(0, here, fed)
+            drafts.fed = last[:, None]
             tokens: Sequence[float | None] = [None] * len(drafting)
             sure = [1.0] * len(drafting)
             if confidences is not None:
@@ -249,13 +321,6 @@ class Decoder:
                     going_on.append(row)
             drafting = going_on
         return drafts
-
-    def _limit(self, row: int) -> int:
-        """How many tokens the row drafts at most in its next round."""
-        left = self.request.max_new_tokens - len(self.emitted[row])
-        free = self.session.cache.slots - self.session.lengths[row]
-        allowed = draft_limit(self.max_draft_length, left, free)
-        return min(self.controller.limit(row, allowed), allowed)
 
     @staticmethod
     def _read(*values: Tensor) -> list[list[float]]:
@@ -321,14 +386,15 @@ class Decoder:
         self,
         index: int,
         tokens: list[list[int]],
-        drafts: list[list[int]],
-        confidences: list[list[float]],
+        source: int | None,
+        drafts: Drafts | None,
         positions: Sequence[Position],
         scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
         """Emit each row's tokens one by one, stopping where the row ends; count; commit."""
         emitted: list[list[int]] = [[] for _ in self.rows]
+        drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
         for row, candidates in enumerate(tokens):
             if not candidates:
                 continue
@@ -342,7 +408,10 @@ class Decoder:
             self.draws.forget(row, finished=self.finished[row])
             if index:
                 self.session.commit(row, len(emitted[row]))
-                self.controller.update(row, len(drafts[row]), len(candidates) - 1)
+                self._learn(row, emitted[row])
+                self.controller.update(row, drafted[row], len(candidates) - 1)
+            for rows in self._histories.values():
+                rows[row].extend(emitted[row])
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
         kept_scores = None if scores is None else _by_row(scores, positions, emitted)
@@ -351,24 +420,35 @@ class Decoder:
         round_ = Round(
             index=index,
             tokens=tuple(map(tuple, emitted)),
-            drafted=tuple(map(len, drafts)),
+            drafted=tuple(drafted),
             accepted=tuple(accepted),
-            confidences=tuple(map(tuple, confidences)),
+            confidences=tuple(map(tuple, drafts.confidences)) if drafts else ((),) * len(drafted),
             signal=self.signal,
             finished=tuple(self.finished),
+            source=source if any(drafted) else None,
             scores=kept_scores,
             logits=kept_logits,
             times=tuple(self._times) or None,
         )
         session = self.session
+        path = None if source is None else session.paths[source]
+        prefix, kept = (0, 0) if path is None else (path.prefix, path.kept)
         sublayers = session.model.num_sublayers
         self.stats.add(
-            round_,
-            lambda drafted: round_sublayer_tokens(
-                drafted, session.num_kept, session.prefix, sublayers
-            ),
+            round_, lambda drafted: round_sublayer_tokens(drafted, kept, prefix, sublayers)
         )
         return round_
+
+    def _learn(self, row: int, emitted: Sequence[int]) -> None:
+        """Tell a controller that chooses what the row's lookups, taken or not, were worth."""
+        if self._chooser is None:
+            return
+        for number, found in self._found.items():
+            draft = found[row].tokens
+            if draft:
+                both = list(zip(draft, emitted, strict=False))
+                right = next((i for i, (ours, own) in enumerate(both) if ours != own), len(both))
+                self._chooser.learn(number, row, min(right + 1, len(both)), right)
 
     def _ends(self, row: int, token: int) -> bool:
         request, emitted = self.request, self.emitted[row]

@@ -384,3 +384,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     excess = (p - q).clamp_min(0)  # (..., V)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(p.dtype).tiny), p)
+
+
+def without(p: Tensor, tokens: Tensor) -> Tensor:
+    """`residual` of drafts that are one token each, (N, 1), for certain: p but for it, (N, V)."""
+    rest = p.scatter(-1, tokens, 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

@@ -2,16 +2,17 @@
 
 A session holds one batch's cache and how far each row's exact keys and values reach. Drafting
 carries tokens through the shared prefix for good; the hidden states at its end are kept, and
-verification starts from them. Rows are named by their number in the call, also where finished ones
-have been left behind. Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens,
-H width, V vocabulary, N positions.
+verification starts from them. Drafts that come from elsewhere are only verified. Rows are named by
+their number in the call, also where finished ones have been left behind.
+Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
+positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -45,12 +46,22 @@ def _lean(method: Method) -> Method:
     return cast(Method, run)
 
 
+class Path(NamedTuple):
+    """How a skip config drafts: sublayers that it shares with the target from the front, and all
+    that it runs."""
+
+    skip: SkipConfig
+    prefix: int
+    kept: int
+
+
 class Session:
-    """One batch on one model with one skip config.
+    """One batch on one model with any number of skip configs, one of which drafts in a round.
 
     Args:
         model: the opened model.
-        skip: what the draft leaves out and rounds, for this model's number of layers.
+        skips: of each draft what it leaves out and rounds, for this model's number of layers; None
+            where a draft comes from elsewhere.
         prompts: token ids of each row without pads, each (length,).
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
@@ -64,22 +75,22 @@ class Session:
     def __init__(
         self,
         model: Sublayers,
-        skip: SkipConfig,
+        skips: Sequence[SkipConfig | None],
         prompts: Sequence[Tensor],
         *,
         max_new_tokens: int,
         max_draft_length: int,
     ) -> None:
-        self.model, self.skip = model, skip
+        self.model = model
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         total = max(self.prompt_lengths) + max_new_tokens
         model.check_lengths(self.prompt_lengths, total)
-        kept = skip.kept(model.num_layers)
-        self.prefix = skip.shared_prefix(model.num_layers)
-        self.num_kept = len(kept)
-        self._prefix = range(self.prefix)
-        self._rest = range(self.prefix, model.num_sublayers)
+        layers = model.num_layers
+        self.paths = [
+            Path(skip, skip.shared_prefix(layers), len(skip.kept(layers))) if skip else None
+            for skip in skips
+        ]
         # gamma + 1 slack slots: rows that drafted less ride along as padding behind their end
         slots = total + max_draft_length + 1
         self.cache = model.new_cache(len(prompts), slots)
@@ -87,6 +98,7 @@ class Session:
         self.rotary = model.rotary(slots, total)
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
+        self._prefix = 0  # of the draft in progress
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
     @_lean
@@ -121,21 +133,24 @@ class Session:
         return Pass(self.model, self.cache, self.rotary)
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
-        """Carry one token per row (R,) through the shared prefix and keep where it arrives."""
-        step = self._place(offset, 1)
-        hidden = self.model.run(self.model.embed(tokens[:, None]), step, self._prefix)
+        """Carry tokens (R, T) through the shared prefix and keep where they arrive, (R, T, H)."""
+        step = self._place(offset, tokens.shape[1])
+        hidden = self.model.run(self.model.embed(tokens), step, range(self._prefix))
         self._boundary.append(hidden)
         return hidden, step
 
     @_lean
-    def draft_step(self, tokens: Tensor, offset: int) -> Tensor:
-        """Feed each row's token (R,) at its length + offset to the draft; raw logits (R, V).
+    def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
+        """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
         Tokens outside of the model's draft vocabulary have -inf. Offsets run 0, 1, 2, ... within a
-        round, without gaps.
+        round, without gaps, all of one draft.
         """
-        hidden, step = self._feed(tokens, offset)
-        return self.model.finish_draft(hidden, step, self.skip)[:, 0]
+        path = self.paths[draft]
+        assert path is not None
+        self._prefix = path.prefix
+        hidden, step = self._feed(tokens[:, None], offset)
+        return self.model.finish_draft(hidden, step, path.skip)[:, 0]
 
     @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
@@ -145,20 +160,26 @@ class Session:
         `draft_step` may have fed one token more, where nothing could be drawn after it.
 
         Args:
-            tokens: each row's last drafted token (R,), where it drafted none its last emitted one.
+            tokens: the last tokens of each row's round, (R, T), that no draft step was fed. Behind
+                draft steps that is the last drafted one, else the last emitted one and all drafts;
+                where a row has fewer than others, anything goes.
         """
-        drafted = max(offset for _, offset in positions)
-        del self._boundary[drafted:]
-        hidden, step = self._feed(tokens, drafted)
-        if drafted:
+        count = 1 + max(offset for _, offset in positions)
+        known = count - tokens.shape[1]
+        del self._boundary[known:]
+        if known:
+            self._feed(tokens, known)
             hidden = torch.cat(self._boundary, dim=1)  # (R, D + 1, H)
-            step = self._place(0, drafted + 1)
+        else:
+            self._prefix, hidden = 0, self.model.embed(tokens)  # (R, D + 1, H)
         self._boundary.clear()
-        if len(positions) == len(self.rows) * (drafted + 1):
-            return self.model.finish(hidden, step, self._rest).flatten(0, 1)
+        step = self._place(0, count)
+        rest = range(self._prefix, self.model.num_sublayers)
+        if len(positions) == len(self.rows) * count:
+            return self.model.finish(hidden, step, rest).flatten(0, 1)
         # the head is large: only where somebody reads it
-        wanted = [self.rows[row] * (drafted + 1) + offset for row, offset in positions]
-        hidden = self.model.run(hidden, step, self._rest).flatten(0, 1)  # (R * (D + 1), H)
+        wanted = [self.rows[row] * count + offset for row, offset in positions]
+        hidden = self.model.run(hidden, step, rest).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)])[0]
 
     def commit(self, row: int, emitted: int) -> None:

@@ -26,6 +26,7 @@ class Round:
             temperature 1), or "margin", 1 - exp(-m), m between the draft's two best scores, noise
             included; None where the controller needs nothing.
         finished: whether each row is finished after this round.
+        source: which of the decoder's drafts was drafted from; None where nothing was drafted.
         scores, logits: per row, (emitted, V) float32, where the request asked for them.
         times: what the request's clock said when the round began, when its drafts were there, when
             the target's logits were, and when its tokens were out.
@@ -37,10 +38,20 @@ class Round:
     accepted: tuple[int, ...]
     confidences: tuple[tuple[float, ...], ...]
     finished: tuple[bool, ...]
+    source: int | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     times: tuple[float, ...] | None = None
     signal: str | None = None
+
+
+@dataclass
+class SourceCounts:
+    """What one of several drafts had a part in: as in `DecodingStats`."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass
@@ -53,6 +64,7 @@ class DecodingStats:
         num_draft_tokens: tokens drafted.
         num_accepted_tokens: drafted tokens that were emitted.
         accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
+        sources: of each of the decoder's drafts the first three of these that are about drafts.
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
         num_sequences: rows, each of which got one token from the prefill.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
@@ -66,6 +78,7 @@ class DecodingStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    sources: list[SourceCounts] = field(default_factory=list)
     num_new_tokens: int = 0
     num_sequences: int = 0
     sublayer_tokens: int = 0
@@ -105,6 +118,13 @@ class DecodingStats:
             self.num_draft_tokens += drafted
             self.num_accepted_tokens += accepted
             self.sublayer_tokens += cost(drafted)
+            if round_.source is not None and drafted:
+                missing = round_.source + 1 - len(self.sources)
+                self.sources += [SourceCounts() for _ in range(missing)]
+                counts = self.sources[round_.source]
+                counts.num_drafts += 1
+                counts.num_draft_tokens += drafted
+                counts.num_accepted_tokens += accepted
             self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
             for position in range(accepted):
                 self.accepted_per_position[position] += 1

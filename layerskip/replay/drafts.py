@@ -1,8 +1,8 @@
 """What any draft would have drafted from every place of a trace; decodes nothing, knows no clock.
 
-`replay` drafts to the full length, as decoding would. `follow` leaves each draft at its first wrong
-token, which is all that a fixed draft length needs, at a part of the cost: a search follows
-hundreds of drafts, and replays only the best whole.
+`replay` drafts to the full length, as decoding would, and so does `look_up`, without a model.
+`follow` leaves each draft at its first wrong token, which is all that a fixed draft length needs,
+at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
 Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.lookup import Lookup
 from layerskip.replay.chains import Chain, Chains, Drafts, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
 from layerskip.replay.trace import Text, Trace
@@ -28,6 +29,7 @@ class Replay:
     controller would have kept of these drafts is for `simulation.py` to say.
 
     Attributes:
+        skip: whose sublayers drafted; None where drafts are looked up.
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
@@ -35,16 +37,18 @@ class Replay:
         confidences, margins: of each token, what controllers of the signals "probability" and
             "margin" are told, (N, J) float32 each.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
+        found: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
     """
 
     trace: Trace
-    skip: SkipConfig
+    skip: SkipConfig | None
     texts: tuple[slice, ...]
     tokens: Tensor
     matches: Tensor
     confidences: Tensor
     margins: Tensor
     ends: Tensor
+    found: Tensor | None = None
 
     @property
     def draft_length(self) -> int:
@@ -116,15 +120,45 @@ def follow(
     return [_followed(_assembled(trace, skip, each)) for each in chains.run(enough)]
 
 
+def look_up(trace: Trace, lookup: Lookup, draft_length: int | None = None) -> Replay:
+    """Look drafts up from every start of a trace, as decoding would.
+
+    Args:
+        draft_length: tokens looked up at each start; the trace's by default.
+
+    Raises:
+        ValueError: a draft length that the trace does not know all places for.
+    """
+    length = _length(trace, draft_length)
+    found = []
+    for text in trace.texts:
+        tokens = text.tokens.tolist()
+        row = lookup.open(tokens[: text.prompt])
+        for token in tokens[text.prompt :][: text.starts]:
+            row.extend([token])
+            found.append(row.find(length))
+    missing = [[NOTHING] * (length - len(each.tokens)) for each in found]
+    tokens = [each.tokens + rest for each, rest in zip(found, missing, strict=True)]
+    sure = torch.ones(len(found), length)  # nobody asks
+    drafts = Drafts(torch.tensor(tokens), sure, sure)
+    played = _assembled(trace, None, drafts)
+    return replace(played, found=torch.tensor([each.match for each in found]))
+
+
 def _checked(trace: Trace, skip: SkipConfig, draft_length: int | None) -> tuple[SkipConfig, int]:
     """A skip config resolved for the trace's model, and the draft length asked for."""
+    return skip.resolve(trace.model.num_layers), _length(trace, draft_length)
+
+
+def _length(trace: Trace, draft_length: int | None) -> int:
+    """The draft length asked for."""
     length = trace.draft_length if draft_length is None else draft_length
     if not 1 <= length <= trace.draft_length:
         raise ValueError(
             f"draft_length must be in 1..{trace.draft_length}, as far as this trace looks ahead; "
             f"got {length}; take a trace with a longer one"
         )
-    return skip.resolve(trace.model.num_layers), length
+    return length
 
 
 def _exit_layer(skip: SkipConfig) -> int | None:
@@ -143,7 +177,7 @@ def _all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, skip: SkipConfig, drafts: Drafts) -> Replay:
+def _assembled(trace: Trace, skip: SkipConfig | None, drafts: Drafts) -> Replay:
     """The replay of drafts (N, J) from every start."""
     length = drafts.tokens.shape[1]
     slices, wanted, first = [], [], 0

@@ -1,49 +1,65 @@
-"""Rounds of decoding without decoding: walks a replay as a controller would; knows no model.
+"""Rounds of decoding without decoding: walks replays as a controller would; knows no model.
 
-Everything a round depends on is in the replay: what would be drafted from where it starts, whether
-the target agrees, how sure the draft is. So the walk takes the engine's steps in the engine's order
-and gives its counts; a cost table then prices them.
+Everything a round depends on is in the replays: what each draft would propose where it starts,
+whether the target agrees, how sure the draft is. So the walk takes the engine's steps in the
+engine's order and gives its counts; a cost table then prices them.
 Letters: N starts, J steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controllers import Controller, signal_of
+from layerskip.decoding.controllers import Chooser, Controller, first_offer, signal_of
+from layerskip.decoding.lookup import Offer
 from layerskip.replay.drafts import Replay
 
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """Counts of one round, row by row, as in the engine's `Round`."""
+    """Counts of one round, row by row, and which draft it took, as in the engine's `Round`."""
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
+    source: int | None = None
 
 
-class _Row:
-    """One text on its way, from start to start."""
+class _Draft:
+    """What one of the drafts would propose from every start of a text."""
 
     def __init__(self, replay: Replay, text: int, signal: str) -> None:
         rows = replay.texts[text]
-        self.left = replay.trace.texts[text].starts  # tokens still to come
-        self.asked = replay.trace.max_new_tokens - 1 - self.left  # by the request, beyond those
-        self.start = 0
         self.tokens = replay.tokens[rows].tolist()
         told = replay.margins if signal == "margin" else replay.confidences
         self.confidences = told[rows].tolist()
         self.ends = replay.ends[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
+        self.looked_up = replay.found is not None
+        if replay.found is not None:
+            self.matches = replay.found[rows].tolist()
+            ends = replay.ends[rows].long()  # (starts, J)
+            offered = (replay.tokens[rows] >= 0) & (ends.cumsum(1) == ends)
+            self.lengths = offered.sum(1).tolist()
+
+
+class _Row:
+    """One text on its way, from start to start."""
+
+    def __init__(self, replays: Sequence[Replay], text: int, signal: str) -> None:
+        trace = replays[0].trace
+        self.left = trace.texts[text].starts  # tokens still to come
+        self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
+        self.start = 0
+        self.drafts = [_Draft(replay, text, signal) for replay in replays]
 
 
 def simulate(
-    replay: Replay,
+    replays: Replay | Sequence[Replay],
     controller: Controller,
     texts: Sequence[int] = (0,),
     *,
@@ -54,59 +70,98 @@ def simulate(
     The controller is reset. The texts' end and the request's length hold as in decoding.
 
     Args:
+        replays: of one trace, one for each of the drafts that a round may take, in their order.
         texts: numbers of the texts that share the batch, and the controller.
-        max_draft_length: the most tokens any round drafts; the replay's draft length by default.
+        max_draft_length: the most tokens any round drafts; the replays' draft length by default.
 
     Raises:
         ValueError: `max_draft_length` is beyond what was replayed.
     """
-    longest = replay.draft_length if max_draft_length is None else max_draft_length
-    if not 0 <= longest <= replay.draft_length:
+    several = [replays] if isinstance(replays, Replay) else list(replays)
+    replayed = min(replay.draft_length for replay in several)
+    longest = replayed if max_draft_length is None else max_draft_length
+    if not 0 <= longest <= replayed:
         raise ValueError(
-            f"max_draft_length must be in 0..{replay.draft_length}, as far as was replayed; got "
-            f"{longest}"
+            f"max_draft_length must be in 0..{replayed}, as far as was replayed; got {longest}"
         )
-    rows = [_Row(replay, text, signal_of(controller)) for text in texts]
+    rows = [_Row(several, text, signal_of(controller)) for text in texts]
     controller.reset(len(rows))
     while any(row.left for row in rows):
         yield _round(rows, controller, longest)
 
 
 def _round(rows: Sequence[_Row], controller: Controller, longest: int) -> SimulatedRound:
-    drafted = [0] * len(rows)
+    going = {number: row for number, row in enumerate(rows) if row.left}
+    # the cache has a slot for every token and every draft, so that it never limits
+    allowed = {
+        number: draft_limit(longest, row.left + row.asked, longest + 1)
+        for number, row in going.items()
+    }
+    chooser = controller if isinstance(controller, Chooser) else None
+    offers = [_offer(going, allowed, source) for source in range(len(rows[0].drafts))]
+    source = (chooser.choose if chooser else first_offer)(offers)
     limits = [0] * len(rows)
-    for number, row in enumerate(rows):
-        if row.left:
-            # the cache has a slot for every token and every draft, so that it never limits
-            allowed = draft_limit(longest, row.left + row.asked, longest + 1)
-            limits[number] = min(controller.limit(number, allowed), allowed)
+    for number in going:
+        most = 0 if source is None else offers[source].lengths[number]
+        limits[number] = min(controller.limit(number, most), most)
+    if source is None or offers[source].matches is not None:
+        drafted = limits
+    else:
+        drafted = _drafted(rows, controller, limits, source)
+    accepted, emitted = [0] * len(rows), [0] * len(rows)
+    for number, row in going.items():
+        agreeing = 0
+        if source is not None:
+            agreeing = min(drafted[number], row.drafts[source].agreeing[row.start])
+        emitted[number] = min(agreeing + 1, row.left)
+        accepted[number] = min(agreeing, emitted[number])
+        for other, offer in enumerate(offers):
+            known = min(offer.lengths[number], emitted[number])
+            if chooser is not None and offer.matches is not None and known:
+                right = min(known, row.drafts[other].agreeing[row.start])
+                chooser.learn(other, number, min(right + 1, known), right)
+        controller.update(number, drafted[number], agreeing)
+        row.start += emitted[number]
+        row.left -= emitted[number]
+    counts = tuple(drafted), tuple(accepted), tuple(emitted)
+    return SimulatedRound(*counts, source if any(drafted) else None)
+
+
+def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -> Offer:
+    """What a draft has to offer to the rows that are still going."""
+    drafts = {number: row.drafts[source] for number, row in going.items()}
+    if not all(draft.looked_up for draft in drafts.values()):
+        return Offer(allowed, None)
+    starts = {number: row.start for number, row in going.items()}
+    return Offer(
+        {n: min(allowed[n], draft.lengths[starts[n]]) for n, draft in drafts.items()},
+        {n: draft.matches[starts[n]] for n, draft in drafts.items()},
+    )
+
+
+def _drafted(
+    rows: Sequence[_Row], controller: Controller, limits: Sequence[int], source: int
+) -> list[int]:
+    """How many tokens each row drafts, in lockstep: a controller may learn from one for another."""
+    drafted = [0] * len(rows)
     drafting = [number for number, limit in enumerate(limits) if limit > 0]
-    # in lockstep: a controller may learn from one row for another
     while drafting and controller.draft_together(drafting):
         going_on = []
         for number in drafting:
             row, step = rows[number], drafted[number]
-            if row.tokens[row.start][step] < 0:  # nothing could be drawn
+            draft = row.drafts[source]
+            if draft.tokens[row.start][step] < 0:  # nothing could be drawn
                 continue
             drafted[number] += 1
-            sure = row.confidences[row.start][step] if controller.needs_confidence else 1.0
+            sure = draft.confidences[row.start][step] if controller.needs_confidence else 1.0
             if (
-                not row.ends[row.start][step]
+                not draft.ends[row.start][step]
                 and drafted[number] < limits[number]
                 and controller.keep_drafting(number, sure)
             ):
                 going_on.append(number)
         drafting = going_on
-    accepted, emitted = [0] * len(rows), [0] * len(rows)
-    for number, row in enumerate(rows):
-        if row.left:
-            agreeing = min(drafted[number], row.agreeing[row.start])
-            controller.update(number, drafted[number], agreeing)
-            emitted[number] = min(agreeing + 1, row.left)
-            accepted[number] = min(agreeing, emitted[number])
-            row.start += emitted[number]
-            row.left -= emitted[number]
-    return SimulatedRound(tuple(drafted), tuple(accepted), tuple(emitted))
+    return drafted
 
 
 def tokens_per_step(rounds: Iterable[SimulatedRound], costs: CostTable) -> float:

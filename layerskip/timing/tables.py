@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from layerskip.costs.speculation import CostTable, rising
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
+from layerskip.decoding.lookup import Found, Lookup, LookupRow
 from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 
@@ -43,8 +44,9 @@ class Stopwatch(Controller):
 
     needs_confidence = True
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], *, looked_up: bool = False) -> None:
         self.now = now
+        self.looked_up = looked_up
         self.length = 0
         self.left = 0
         self.drafted = 0.0
@@ -55,7 +57,7 @@ class Stopwatch(Controller):
     def limit(self, row: int, allowed: int) -> int:
         self.left = self.length
         # one more than wanted, so that `keep_drafting` is asked after the last one too
-        return self.length + 1 if self.length else 0
+        return self.length + (not self.looked_up) if self.length else 0
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
         if row == 0:  # the others follow in the same step
@@ -67,9 +69,24 @@ class Stopwatch(Controller):
         pass
 
 
+class _Echo(Lookup):
+    """A lookup that always finds something: the same token, as often as asked for."""
+
+    def open(self, prompt: Sequence[int]) -> LookupRow:
+        return _EchoRow(self)
+
+
+class _EchoRow(LookupRow):
+    def extend(self, tokens: Iterable[int]) -> None:
+        pass
+
+    def find(self, longest: int) -> Found:
+        return Found([0] * longest, 1)
+
+
 def measure(
     model: Sublayers,
-    skip: SkipConfig,
+    draft: SkipConfig | Lookup,
     request: Request,
     *,
     now: Callable[[], float] = time.perf_counter,
@@ -80,6 +97,7 @@ def measure(
     the host, as in decoding.
 
     Args:
+        draft: whose; of drafts that are looked up only the verify passes cost anything.
         now: the clock, in seconds.
 
     Returns:
@@ -111,8 +129,10 @@ def measure(
         keep_scores=False,
         keep_logits=False,
     )
-    watch = Stopwatch(now)
-    decoder = Decoder(model, skip, watch, probe, max_draft_length=max(_LENGTHS) + 1)
+    looked_up = isinstance(draft, Lookup)
+    watch = Stopwatch(now, looked_up=looked_up)
+    timed = _Echo() if looked_up else draft
+    decoder = Decoder(model, timed, watch, probe, max_draft_length=max(_LENGTHS) + 1)
     rounds = decoder.rounds()
     next(rounds)
     drafts: list[float] = []
@@ -124,13 +144,15 @@ def measure(
             next(rounds)
             if sweep and number:
                 totals[length].append(now() - start)
-                if length == _TYPICAL_LENGTH:
+                if length == _TYPICAL_LENGTH and not looked_up:
                     drafts.append((watch.drafted - start) / length)
         if not sweep:
             started = now()  # what the first one compiled is no part of the budget
         elif now() - started > _BUDGET:
             break
-    return _table(typical(drafts), {length: typical(t) for length, t in totals.items()})
+    return _table(
+        typical(drafts) if drafts else 0.0, {length: typical(t) for length, t in totals.items()}
+    )
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -157,16 +179,18 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
     return CostTable(draft / step, tuple(verify), "measured")
 
 
-def analytic(model: Sublayers, skip: SkipConfig) -> CostTable:
+def analytic(model: Sublayers, draft: SkipConfig | Lookup) -> CostTable:
     """The table of a machine limited by reading weights, from their bytes."""
-    skip = skip.resolve(model.num_layers)
+    if isinstance(draft, Lookup):
+        return CostTable(0.0, (1.0,), "analytic")
+    skip = draft.resolve(model.num_layers)
     whole, rounded = model.weight_bytes(), set(skip.rounded())
     low = whole if skip.low is None else model.weight_bytes(skip.low.bits)
     head = low["head"] if skip.low is not None and skip.low.head else whole["head"]
-    draft = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
+    read = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
         head * model.draft_vocabulary / model.vocabulary
     ]
-    return CostTable.analytic(draft, [*whole["sublayers"], whole["head"]])
+    return CostTable.analytic(read, [*whole["sublayers"], whole["head"]])
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
@@ -207,15 +231,16 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     return CostTable.from_dict({"source": "given"} | known)
 
 
-def cost_table(model: Sublayers, skip: SkipConfig, request: Request) -> CostTable:
+def cost_table(model: Sublayers, draft: SkipConfig | Lookup, request: Request) -> CostTable:
     """The measured table, measured at the first call in this process and remembered."""
     law: Law = request.law
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
     place = (model.execution, model.dtype, model.device, model.draft_vocabulary)
-    key = (skip.resolve(model.num_layers), rows, law.do_sample, names, place)
+    which = draft.resolve(model.num_layers) if isinstance(draft, SkipConfig) else "lookup"
+    key = (which, rows, law.do_sample, names, place)
     with _lock:
         tables = _tables.setdefault(model.model, {})
         if key not in tables:
-            tables[key] = measure(model, skip, request) or analytic(model, skip)
+            tables[key] = measure(model, draft, request) or analytic(model, draft)
         return tables[key]

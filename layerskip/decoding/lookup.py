@@ -1,0 +1,167 @@
+"""Drafts that are looked up: what followed when the row's last words stood somewhere before.
+
+Knows token ids; no model, no law, no row but its own. A row's history is its prompt without pads
+and what it has emitted. The longest suffix of it that occurred before, in the history or in other
+texts, is the match, and what followed there the draft. Matches are found by suffix automata (Blumer
+et al. 1985), which cost a few microseconds a token however long the history is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+_END = -1  # stands behind every other text, and is no token
+_ANCESTORS = 64  # of a match that are told where it stands; more there are in loops only
+
+
+class Found(NamedTuple):
+    """A looked-up draft.
+
+    Attributes:
+        tokens: what followed the match; empty where there is none.
+        match: the tokens it has in common with the end of the history.
+    """
+
+    tokens: list[int]
+    match: int
+
+
+NOTHING = Found([], 0)
+
+
+class Offer(NamedTuple):
+    """What one of several drafts, looked up or a model's, could draft in a round.
+
+    Attributes:
+        lengths: by row, for every row that is not finished, the most tokens; 0 for none.
+        matches: of a looked-up draft, by row, `Found.match`; None of a model's.
+    """
+
+    lengths: Mapping[int, int]
+    matches: Mapping[int, int] | None
+
+
+class Automaton:
+    """The suffix automaton of a sequence that grows by a token at a time, amortised O(1) each.
+
+    A state stands for the stretches of the sequence that end at the same places; its link leads to
+    the longest shorter ones that end at other places, too.
+
+    Attributes:
+        tokens: the sequence.
+        match: length of the longest suffix that occurred before.
+        behind: the place behind that occurrence, of several the latest (in loops a late one).
+        following, link, length, end: of every state where tokens lead to, its link, the length of
+            its longest stretch, and where that ended last (-1: only at the end of a text).
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.match = self.behind = 0
+        self.following: list[dict[int, int]] = [{}]
+        self.link, self.length, self.end = [-1], [0], [-1]
+        self._last = 0
+
+    def append(self, token: int, *, last: bool = False) -> None:
+        """Go on with a token; the last one of a text is none that anything was found behind."""
+        following, link, length, end = self.following, self.link, self.length, self.end
+        place = -1 if last else len(self.tokens)
+        new, state = len(link), self._last
+        self.tokens.append(token)
+        following.append({})
+        link.append(0)
+        length.append(length[state] + 1)
+        end.append(place)
+        while state >= 0 and token not in following[state]:
+            following[state][token] = new
+            state = link[state]
+        if state >= 0:
+            old = following[state][token]
+            if length[old] == length[state] + 1:
+                link[new] = old
+            else:  # the shorter ones of its stretches end here, too: they get a state of their own
+                short = new + 1
+                following.append(following[old].copy())
+                link.append(link[old])
+                length.append(length[state] + 1)
+                end.append(end[old])
+                while state >= 0 and following[state].get(token) == old:
+                    following[state][token] = short
+                    state = link[state]
+                link[old] = link[new] = short
+        self._last, state = new, link[new]
+        self.match, self.behind = length[state], end[state] + 1
+        for _ in range(_ANCESTORS if place >= 0 else 0):
+            if state <= 0:
+                break
+            end[state] = place
+            state = link[state]
+
+
+class Lookup:
+    """Where drafts are looked up: in each row's own history, and in other texts, if there are any.
+
+    Args:
+        texts: token ids of other texts; indexed here, once, for all rows and decodings. The longer
+            match wins, the row's own of equals. The index takes about half a kilobyte a token.
+        shortest: the fewest tokens that count as a match.
+    """
+
+    def __init__(self, texts: Iterable[Sequence[int]] = (), *, shortest: int = 2) -> None:
+        if shortest < 1:
+            raise ValueError(f"shortest must be at least 1 token, got {shortest}")
+        self.shortest = shortest
+        self.others = Automaton()
+        for text in texts:
+            for i, token in enumerate(text, 1):
+                self.others.append(int(token), last=i == len(text))
+            self.others.append(_END)
+
+    def open(self, prompt: Sequence[int]) -> LookupRow:
+        """The history of a row that begins with its prompt."""
+        row = LookupRow(self)
+        row.extend(prompt)
+        return row
+
+
+class LookupRow:
+    """A row's history, and where its end stands in the other texts."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._own = Automaton()
+        self._state = self._match = 0  # in the other texts
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Tell what the row has emitted."""
+        others = self._lookup.others
+        for token in tokens:
+            self._own.append(token)
+            while self._state > 0 and token not in others.following[self._state]:
+                self._state = others.link[self._state]
+                self._match = others.length[self._state]
+            if token in others.following[self._state]:
+                self._state = others.following[self._state][token]
+                self._match += 1
+
+    def find(self, longest: int) -> Found:
+        """The draft, of so many tokens at most.
+
+        In the history it runs on into itself, as a loop would; at the end of another text it ends.
+        """
+        own, others = self._own, self._lookup.others
+        state, match = self._state, self._match
+        while others.end[state] < 0 < state:  # nothing stands behind that
+            state = others.link[state]
+            match = others.length[state]
+        if match > own.match and match >= self._lookup.shortest:
+            first = others.end[state] + 1
+            tokens = others.tokens[first : first + longest]
+            if _END in tokens:
+                del tokens[tokens.index(_END) :]
+            return Found(tokens, match)
+        if own.match < self._lookup.shortest:
+            return NOTHING
+        period = len(own.tokens) - own.behind
+        return Found([own.tokens[own.behind + i % period] for i in range(longest)], own.match)

@@ -1,0 +1,433 @@
+"""Looked-up drafts and several drafts in one decoding: the index, the text, the law, the cache."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from models import Erratic, Fickle, lively_model, ragged
+from test_engine import check_cache, prefilled
+from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, exact_law, p_value, small_model
+from torch import Tensor
+
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding import draws
+from layerskip.decoding.controllers import CONTROLLERS, Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law, residual, stream_key, without
+from layerskip.decoding.lookup import NOTHING, Found, LookupRow
+from layerskip.decoding.rounds import DecodingStats
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.trace import Trace, take_trace
+
+COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
+EXIT, SCATTERED = SkipConfig.early_exit(4), SkipConfig(attention=(0, 3), mlp=(2, 5))
+MIXTURES: dict[str, tuple[SkipConfig | Lookup, ...]] = {
+    "lookup": (Lookup(),),
+    "short lookup": (Lookup(shortest=1),),
+    "lookup, exit": (Lookup(shortest=1), EXIT),
+    "two lookups, exit, scattered": (
+        Lookup([[*range(2, 12), 4, 6, 8, 3, 5]]),
+        Lookup(shortest=1),
+        EXIT,
+        SCATTERED,
+    ),
+    "scattered, exit": (SCATTERED, EXIT),
+}
+LENGTHS = (13, 3, 6)
+
+
+# ---------------------------------------------------------------------------------------------
+# The index.
+
+
+def common(text: Sequence[int], end: int, history: Sequence[int]) -> int:
+    """How many of the history's last tokens stand before a place of a text."""
+    length = 0
+    while length < min(end, len(history)) and text[end - 1 - length] == history[-1 - length]:
+        length += 1
+    return length
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 12])
+def test_the_longest_match_is_found_and_of_several_the_latest(alphabet: int) -> None:
+    drawn = random.Random(alphabet)
+    for _ in range(3):
+        text = [drawn.randrange(alphabet) for _ in range(60)]
+        row = Lookup().open(text[:1])
+        for length in range(1, len(text)):
+            history = text[:length]
+            match, behind = max(
+                ((common(history, end, history), end) for end in range(1, length)), default=(0, 0)
+            )
+            want = NOTHING
+            if match >= 2:
+                drafted = list(history)
+                for i in range(7):  # it may run on into itself
+                    drafted.append(drafted[behind + i])
+                want = Found(drafted[length:], match)
+            assert row.find(7) == want
+            row.extend(text[length : length + 1])
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 12])
+def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> None:
+    drawn = random.Random(alphabet)
+    wins = [0, 0, 0]
+    for _ in range(20):
+        others = [[drawn.randrange(alphabet) for _ in range(20)] for _ in range(3)]
+        text = [drawn.randrange(alphabet) for _ in range(30)]
+        row = Lookup(others, shortest=1).open(text[:1])
+        for length in range(1, len(text)):
+            history = text[:length]
+            own = max((common(history, end, history) for end in range(1, length)), default=0)
+            other = max(common(some, end, history) for some in others for end in range(1, 20))
+            found = row.find(5)
+            assert found.match == max(own, other)
+            stretch = [*history[length - found.match :], *found.tokens]
+            if other > own:
+                places = [(some, end) for some in others for end in range(len(stretch), 21)]
+                assert any(some[end - len(stretch) : end] == stretch for some, end in places)
+            elif own:
+                alone = Lookup(shortest=1).open(history)
+                assert found == alone.find(5)
+            wins[1 if other > own else 2 if own else 0] += 1
+            row.extend(text[length : length + 1])
+    assert min(wins[1:]) > 10
+
+
+def test_another_text_ends_where_it_ends() -> None:
+    row = Lookup([[5, 6, 7], [8, 9]]).open([1, 5, 6])
+    assert row.find(9) == Found([7], 2)
+    row.extend([7, 8])  # the texts do not stand behind each other
+    assert row.find(9) == NOTHING
+
+
+def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
+    lookup = Lookup()
+    one, other = lookup.open([1, 2, 3, 1, 2]), lookup.open([3, 1, 2])
+    assert one.find(2) == Found([3, 1], 2)
+    assert other.find(2) == NOTHING
+
+
+def test_what_is_no_lookup_is_refused() -> None:
+    with pytest.raises(ValueError, match="shortest must be at least 1 token, got 0"):
+        Lookup(shortest=0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The text.
+
+
+@functools.cache
+def repeating_model(family: str) -> Any:
+    """A model of so few tokens that its texts repeat some stretches, and others not."""
+    return lively_model(family, vocab_size=12)
+
+
+def generate(drafts: Any, controller: Any, *, family: str = "llama", **how: Any) -> Decoder:
+    """Decode ragged prompts to the end; the finished decoder."""
+    model = repeating_model(family)
+    lengths = how.pop("lengths", LENGTHS)
+    ids, mask = ragged(lengths, seed=3)
+    ids = torch.where(mask.bool(), ids % 10 + 2, ids)
+    rows = len(lengths)
+    request = Request(
+        ids,
+        mask,
+        how.pop("new_tokens", 40),
+        Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=rows),
+        [stream_key(row) for row in range(rows)],
+        **how,
+    )
+    run = Decoder(Sublayers(model), drafts, controller, request, max_draft_length=6)
+    with torch.no_grad():
+        run.played = list(run.rounds())  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool) -> None:
+    """Also under ends of text, which drafts run into, and for controllers that choose or do not."""
+    drafts = MIXTURES[mixture]
+    accepted = [0] * len(drafts)
+    for eos in (frozenset[int](), frozenset({4})):
+        plain = generate((), Fixed(), sample=sample, eos=eos)
+        for controller in (Fickle(), Fickle(1), Fickle(2), Fixed(3), Erratic()):
+            run = generate(drafts, controller, sample=sample, eos=eos)
+            assert run.emitted == plain.emitted
+            assert run.stats.num_draft_tokens > run.stats.num_accepted_tokens > 0
+            for number, counts in enumerate(run.stats.sources):
+                accepted[number] += counts.num_accepted_tokens
+    assert all(accepted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_greedy_tokens_are_the_librarys(family: str) -> None:
+    model = repeating_model(family)
+    ids, mask = ragged(LENGTHS, seed=3)
+    ids = torch.where(mask.bool(), ids % 10 + 2, ids)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    how |= {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "pad_token_id": 0}
+    want = model.generate(ids, **how)
+    for skip in (None, EXIT):
+        for controller in CONTROLLERS:
+            decoding = LayerSkipDecoding(skip, lookup=True, controller=controller, costs=COSTS)
+            got = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
+            assert got.sequences.tolist() == want.tolist()
+            assert got.stats.sources[0].num_draft_tokens > 0
+
+
+def test_sources_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = MIXTURES["two lookups, exit, scattered"]
+    run = generate(drafts, Fickle(3), eos=frozenset({4}), sample=True)
+    rounds = run.played
+    for number, counts in enumerate(run.stats.sources):
+        mine = [round_ for round_ in rounds if round_.source == number]
+        assert counts.num_draft_tokens == sum(sum(round_.drafted) for round_ in mine) > 0
+        assert counts.num_accepted_tokens == sum(sum(round_.accepted) for round_ in mine)
+        assert counts.num_drafts == sum(d > 0 for round_ in mine for d in round_.drafted)
+    assert all(not any(round_.drafted) for round_ in rounds if round_.source is None)
+    assert sum(counts.num_drafts for counts in run.stats.sources) == run.stats.num_drafts
+
+
+def test_a_controller_that_chooses_is_told_how_good_every_lookup_was() -> None:
+    """Also of those that it did not take."""
+    fickle = Fickle(4)
+    run = generate(MIXTURES["two lookups, exit, scattered"], fickle)
+    texts = [prompt.tolist() for prompt in run.session.prompts]
+    want = []
+    lookups = [run.drafts[0], run.drafts[1]]
+    for round_ in run.played:
+        for row, tokens in enumerate(round_.tokens):
+            if round_.index and tokens:
+                left = 40 - (len(texts[row]) - len(run.session.prompts[row]))
+                for number, lookup in enumerate(lookups):
+                    assert isinstance(lookup, Lookup)
+                    draft = lookup.open(texts[row]).find(min(6, left - 1)).tokens
+                    pairs = list(zip(draft, tokens, strict=False))
+                    right = [ours == own for ours, own in pairs]
+                    count = (*right, False).index(False)
+                    if pairs:
+                        want.append((number, row, min(count + 1, len(pairs)), count))
+            texts[row] += tokens
+    assert fickle.told == want
+    assert {told[0] for told in want} == {0, 1}
+    assert any(known == right for _, _, known, right in want)
+
+
+def test_processors_never_see_what_they_forbid() -> None:
+    """A looked-up token may be forbidden; nobody asks what may follow it."""
+    seen: list[list[int]] = []
+
+    class ByGrammar:
+        """Odd behind even and even behind odd; a user's own trie would raise as well."""
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            new = ids[:, 13:]
+            assert ((new[:, 1:] + new[:, :-1]) % 2 == 1).all()
+            seen.extend(new.tolist())
+            parity = (torch.arange(scores.shape[1])[None] + ids[:, -1:]) % 2  # (B, V)
+            return scores.masked_fill(parity == 0, float("-inf"))
+
+    for rejection in (False, True):
+        how: dict[str, Any] = {"processors": (ByGrammar(),), "sample": True}
+        plain = generate((), Fixed(), **how)
+        for mixture in ("short lookup", "lookup, exit"):
+            run = generate(
+                MIXTURES[mixture], Fixed(4), **how, rejection=rejection, keep_scores=True
+            )
+            lookups = run.stats.sources[0]
+            assert 0 < lookups.num_accepted_tokens < lookups.num_draft_tokens
+            if not rejection:
+                assert run.emitted == plain.emitted
+    assert seen
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_scores_and_caches_are_those_of_plain_decoding(sample: bool) -> None:
+    how: dict[str, Any] = {"sample": sample, "keep_scores": True, "eos": frozenset({4})}
+    plain = [*kept_scores(generate((), Fixed(), **how))]
+    for mixture in MIXTURES:
+        run = generate(MIXTURES[mixture], Fickle(5), **how)
+        for got, want in zip(kept_scores(run), plain, strict=True):
+            torch.testing.assert_close(got, want)
+        check_cache(run, prefilled(run))
+
+
+def kept_scores(run: Decoder) -> list[Tensor]:
+    """Scores of each row's tokens, (n, V)."""
+    return [
+        torch.cat([round_.scores[row] for round_ in run.played]) for row in range(len(run.emitted))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# The law under the rejection rule.
+
+
+def test_the_correction_of_a_token_without_a_law_is_that_of_a_law_for_it_alone() -> None:
+    p = torch.rand(50, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p[:10, 2] = 0
+    p[10] = torch.eye(5)[3]
+    p = p / p.sum(-1, keepdim=True)
+    for token in range(5):
+        tokens = torch.full((50, 1), token)
+        alone = torch.zeros_like(p).scatter(1, tokens, 1.0)
+        torch.testing.assert_close(without(p, tokens), residual(p, alone))
+
+
+class Peeking(Lookup):
+    """Knows what each row may say, from the first of its tokens on."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.texts = cycle(texts)
+
+    def open(self, prompt: Sequence[int]) -> LookupRow:
+        return PeekingRow(self, next(self.texts))
+
+
+class PeekingRow(LookupRow):
+    def __init__(self, lookup: Lookup, text: Sequence[int]) -> None:
+        super().__init__(lookup)
+        self.left = list(text)
+
+    def extend(self, tokens: Any) -> None:
+        del self.left[: len(tokens)]
+
+    def find(self, longest: int) -> Found:
+        return Found(self.left[:longest], 2)
+
+
+def texts_of(drafts: Any, *, fickle: bool = False) -> tuple[list[tuple[int, ...]], DecodingStats]:
+    """Short texts of the small model under the rejection rule, seeds 0, 1, ...; and the counts."""
+    model, texts = Sublayers(small_model()), []
+    total, rows = DecodingStats(), 300
+    for first in range(0, TEXTS, rows):
+        request = Request(
+            torch.tensor([PROMPT]).expand(rows, -1),
+            torch.ones(rows, len(PROMPT), dtype=torch.long),
+            NEW_TOKENS,
+            Law((), do_sample=True, rows=rows),
+            [stream_key(first + row) for row in range(rows)],
+            rejection=True,
+        )
+        controller = Fickle(first) if fickle else Fixed(2)
+        run = Decoder(model, drafts, controller, request, max_draft_length=2)
+        with torch.no_grad():
+            for round_ in run.rounds():
+                total.add(round_, lambda _: 0)
+        texts += map(tuple, run.emitted)
+    return texts, total
+
+
+def fits(texts: Sequence[tuple[int, ...]]) -> float:
+    counts = {text: texts.count(text) for text in set(texts)}
+    return p_value(counts, exact_law("none"))
+
+
+SMALL_SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5)).resolve(6)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_looked_up_texts_follow_the_targets_law(mixed: bool) -> None:
+    lookup = Lookup([[a, b, a] for a in range(5) for b in range(5)], shortest=1)
+    drafts = (lookup, SMALL_SKIP) if mixed else lookup
+    texts, stats = texts_of(drafts, fickle=mixed)
+    assert len(stats.sources) == 1 + mixed
+    for counts in stats.sources:
+        assert 0.1 * counts.num_draft_tokens < counts.num_accepted_tokens
+        assert counts.num_accepted_tokens < 0.9 * counts.num_draft_tokens
+    assert fits(texts) > LEVEL
+
+
+def test_a_peek_that_is_always_accepted_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that knows the target's likeliest text does no harm but by a broken rule."""
+    plain, _ = texts_of(())
+    likely = [max(range(5), key=[text[i] for text in plain].count) for i in range(NEW_TOKENS)]
+    texts, stats = texts_of(Peeking([likely]))
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert fits(texts) > LEVEL
+    monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
+    texts, _ = texts_of(Peeking([likely]))
+    assert fits(texts) < LEVEL
+
+
+# ---------------------------------------------------------------------------------------------
+# Replays.
+
+LOOKUPS = {name: drafts for name, drafts in MIXTURES.items() if name != "scattered, exit"}
+
+
+@functools.cache
+def traced(sample: bool, ended: bool) -> Trace:
+    ids, mask = ragged(LENGTHS, seed=3)
+    prompts = [row[keep.bool()] % 10 + 2 for row, keep in zip(ids, mask, strict=True)]
+    return take_trace(
+        repeating_model("llama"),
+        prompts,
+        max_new_tokens=40,
+        law=Law((), do_sample=sample, rows=1),
+        seeds=range(3),
+        eos=frozenset({4}) if ended else frozenset(),
+        draft_length=6,
+    )
+
+
+@functools.cache
+def played(mixture: str, sample: bool, ended: bool) -> list[Replay]:
+    trace = traced(sample, ended)
+    return [
+        look_up(trace, draft) if isinstance(draft, Lookup) else replay(trace, draft)
+        for draft in MIXTURES[mixture]
+    ]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_simulated_rounds_are_those_of_decoding(mixture: str, sample: bool, ended: bool) -> None:
+    replays = played(mixture, sample, ended)
+    eos = frozenset({4}) if ended else frozenset[int]()
+    for make in (Fickle, lambda: Fickle(6), lambda: Fixed(4), Erratic):
+        run = generate(MIXTURES[mixture], make(), sample=sample, eos=eos)
+        real = [
+            SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
+            for r in run.played[1:]
+        ]
+        controller = make()
+        assert list(simulate(replays, controller, range(3))) == real
+        if isinstance(controller, Fickle):
+            assert controller.told == run.controller.told
+
+
+@pytest.mark.parametrize("mixture", LOOKUPS)
+def test_a_replay_holds_what_was_looked_up(mixture: str) -> None:
+    """Whatever the target says, and no further than a draft may be looked at."""
+    replays = played(mixture, True, False)
+    trace = replays[0].trace
+    for draft, replayed in zip(MIXTURES[mixture], replays, strict=True):
+        if not isinstance(draft, Lookup):
+            assert replayed.found is None
+            continue
+        assert replayed.skip is None
+        assert replayed.found is not None
+        for text, rows in zip(trace.texts, replayed.texts, strict=True):
+            tokens = text.tokens.tolist()
+            for start in range(text.starts):
+                found = draft.open(tokens[: text.prompt + start + 1]).find(6)
+                at = rows.start + start
+                assert replayed.found[at] == found.match
+                assert replayed.tokens[at].tolist() == found.tokens + [-1] * (6 - len(found.tokens))
+    with pytest.raises(ValueError, match=r"draft_length must be in 1\.\.6"):
+        look_up(trace, Lookup(), 7)
