@@ -122,7 +122,22 @@ inline Vec part(const BFloat16* from, int odd) {
                                   : both << Ints(16));
 }
 
-template <typename S, int ROWS, int TOKENS>
+// Some CPUs multiply bfloat16 in pairs and add both products to a float32 sum: then the weight is
+// used as it lies, and inputs, which a model has rounded anyway, are packed as bfloat16.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__)
+inline bool has_pairs() { return __builtin_cpu_supports("avx512bf16"); }
+inline Vec add_pairs(Vec sums, Vec a, Vec b) {
+  __m512 out = sums;
+  // no intrinsic: that would take a file of its own, compiled for machines that have it
+  asm("vdpbf16ps %2, %1, %0" : "+v"(out) : "v"(__m512(a)), "v"(__m512(b)));
+  return Vec(out);
+}
+#else
+inline bool has_pairs() { return false; }
+inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
+#endif
+
+template <typename S, bool PAIRS, int ROWS, int TOKENS>
 inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, int64_t stride,
                  const S* fetch, float* sums_out) {
   Vec sums[TOKENS][ROWS];
@@ -133,15 +148,18 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
   constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
   const auto step = [&](const S* at, int64_t row, int64_t k) {
 #pragma GCC unroll 2
-    for (int p = 0; p < PARTS<S>; ++p) {
+    for (int p = 0; p < (PAIRS ? 1 : PARTS<S>); ++p) {
       Vec w[ROWS];
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) w[r] = part(at + r * row, p);
+      for (int r = 0; r < ROWS; ++r)
+        w[r] = PAIRS ? Vec::loadu(at + r * row) : part(at + r * row, p);
 #pragma GCC unroll 8
       for (int t = 0; t < TOKENS; ++t) {
-        const Vec input = held(Vec::loadu(x + t * stride + k + p * LANES));
+        const Vec input = held(Vec::loadu(x + t * stride + (PAIRS ? k / 2 : k + p * LANES)));
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) sums[t][r] = at::vec::fmadd(w[r], input, sums[t][r]);
+        for (int r = 0; r < ROWS; ++r)
+          sums[t][r] = PAIRS ? add_pairs(sums[t][r], w[r], input)
+                             : at::vec::fmadd(w[r], input, sums[t][r]);
       }
     }
   };
@@ -178,10 +196,13 @@ inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 12
 
 // Inputs of a cut in the order of their use, with zeros up to its span.
 template <typename S>
-inline void pack(const float* x, int64_t count, int64_t span, float* to) {
+inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float* to) {
   if constexpr (PARTS<S> == 1) {
     std::copy_n(x, count, to);
     std::fill(to + count, to + span, 0.0f);
+  } else if (pairs) {
+    S* numbers = reinterpret_cast<S*>(to);
+    for (int64_t k = 0; k < span; ++k) numbers[k] = static_cast<S>(k < count ? x[k] : 0.0f);
   } else {
     for (int64_t k = 0; k < span; k += 2 * LANES)
       for (int64_t i = 0; i < LANES; ++i)
@@ -194,18 +215,18 @@ inline void pack(const float* x, int64_t count, int64_t span, float* to) {
 
 // Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts; `then` is what is
 // read after them.
-template <typename S, typename O, int TOKENS>
+template <typename S, bool PAIRS, typename O, int TOKENS>
 void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
          const float* packed, O* out, int64_t out_stride, const S* then) {
   constexpr int ROWS = MANY_REGISTERS ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
                                       : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
-  const int64_t span = cut(columns, TOKENS);
+  const int64_t span = cut(columns, TOKENS), stride = span / (PAIRS ? 2 : 1);
   const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
   const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS;  // rows
   alignas(64) float sums[TOKENS * GROUP] = {};
   for (int64_t k = 0; k < columns; k += span) {
     const int64_t here = std::min(span, columns - k);
-    const float* x = packed + k * TOKENS;
+    const float* x = packed + k * TOKENS / (PAIRS ? 2 : 1);
     // behind the last row of a cut come the first ones of the next cut, or what is read then
     const S* next = k + span < columns ? weight + first * columns + k + span : then;
     for (int64_t row = first; row < last;) {
@@ -214,10 +235,10 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t co
       const S* fetch = later < last ? from + ahead * columns : next + (later - last) * columns;
       float* to = sums + row - first;
       if (row + ROWS <= last) {
-        tile<S, ROWS, TOKENS>(from, columns, here, x, span, fetch, to);
+        tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, stride, fetch, to);
         row += ROWS;
       } else {
-        tile<S, 1, TOKENS>(from, columns, here, x, span, fetch, to);
+        tile<S, PAIRS, 1, TOKENS>(from, columns, here, x, stride, fetch, to);
         ++row;
       }
     }
@@ -241,20 +262,19 @@ struct Steps {
 template <typename S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room) {
   const Steps steps{tokens};
+  const bool pairs = PARTS<S> == 2 && has_pairs();
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t span = cut(columns, steps.length(step));
     for (int64_t k = 0; k < columns; k += span)
       for (int64_t t = steps.first(step); t < steps.first(step + 1); ++t) {
-        pack<S>(x + t * columns + k, std::min(span, columns - k), span, room);
-        room += span;
+        pack<S>(x + t * columns + k, std::min(span, columns - k), span, pairs, room);
+        room += pairs ? span / 2 : span;
       }
   }
 }
 
-// out = x weight^T + bias in rows first to last of the weight, of inputs that were packed; `then`
-// is what is read next.
-template <typename S, typename O>
-void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+template <typename S, bool PAIRS, typename O>
+void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
              const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
   const Steps steps{tokens};
   const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(S));
@@ -267,12 +287,24 @@ void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_
       const int64_t count = steps.length(step), span = cut(columns, count);
       O* here = out + steps.first(step) * out_stride;
 #define FEW(N) \
-  case N: few<S, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
+  case N: few<S, PAIRS, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
       switch (count) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
-      packed += count * ((columns + span - 1) / span * span);
+      packed += count * ((columns + span - 1) / span * span) / (PAIRS ? 2 : 1);
     }
   }
+}
+
+// out = x weight^T + bias in rows first to last of the weight, of inputs that were packed; `then`
+// is what is read next.
+template <typename S, typename O>
+void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+             const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
+  if constexpr (PARTS<S> == 2)
+    if (has_pairs())
+      return multiply<S, true>(weight, bias, first, last, columns, inputs, tokens, out, out_stride,
+                               then);
+  multiply<S, false>(weight, bias, first, last, columns, inputs, tokens, out, out_stride, then);
 }
 
 }  // namespace
