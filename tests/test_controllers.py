@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
+from layerskip.decoding import expected_gain
 from layerskip.decoding.controllers import (
     CONTROLLERS,
     AdaptiveThreshold,
@@ -864,6 +865,24 @@ def test_expected_gain_never_loses_3_percent_in_a_batch(rows: int) -> None:
     worst = max(batch_costs(rows).items(), key=lambda item: item[1])
     assert worst[1] <= 1 / 0.97, worst
     assert sum(batch_costs(rows).values()) / len(batch_costs(rows)) < 0.9  # and gains
+
+
+def mispriced(worth: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Batches of 8 where drafts all but pay, and are believed a tenth cheaper than they are."""
+    true = CostTable(0.25, (1.0, 1.52, 1.94, 2.37, 2.8, 3.2, 3.6, 4.0))
+    believed = CostTable(0.21, (1.0, 1.42, 1.78, 2.18, 2.58, 2.95, 3.3, 3.7))
+    monkeypatch.setattr(expected_gain, "_BATCH_RATE", worth)
+    kind = next(kind for kind in KINDS if kind.name == "calibrated" and kind.alpha == 0.7)
+    batches = [[write_text(kind, 150, f"{batch} {row}") for row in range(8)] for batch in range(12)]
+    costs = [simulate_batch(ExpectedGain(believed), true, texts, 100) for texts in batches]
+    return math.fsum(costs) / len(costs)
+
+
+def test_a_batch_loses_less_than_3_percent_where_its_costs_are_off_by_a_tenth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert mispriced(expected_gain._BATCH_RATE, monkeypatch) < 1 / 0.975
+    assert mispriced(0.0, monkeypatch) > 1 / 0.97
 
 
 def test_rows_that_decide_alone_would_lose() -> None:

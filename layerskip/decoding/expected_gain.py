@@ -30,6 +30,7 @@ _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
+_BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
@@ -132,7 +133,10 @@ class ExpectedGain:
     matters in loops, where it is drafted; costs past the measured lengths are extrapolated.
 
     Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
-    gains of its rows together exceed the price, which all of them pay.
+    gains of its rows together exceed the price, which all of them pay. A batch takes as long as its
+    slowest row, which gains less than the mean, and measured costs of a batch are off by a tenth:
+    so S is never below 1 + (1 - 1/B)/4 for B rows. Its probes tell more, and are up to half as
+    frequent.
 
     Where drafts would gain less than a twentieth if nine tokens of ten were accepted, it never
     drafts.
@@ -154,7 +158,6 @@ class ExpectedGain:
             after - before
             for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
         ]
-        self._first_interval = max(2.0, _PROBE_INTERVAL * self._step_costs[0])
         length = optimal_draft_length(_HOPE, costs, max_draft_length)
         hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self._longest = max_draft_length if hope >= _LEAST_GAIN else 0
@@ -162,10 +165,13 @@ class ExpectedGain:
 
     def reset(self, rows: int) -> None:
         self._acceptance = _Acceptance()
+        others = 1.0 - 1.0 / rows
+        self._least_rate = 1.0 + _BATCH_RATE * others
+        self._first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self._step_costs[0])
         best = optimal_draft_length(_PRIOR_ACCEPTANCE, self.costs, self.max_draft_length)
         self._tokens = _RATE_WEIGHT * expected_tokens(_PRIOR_ACCEPTANCE, best)
         self._cost = _RATE_WEIGHT * self._round_costs[best]
-        self.rate = max(1.0, self._tokens / self._cost)
+        self.rate = max(self._least_rate, self._tokens / self._cost)
         self._rows = [_Row() for _ in range(rows)]
         self._round = _Round()
         # A probe is due at once: against the first draft only the prior could speak.
@@ -214,7 +220,7 @@ class ExpectedGain:
         decay = _RATE_DECAY**cost
         self._tokens = self._tokens * decay + accepted + 1
         self._cost = self._cost * decay + cost
-        self.rate = max(1.0, self._tokens / self._cost)
+        self.rate = max(self._least_rate, self._tokens / self._cost)
         state.loss += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
         for position in range(min(drafted, accepted + 1)):
