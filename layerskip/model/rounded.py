@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -65,41 +64,23 @@ class Rounded:
         return _widened(numbers, scales, self.shape[1], dtype)
 
     def linear(self, bias: Tensor | None) -> Function:
-        """Products of inputs (..., C) with the widened weight, (..., R), which are slow: fast ones
-        are native, and torch's own of 8 bits in bfloat16."""
+        """Products of inputs (..., C) with the widened weight, (..., R): slow but in code that is
+        compiled. Fast ones are native; torch's own end the process with widths that do not suit
+        them (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns)."""
         if self.packed:
             return lambda x: F.linear(x, self.widened(x.dtype), bias)
-        numbers, scales, (rows, columns) = self.numbers, self.scales, self.shape
+        numbers, scales, columns = self.numbers, self.scales, self.shape[1]
         assert scales is not None
-        fast = self.bits == 8 and _has_int8(numbers.device.type)
         loops = self.bits == 8 and numbers.device.type == "cpu"
 
         def apply(x: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():
-                if not loops or x.numel() != columns:
-                    return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
-                # as `products.compilable`: loops that widen as they go
-                out = (x[..., None, :] * numbers.to(x.dtype)).sum(-1) * scales.to(x.dtype)
-            elif fast and x.dtype is torch.bfloat16:
-                flat = x.reshape(-1, columns)
-                out = torch._weight_int8pack_mm(flat, numbers, scales).view(*x.shape[:-1], rows)
-            else:
+            if not (loops and torch.compiler.is_compiling() and x.numel() == columns):
                 return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
+            # as `products.compilable`: loops that widen as they go
+            out = (x[..., None, :] * numbers.to(x.dtype)).sum(-1) * scales.to(x.dtype)
             return out if bias is None else out + bias
 
         return apply
-
-
-@cache
-def _has_int8(device: str) -> bool:
-    """Whether torch has a product of bfloat16 inputs with 8-bit weights: it promises none."""
-    try:
-        numbers = torch.arange(-128, 128, device=device).to(torch.int8).view(16, 16)
-        x = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
-        got = torch._weight_int8pack_mm(x, numbers, x[0])
-        return torch.equal(got, numbers.sum(1)[None].bfloat16())
-    except (AttributeError, RuntimeError):  # NotImplementedError is one
-        return False
 
 
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:

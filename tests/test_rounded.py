@@ -1,0 +1,492 @@
+"""Low precision: numbers, products, copies that notice changed weights, and texts that do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from agreement import assert_agree, pairs
+from models import FAMILIES, FEW_FAMILIES, VOCABULARY, WINDOW, lively_model, prompt, ragged
+from models import tiny_model as tiny
+from torch import Tensor, nn
+
+from layerskip import LowPrecision, SkipConfig
+from layerskip.generation import generate
+from layerskip.model import extension
+from layerskip.model.joined import joined
+from layerskip.model.rounded import Rounded, copies_of, rounded, rounded_bytes
+from layerskip.model.sublayers import Sublayers
+
+BITS = (8, 4)
+MOST = {8: 127, 4: 7}
+
+
+@pytest.fixture
+def built() -> None:
+    reason = extension.refusal()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+# ---------------------------------------------------------------------------------------------
+# Numbers.
+
+
+def weight_of(rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator)
+    weight[rows // 2] = 0
+    return weight * torch.logspace(-3, 1, rows)[:, None]
+
+
+def steps_of(weight: Tensor, bits: int) -> Tensor:
+    """The largest that half a step may be at each number, (R, C)."""
+    if bits == 8:
+        groups = weight.abs().amax(1, keepdim=True).expand_as(weight)
+    else:
+        parts = [part.abs().amax(1, keepdim=True).expand_as(part) for part in weight.split(32, 1)]
+        groups = torch.cat(parts, 1)
+    return groups / MOST[bits] / 2 * (1 + 2**-8 * MOST[bits])  # scales are bfloat16 numbers
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "dtype"),
+    [*product(((1, 1), (16, 64), (17, 65), (40, 200)), BITS, (torch.bfloat16, torch.float64))],
+)
+def test_numbers_are_rounded_by_half_a_step_in_both_layouts(
+    shape: tuple[int, int], bits: int, dtype: torch.dtype
+) -> None:
+    weight = weight_of(*shape).to(dtype)
+    plain, packed = (rounded(weight, bits, packed=packed) for packed in (False, True))
+    wide = plain.widened(torch.float64)
+    assert torch.equal(packed.widened(torch.float64), wide)
+    off = (wide - weight.double()).abs()
+    assert (off <= steps_of(weight.double(), bits)).all()
+    if shape[1] > 1:
+        assert off.max() > 0  # they are rounded
+    for copy in (plain, packed):
+        assert copy.nbytes == rounded_bytes(weight, bits, packed=copy.packed)
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(70, 96)
+    whole = [rounded(weight, bits, packed=packed) for bits in BITS for packed in (False, True)]
+    monkeypatch.setattr("layerskip.model.rounded._CHUNK", 96 * 33)
+    parts = [rounded(weight, bits, packed=packed) for bits in BITS for packed in (False, True)]
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one.numbers, other.numbers)
+        assert one.scales is None or torch.equal(one.scales, other.scales)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", BITS)
+def test_products_with_weights_as_they_are_widened(bits: int, dtype: torch.dtype) -> None:
+    weight, bias = weight_of(33, 100), torch.arange(33.0).to(dtype)
+    x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for packed in (False, True):
+        copy = rounded(weight, bits, packed=packed)
+        got = copy.linear(bias)(x).double()
+        want = x.double() @ copy.widened(torch.float64).T + bias.double()
+        size = x.double().abs() @ copy.widened(torch.float64).abs().T + bias.double()
+        bound = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+        assert ((got - want).abs() <= bound * size).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# Native products: the same rounding in float64.
+
+
+def rounded_inputs(x: Tensor) -> Tensor:
+    """Inputs (n, C) as native products round them, 64 at a time."""
+    made = []
+    for part in x.float().split(64, -1):
+        most = part.abs().amax(-1, keepdim=True)  # (n, 1)
+        made.append((part * (127 / most)).round().double() * (most / 127).double())
+    return torch.cat(made, -1)
+
+
+def native_head(copy: Rounded, bias: Tensor | None, size: Tensor, signs: Tensor) -> Tensor:
+    """A native product of inputs `signs * size` (n, C): what a norm makes of signs, exactly."""
+    module = extension.extension()
+    plan = module.Plan()
+    rows, columns = copy.shape
+    how = {"bits": copy.bits, "rows": rows, "columns": columns}
+    matrix = module.Matrix(copy.numbers, copy.scales, bias, **how)
+    head = plan.head(before=module.Norm(size, 0.0, False), matrix=matrix, softcap=0.0)
+    return plan.run(signs[None].to(size.dtype), [head], [], [], [], [])[0].double()  # type: ignore[no-any-return]
+
+
+SHAPES = ((1, 4), (15, 63), (16, 64), (17, 65), (50, 31), (80, 200), (200, 1000))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("bits", "dtype", "threads"), [*product(BITS, (torch.float32, torch.bfloat16), (1, 3))]
+)
+def test_native_products_of_integers(bits: int, dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(5)
+    finer = 0.0
+    try:
+        torch.set_num_threads(threads)
+        for rows, columns in SHAPES:
+            weight = weight_of(rows, columns, seed=columns)
+            copy = rounded(weight, bits, packed=True)
+            wide = copy.widened(torch.float64)
+            size = torch.randn(columns, generator=generator).to(dtype)
+            bias = torch.randn(rows, generator=generator).to(dtype) if columns % 2 else None
+            signs = torch.randint(0, 2, (20, columns), generator=generator) * 2.0 - 1
+            x = signs.double() * size.double()
+            added = 0 if bias is None else bias.double()
+            want = rounded_inputs(x) @ wide.T + added
+            scale = x.abs() @ wide.abs().T + abs(added)
+            bound = 2e-6 if dtype is torch.float32 else 2**-8
+            all_of_them = native_head(copy, bias, size, signs)
+            assert ((all_of_them - want).abs() <= bound * scale).all()
+            for count in range(1, 20):  # a token's numbers do not depend on those beside it
+                got = native_head(copy, bias, size, signs[:count])
+                assert torch.equal(got, all_of_them[:count])
+            exact = x @ wide.T + added
+            finer = max(finer, ((exact - want).abs() - bound * scale).max().item())
+    finally:
+        torch.set_num_threads(before)
+    assert dtype is torch.bfloat16 or finer > 0  # inputs that are not rounded would be seen
+
+
+@pytest.mark.usefixtures("built")
+def test_inputs_of_zeros_and_of_few_large_numbers() -> None:
+    weight = weight_of(20, 128)
+    copy = rounded(weight, 8, packed=True)
+    for size in (torch.zeros(128), torch.cat((torch.zeros(64), torch.full((64,), 1e30)))):
+        got = native_head(copy, None, size, torch.ones(1, 128))
+        want = size[None].double() @ copy.widened(torch.float64).T
+        assert ((got - want).abs() <= 1e-5 * want.abs().max()).all()
+
+
+@pytest.mark.usefixtures("built")
+def test_matrices_that_are_not_packed_are_refused() -> None:
+    module = extension.extension()
+    copy = rounded(weight_of(20, 70), 8, packed=True)
+    how = {"bits": 8, "rows": 20, "columns": 70}
+    for wrong, message in (
+        ({"bits": 6}, "rounded to 8 or 4 bits, not 6"),
+        ({"rows": 40}, r"packed numbers must be .* \[6144\]"),
+        ({"bits": 4}, "packed numbers must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.Matrix(copy.numbers, copy.scales, None, **(how | wrong))
+    with pytest.raises(ValueError, match="rows have scales with 8 bits"):
+        module.Matrix(copy.numbers, None, None, **how)
+
+
+AGAIN = "native_products or inputs_of or native_sublayers"
+WITHOUT = """
+import sys, pytest
+from layerskip.model import extension
+flags = extension.flags
+extension.flags = lambda: [*flags(), "-DWITHOUT_DOTS"]
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512 without dots"])
+def test_other_vectors_give_the_same_numbers(capability: str) -> None:
+    vectors = capability.partition(" ")[0]
+    if vectors != "default" and vectors not in extension.status().lower():
+        pytest.skip(f"no {vectors}")
+    start = ["-c", WITHOUT] if "without" in capability else ["-m", "pytest"]
+    tests = [sys.executable, *start, "-n0", "-q", "-W", "default", __file__, "-k", AGAIN]
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": vectors}
+    done = subprocess.run(tests, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------
+# Sublayers and heads.
+
+
+def lowered(model: Any, execution: str, bits: int) -> Sublayers:
+    """A model opened with everything in low precision."""
+    opened = Sublayers(model, execution)
+    assert opened.execution == execution
+    *opened.blocks, opened.head = opened.draft(SkipConfig.low_precision(bits))  # type: ignore[misc]
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "dtype"),
+    [*product(FAMILIES, (8,), (torch.float64, torch.bfloat16)), ("gemma3", 4, torch.float32)],
+)
+def test_lean_sublayers_are_those_of_modules(family: str, bits: int, dtype: torch.dtype) -> None:
+    model = tiny(family, dtype=dtype)
+    assert_agree(lowered(model, "modules", bits), lowered(model, "fused", bits), rows=2)
+    with pytest.raises(AssertionError):
+        assert_agree(lowered(model, "modules", bits), Sublayers(model, "fused"), rows=2)
+
+
+OFF = {8: 0.03, 4: 0.03}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("family", "bits", "dtype"),
+    [*product(FAMILIES, (8,), (torch.float32,)), ("phi3", 4, torch.bfloat16)],
+)
+def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.dtype) -> None:
+    """Of sublayers that add little: what is compared are their own outputs, not the residual."""
+    model = tiny(family, dtype=dtype)
+    opened = [lowered(model, execution, bits) for execution in ("fused", "native")]
+    off = [
+        ((got - want).abs().max() / want.abs().max()).item()
+        for ragged_rows in (False, True)
+        for want, got in pairs(*opened, rows=3, ragged=ragged_rows)
+    ]
+    assert 0 < max(off) < OFF[bits]
+    exact = Sublayers(tiny(family, dtype=dtype, seed=1), "native")
+    others = [
+        ((got - want).abs().max() / want.abs().max()).item()
+        for want, got in pairs(opened[0], exact, rows=3)
+    ]
+    assert max(others) > 3 * OFF[bits]
+
+
+@pytest.mark.usefixtures("built")
+def test_gate_and_up_that_begin_with_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("phi3", dtype=torch.float32, intermediate_size=40)
+    fused, native = (lowered(model, execution, 8) for execution in ("fused", "native"))
+    off = [(got - want).abs().max() / want.abs().max() for want, got in pairs(fused, native)]
+    assert max(off) < OFF[8]
+
+
+@pytest.mark.usefixtures("built")
+def test_joined_weights_share_their_copies() -> None:
+    model = tiny("qwen2", dtype=torch.float32)
+    apart = lowered(model, "native", 8)
+    with joined(model):
+        together = lowered(model, "native", 8)
+        for want, got in pairs(apart, together):
+            assert torch.equal(want, got)
+    assert copies_of(model).nbytes == apart.low_bytes(SkipConfig.low_precision(8))
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused", "native"])
+@pytest.mark.parametrize("bits", BITS)
+@torch.no_grad()
+def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
+    if execution == "native" and extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    model = tiny("llama", dtype=torch.float32)
+    opened = Sublayers(model, execution)
+    low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)  # type: ignore[arg-type]
+    skip = SkipConfig(attention=(4,), low=low)
+    blocks = opened.draft(skip)
+    assert len(blocks) == 12 - 1 - 5 + 1  # without the prefix and what is left out, and the head
+    exact = {5: 6, 7: 7, 9: 8, 10: 10, 11: 11}
+    kept = [index for index in range(5, 12) if index != 8]
+    same = [block is opened.blocks[index] for block, index in zip(blocks, kept, strict=False)]
+    assert same == [index not in (5, 6, 9) for index in kept], exact
+    assert blocks[-1] is opened.draft_head
+    assert opened.draft(skip)[0] is blocks[0]
+    few = opened.trimmed([3, 50, 7, 96])
+    head = few.draft(SkipConfig.low_precision(bits))[-1]
+    hidden = opened.embed(prompt(5))
+    logits = head(hidden, None)
+    assert torch.isfinite(logits[0, 0]).nonzero()[:, 0].tolist() == [3, 7, 50, 96]
+    whole = opened.draft(SkipConfig.low_precision(bits))[-1](hidden, None)
+    some = logits[..., [3, 7, 50, 96]] - whole[..., [3, 7, 50, 96]]
+    assert some.abs().max() < 1e-5 * whole.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------
+# Copies.
+
+
+def _multiplied(weight: Any) -> None:
+    weight.mul_(1.5)
+
+
+def _replaced(weight: Any) -> None:
+    weight.data = weight.data.clone() * 1.5
+
+
+def _merged(weight: Any) -> None:
+    """As adapters are merged."""
+    generator = torch.Generator().manual_seed(0)
+    down, up = (torch.randn(n, 2, generator=generator) for n in weight.shape)
+    weight.data += 0.1 * down @ up.T
+
+
+def _loaded(weight: Any) -> None:
+    weight.data.copy_(weight.data.flip(0))
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused", "native"])
+@pytest.mark.parametrize("change", [_multiplied, _replaced, _merged, _loaded])
+@torch.no_grad()
+def test_copies_of_changed_weights_are_made_anew(
+    execution: str, change: Callable[[Any], None]
+) -> None:
+    if execution == "native" and extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    model = tiny("llama", dtype=torch.float32)
+    weight = model.model.layers[2].mlp.up_proj.weight
+    skip, hidden = SkipConfig.low_precision(8), torch.randn(1, 1, 32)
+
+    def blocks(of: Any) -> list[Any]:
+        return Sublayers(of, execution).draft(skip)
+
+    old = blocks(model)
+    again = blocks(model)
+    kept = copies_of(model).of(model.model.layers[1].mlp.up_proj.weight, 8, packed=True)
+    assert torch.equal(old[5](hidden, None), again[5](hidden, None))
+    change(weight)
+    new = blocks(model)
+    fresh = tiny("llama", dtype=torch.float32)
+    change(fresh.model.layers[2].mlp.up_proj.weight)
+    want = blocks(fresh)[5](hidden, None)
+    assert torch.equal(new[5](hidden, None), want)
+    assert (old[5](hidden, None) - want).abs().max() > 0.01 * want.abs().max()  # the stale one
+    assert copies_of(model).of(model.model.layers[1].mlp.up_proj.weight, 8, packed=True) is kept
+
+
+def test_a_replaced_parameter_and_another_dtype_are_noticed() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    linear = model.model.layers[0].self_attn.q_proj
+    copies = copies_of(model)
+    first = copies.of(linear.weight, 8)
+    assert copies_of(model).of(linear.weight, 8) is first
+    with torch.no_grad():
+        linear.weight.view(-1)[:1] = float("nan")
+    assert copies_of(model).of(linear.weight, 8) is not first
+    first = copies.of(linear.weight, 8)
+    assert copies_of(model).of(linear.weight, 8) is first  # NaN is as it was
+    linear.weight = nn.Parameter(linear.weight.data.clone())
+    second = copies_of(model).of(linear.weight, 8)
+    assert second is not first
+    model.bfloat16()
+    assert copies_of(model).of(linear.weight, 8) is not second
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused", "native"])
+@pytest.mark.parametrize("bits", BITS)
+def test_memory_is_told_and_shared(execution: str, bits: int) -> None:
+    if execution == "native" and extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    model = tiny("qwen2", dtype=torch.float32)
+    opened = Sublayers(model, execution)
+    low = LowPrecision(bits=bits, attention=(1, 2), mlp=(3,), head=True)  # type: ignore[arg-type]
+    some = SkipConfig(attention=(2,), low=low)
+    for skip in (some, SkipConfig.low_precision(bits)):  # type: ignore[arg-type]
+        told = opened.low_bytes(skip)
+        assert copies_of(model).nbytes < told
+        opened.draft(skip)
+        assert copies_of(model).nbytes == told
+    Sublayers(model, execution).draft(some)
+    assert copies_of(model).nbytes == told
+    assert opened.low_bytes(SkipConfig.early_exit(3)) == 0
+    few = opened.trimmed(range(0, VOCABULARY, 7))
+    head = rounded_bytes(torch.empty(14, 32), bits, packed=opened.backend.packed)
+    whole = rounded_bytes(torch.empty(VOCABULARY, 32), bits, packed=opened.backend.packed)
+    assert few.low_bytes(SkipConfig.low_precision(bits)) == told - whole + head  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------
+# Modules that are not plain.
+
+
+class Quantised(nn.Linear):
+    """Not a plain linear."""
+
+
+class Adapted(nn.Module):
+    """As adapters wrap a linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.down = nn.Linear(linear.in_features, 2, bias=False, dtype=linear.weight.dtype)
+        self.up = nn.Linear(2, linear.out_features, bias=False, dtype=linear.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_adapted_quantised_and_hooked_modules() -> None:
+    model = tiny("llama")
+    mlp = model.model.layers[2].mlp
+    quantised = Quantised(32, 48, bias=False, dtype=torch.float64).eval()
+    mlp.gate_proj = quantised
+    mlp.up_proj = Adapted(mlp.up_proj).eval()
+    seen: list[Any] = []
+    mlp.down_proj.register_forward_hook(lambda *call: seen.append(call))
+    opened = Sublayers(model)
+    assert opened.execution == "modules"
+    hidden = torch.randn(1, 3, 32, dtype=torch.float64)
+    got = opened.draft(SkipConfig.low_precision(8))[5](hidden, None)
+    assert len(seen) == 1
+    x = model.model.layers[2].post_attention_layernorm(hidden)
+    up, down = (rounded(each, 8) for each in (mlp.up_proj.base_layer.weight, mlp.down_proj.weight))
+    wide = x @ up.widened(torch.float64).T + mlp.up_proj.up(mlp.up_proj.down(x))
+    want = (torch.nn.functional.silu(quantised(x)) * wide) @ down.widened(torch.float64).T
+    assert (got - hidden - want).abs().max() < 1e-12
+    assert opened.low_bytes(SkipConfig(low=LowPrecision(attention=(), mlp=(2,), head=False))) == (
+        up.nbytes + down.nbytes
+    )
+
+
+def test_a_forward_of_its_own_is_refused_by_name() -> None:
+    model = tiny("llama")
+    for name in ("model.layers.2.mlp", "model.layers.2.mlp.up_proj"):
+        module = model.get_submodule(name)
+        module.forward = module.forward
+        opened = Sublayers(model)
+        assert opened.execution == "modules"
+        where = name.replace("model.layers.2", "layer 2").replace("layer 2.", "layer 2 ")
+        with pytest.raises(ValueError, match=f"{where} has a forward of its own"):
+            opened.draft(SkipConfig.low_precision(8))
+        opened.draft(SkipConfig(low=LowPrecision(attention=(2,), mlp=(1,))))
+        del module.forward
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts.
+
+HOW: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 10}
+
+
+@pytest.mark.parametrize("family", FEW_FAMILIES)
+def test_texts_do_not_depend_on_low_precision(family: str) -> None:
+    model = lively_model(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = [sorted(vars(module)) for module in model.modules()]
+    ids, mask = ragged((WINDOW + 5, 3), seed=3)
+    greedy: dict[str, Any] = {"attention_mask": mask, "do_sample": False}
+    sampled = greedy | {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4}
+    accepted: dict[int, int] = {8: 0, 4: 0}
+    drafted = 0
+    for execution in ("modules", "fused"):
+        for law in (greedy, sampled):
+            law["execution"] = execution
+            want = generate(model, ids, max_new_tokens=10, **law)
+            for bits in BITS:
+                skip = SkipConfig.low_precision(bits)  # type: ignore[arg-type]
+                out: Any = generate(
+                    model, ids, skip=skip, return_dict_in_generate=True, **HOW, **law
+                )
+                assert torch.equal(out.sequences, want)
+                accepted[bits] += out.stats.num_accepted_tokens
+                drafted += out.stats.num_draft_tokens
+    assert drafted / 2 > accepted[8] > 0.8 * drafted / 2 > 0
+    assert accepted[4] < accepted[8]
+    assert names == [sorted(vars(module)) for module in model.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
