@@ -12,10 +12,14 @@
 
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "products.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -26,8 +30,7 @@ namespace integers {
 
 constexpr int64_t BLOCK = 16;  // rows
 constexpr int64_t UNIT = 64;   // columns
-constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
-constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
+constexpr int BLOCKS = 2;      // that are read side by side
 
 constexpr int64_t unit_bytes(int bits) { return bits == 8 ? BLOCK * UNIT : BLOCK * UNIT / 2 + 64; }
 constexpr int64_t units_of(int64_t columns) { return (columns + UNIT - 1) / UNIT; }
@@ -42,7 +45,6 @@ constexpr int64_t row_bytes(int bits, int64_t columns) {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-constexpr int64_t MOST = 8;  // tokens that share a load of the weight
 using Ints = __m512i;
 using Floats = __m512;
 
@@ -106,7 +108,6 @@ inline bool has_dots() {
 #define KNOWS_AVX_VNNI
 #endif
 
-constexpr int64_t MOST = 6;
 struct Ints {
   __m256i v[2];
 };
@@ -201,7 +202,6 @@ inline bool has_dots() {
 
 #else
 
-constexpr int64_t MOST = 4;
 struct Ints {
   int32_t v[16];
   const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(v); }
@@ -275,13 +275,6 @@ inline bool has_dots() { return false; }
 // ---------------------------------------------------------------------------------------------
 // Inputs.
 
-// No step of one token behind seven full ones: all steps have as many, or one less.
-struct Steps {
-  int64_t tokens, count = (tokens + MOST - 1) / MOST;
-  int64_t first(int64_t step) const { return tokens * step / count; }
-  int64_t length(int64_t step) const { return first(step + 1) - first(step); }
-};
-
 // Rounded inputs of the tokens of one step, in the order of their use: numbers (units, tokens, 64),
 // a scale for each unit and token, and what the sums of each part of a unit start from, since the
 // numbers of a weight have an offset.
@@ -348,12 +341,12 @@ inline void round_inputs(int bits, const float* x, int64_t columns, int64_t toke
 // ---------------------------------------------------------------------------------------------
 // Products.
 
-template <int BITS, int TOKENS, int BLOCKS, bool DOTS>
-inline void tile(const uint8_t* weight, int64_t units, const Inputs& x, const uint8_t* fetch,
-                 float* out) {
+// Of BLOCKS blocks, `stride` bytes apart.
+template <int BITS, int TOKENS, bool DOTS>
+inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
+                 const uint8_t* fetch, float* out) {
   constexpr int64_t SIZE = unit_bytes(BITS);
   constexpr int PARTS = BITS == 8 ? 1 : 2;  // of a unit, with sums of their own
-  const int64_t stride = units * SIZE;
   Floats sums[TOKENS][BLOCKS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
@@ -419,36 +412,32 @@ inline void tile(const uint8_t* weight, int64_t units, const Inputs& x, const ui
     for (int b = 0; b < BLOCKS; ++b) store(sums[t][b], out + (t * BLOCKS + b) * BLOCK);
 }
 
+using Write = c10::function_ref<void(int64_t, int64_t, const float*)>;
+
 // Rows first to last, where the weight begins with row first, a multiple of BLOCK, with the inputs
-// of one step; `then` is what is read after them.
-template <int BITS, int TOKENS, bool DOTS, typename Write>
+// of one step, whose first token is `before`; `then` is what is read after them.
+template <int BITS, int TOKENS, bool DOTS>
 void few(const uint8_t* weight, int64_t first, int64_t last, int64_t units, const Inputs& x,
-         const uint8_t* then, const Write& write) {
-  const int64_t size = units * unit_bytes(BITS), end = (last - first + BLOCK - 1) / BLOCK;
+         int64_t before, const uint8_t* then, Write write) {
+  const int64_t size = units * unit_bytes(BITS), blocks = (last - first + BLOCK - 1) / BLOCK;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / size);
-  alignas(64) float sums[TOKENS * 2 * BLOCK];
-  for (int64_t block = 0; block < end;) {
-    const int64_t later = block + ahead;
-    const uint8_t* from = weight + block * size;
-    const uint8_t* fetch = later < end ? weight + later * size : then + (later - end) * size;
-    const int blocks = block + 1 < end ? 2 : 1;
-    if (blocks == 2) {
-      tile<BITS, TOKENS, 2, DOTS>(from, units, x, fetch, sums);
-    } else {
-      tile<BITS, TOKENS, 1, DOTS>(from, units, x, fetch, sums);
-    }
+  alignas(64) float sums[TOKENS * BLOCKS * BLOCK];
+  for (int64_t block = 0; block < blocks; block += BLOCKS) {
+    const int64_t here = std::min<int64_t>(BLOCKS, blocks - block), later = block + ahead;
+    const uint8_t* fetch = later < blocks ? weight + later * size : then + (later - blocks) * size;
+    // a single block stands for two
+    const int64_t stride = here == BLOCKS ? size : 0;
+    tile<BITS, TOKENS, DOTS>(weight + block * size, stride, units, x, fetch, sums);
     for (int t = 0; t < TOKENS; ++t)
-      for (int b = 0; b < blocks; ++b)
-        write(t, first + (block + b) * BLOCK, sums + (t * blocks + b) * BLOCK);
-    block += blocks;
+      for (int64_t b = 0; b < here; ++b)
+        write(before + t, first + (block + b) * BLOCK, sums + (t * BLOCKS + b) * BLOCK);
   }
 }
 
 // The sums of rows first to last of a packed weight, which begins with row first, with inputs that `round_inputs` has rounded
 // for so many bits; `write(t, row, sums)` takes those of a token and a block of rows.
-template <typename Write>
-void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
-             int64_t tokens, void* room, const uint8_t* then, const Write& write) {
+inline void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
+             int64_t tokens, void* room, const uint8_t* then, Write write) {
   static const bool dots = has_dots();
   const int64_t units = units_of(columns), size = row_bytes(bits, columns);
   const Steps steps{tokens};
@@ -463,18 +452,17 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
     for (int64_t step = 0; step < steps.count; ++step) {
       const int64_t before = steps.first(step);
       const Inputs x(room, units, before, steps.length(step));
-      const auto here = [&](int t, int64_t at, const float* sums) { write(before + t, at, sums); };
-#define FEW(N)                                                                      \
-  case N:                                                                           \
-    if constexpr (N <= MOST) {                                                      \
-      if (bits == 8 && dots) few<8, N, true>(from, row, end, units, x, next, here); \
-      else if (bits == 8) few<8, N, false>(from, row, end, units, x, next, here);  \
-      else if (dots) few<4, N, true>(from, row, end, units, x, next, here);        \
-      else few<4, N, false>(from, row, end, units, x, next, here);                 \
-    }                                                                               \
+#define SOME(BITS, N, DOTS) few<BITS, N, DOTS>(from, row, end, units, x, before, next, write)
+#define FEW(N)                                        \
+  case N:                                             \
+    if (bits == 8 && dots) SOME(8, N, true);          \
+    else if (bits == 8) SOME(8, N, false);            \
+    else if (dots) SOME(4, N, true);                  \
+    else SOME(4, N, false);                           \
     break;
       switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
+#undef SOME
     }
   }
 }
