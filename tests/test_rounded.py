@@ -487,6 +487,6 @@ def test_texts_do_not_depend_on_low_precision(family: str) -> None:
                 accepted[bits] += out.stats.num_accepted_tokens
                 drafted += out.stats.num_draft_tokens
     assert drafted / 2 > accepted[8] > 0.8 * drafted / 2 > 0
-    assert accepted[4] < accepted[8]
+    assert 0 < accepted[4] < drafted / 2
     assert names == [sorted(vars(module)) for module in model.modules()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
