@@ -67,6 +67,12 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
         "tokens_per_pass mean_draft_length",
     ),
+    "sources": (
+        "Sources of drafts",
+        "One a round, chosen for what it promises. Share: of all rounds; none: a plain step.",
+        "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
+        "mean_draft_length",
+    ),
     "positions": (
         "Acceptance by draft position",
         "Acceptance of a token where all before it were accepted; chain: all up to it accepted.",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import Round, Run, rounds_of, typical
+from layerskip.analysis.runs import LOOKUP, Round, Run, rounds_of, typical
 from layerskip.analysis.tables import ALL, acceptance_of
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
@@ -54,7 +54,14 @@ def price(run: Run, method: str, batch_size: int, costs: CostTable) -> dict[str,
         name = "\n".join(record["prompts"])
         unit = units.setdefault(name, _Unit(record["category"] or "other"))
         unit.steps += steps
-        unit.cost += sum(costs.round_cost(max(row)) for row in rounds["drafted"])
+        names = run.sources(method)
+        froms = rounds.get("sources") or [None] * len(rounds["drafted"])
+        unit.cost += sum(
+            costs.verify_cost(max(row) + 1)
+            if source is not None and names[source] == LOOKUP
+            else costs.round_cost(max(row))
+            for row, source in zip(rounds["drafted"], froms, strict=True)
+        )
         unit.rounds += rounds_of(record)
     return units
 
@@ -69,7 +76,7 @@ def predictions(run: Run) -> pd.DataFrame:
     errors cancel there, of each half alone (`efficiency_a`, `efficiency_b`); `formula`
     and `formula_length`: the closed formula at `alpha`, at the method's own draft length if that
     is fixed; `best_length` and `best_formula`: the same at the best fixed length; `draft_cost` (c)
-    and `bound` (1 / c).
+    and `bound` (1 / c). Where drafts may be looked up, nothing is bound and no formula holds.
     """
     frame = typical(run).dropna(subset=["decode"])
     rows = []
@@ -98,7 +105,9 @@ def predictions(run: Run) -> pd.DataFrame:
                             **forecast,
                             **_formula(run, method, forecast["alpha"], costs),
                             "draft_cost": costs.draft,
-                            "bound": speedup_bound(costs.draft),
+                            "bound": float("nan")
+                            if run.looks_up(method)
+                            else speedup_bound(costs.draft),
                         }
                     )
     return pd.DataFrame(rows)
@@ -148,7 +157,7 @@ def _formula(run: Run, method: str, alpha: float, costs: CostTable) -> dict[str,
     found = dict.fromkeys(
         ("formula_length", "formula", "best_length", "best_formula"), float("nan")
     )
-    if np.isnan(alpha):
+    if np.isnan(alpha) or run.looks_up(method):
         return found
     best = optimal_draft_length(alpha, costs, LONGEST)
     found["best_length"] = best

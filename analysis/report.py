@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[Run], pd.DataFrame]] = {
     "speedup": tables.speedup,
     "losslessness": tables.losslessness,
     "acceptance": tables.acceptance,
+    "sources": tables.sources,
     "positions": tables.positions,
     "phases": tables.phases,
     "weights-read": tables.weights_read,
@@ -200,6 +201,8 @@ def _facts(run: Run) -> dict[str, str]:
         if costs is not None:
             verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
             facts[f"Costs of {method}"] = f"c = {costs.draft:.3f}, {verify} ({costs.source})"
+        if run.sources(method):
+            facts[f"Drafts of {method}"] = run.methods[method].get("label") or method
     return facts
 
 

@@ -21,15 +21,18 @@ from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 
 PHASES = ("draft", "verify", "other")
+LOOKUP = "lookup"  # the source whose drafts cost nothing
 
 
 @dataclass(frozen=True)
 class Round:
-    """One row's part in one round: tokens drafted, accepted and emitted."""
+    """One row's part in one round: tokens drafted, accepted and emitted; and from what."""
 
     drafted: int
     accepted: int
     emitted: int
+    source: int | None = None
+    """The number of the method's source that it drafted from; None: none, or the file is silent."""
 
     @property
     def rejected(self) -> bool:
@@ -65,6 +68,14 @@ class Run:
     def drafting(self) -> list[str]:
         """Those of them that draft with the model's own sublayers in this engine."""
         return [name for name in self.measured if self.methods[name]["kind"] == "self"]
+
+    def sources(self, method: str) -> list[str]:
+        """What a drafting method drafts from, as its rounds number them; none in older files."""
+        return list(self.methods[method].get("sources") or ())
+
+    def looks_up(self, method: str) -> bool:
+        """Whether drafts of a method may be looked up, which no cost of a draft step bounds."""
+        return LOOKUP in self.sources(method)
 
     @property
     def baseline(self) -> str:
@@ -227,9 +238,14 @@ def rounds_of(record: dict[str, Any]) -> list[Round]:
     rounds = record.get("rounds")
     if rounds is None:
         return []
+    sources = rounds.get("sources") or [None] * len(rounds["drafted"])
     counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
-    rows = (row for round_ in counts for row in zip(*round_, strict=True))
-    return [Round(*row) for row in rows if row[2] > 0]
+    rows = (
+        Round(*row, source)
+        for round_, source in zip(counts, sources, strict=True)
+        for row in zip(*round_, strict=True)
+    )
+    return [row for row in rows if row.emitted > 0]
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

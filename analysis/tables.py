@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import PHASES, Round, Run, typical
+from layerskip.analysis.runs import LOOKUP, PHASES, Round, Run, typical
 from layerskip.costs.ratios import ratio_of_totals
 
 ALL = "all"
@@ -113,6 +113,32 @@ def acceptance(run: Run) -> pd.DataFrame:
                 | acceptance_of(rounds)
                 for category, rounds in by_category.items()
             ]
+    return pd.DataFrame(rows)
+
+
+def sources(run: Run) -> pd.DataFrame:
+    """What drafts came from, by batch size, category and method; methods with several sources.
+
+    `share`: of all rounds; those that drafted nothing have the source "none". Acceptance as in
+    `acceptance_of`.
+    """
+    rows = []
+    for batch_size in run.batch_sizes:
+        for method in run.drafting:
+            names = run.sources(method)
+            if len(names) < 2:
+                continue
+            by_category: dict[str, list[Round]] = defaultdict(list)
+            for record, rounds in run.rounds(method, batch_size):
+                by_category[ALL] += rounds
+                if run.categories:
+                    by_category[record["category"] or "other"] += rounds
+            for category, rounds in by_category.items():
+                for number, name in [*enumerate(names), (None, "none")]:
+                    own = [each for each in rounds if each.source == number]
+                    place = {"batch_size": batch_size, "category": category, "method": method}
+                    counted = {"source": name, "share": _share(len(own), len(rounds))}
+                    rows.append(place | counted | acceptance_of(own))
     return pd.DataFrame(rows)
 
 
@@ -224,6 +250,7 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
     if record["rounds"] is None:
         return 0.0
     drafted, draft = record["rounds"]["drafted"], 0.0
+    froms = record["rounds"].get("sources") or [None] * len(drafted)
     if method["kind"] == "self":
         skipped, low = method["skipped"], method.get("low")
         rounded = weights.get("low", {}).get(str(low["bits"])) if low else weights
@@ -236,7 +263,14 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
         kept = method.get("draft_vocabulary") or weights["vocabulary"]
         head = rounded["head"] if low and low["head"] else head
         draft += head * kept / weights["vocabulary"]
-    return float(sum(max(each) * draft + whole for each in drafted))  # rows draft in lockstep
+    names = method.get("sources") or ()
+    return float(
+        sum(
+            # rows draft in lockstep
+            whole + (0 if source is not None and names[source] == LOOKUP else max(each) * draft)
+            for each, source in zip(drafted, froms, strict=True)
+        )
+    )
 
 
 def losslessness(run: Run) -> pd.DataFrame:

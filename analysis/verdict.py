@@ -150,13 +150,30 @@ def _limits(run: Run, method: str, forecast: Any) -> list[str]:
             f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha): "
             f"{accepted['tokens_per_pass']:.2f} tokens per target pass."
         )
+    if run.looks_up(method):
+        said += _sources(run, method)
     if forecast is not None:
+        bound = (
+            ""
+            if math.isnan(forecast["bound"])
+            else f"No draft at c = {forecast['draft_cost']:.2f} target steps gains more than "
+            f"{forecast['bound']:.1f} times. "
+        )
         said.append(
-            f"No draft at c = {forecast['draft_cost']:.2f} target steps gains more than "
-            f"{forecast['bound']:.1f} times; this one's rounds promised "
-            f"{forecast['predicted']:.2f} without prefill, measured {forecast['measured']:.2f}."
+            f"{bound}These rounds promised {forecast['predicted']:.2f} times without prefill, "
+            f"measured {forecast['measured']:.2f}."
         )
     return said
+
+
+def _sources(run: Run, method: str) -> list[str]:
+    table = tables.sources(run)
+    if not len(table):
+        return []
+    wanted = (table["category"] == tables.ALL) & (table["method"] == method)
+    first = table["batch_size"] == run.batch_sizes[0]
+    shares = [f"{row['source']} {row['share']:.0%}" for _, row in table[wanted & first].iterrows()]
+    return [f"Rounds by source of their draft: {', '.join(shares)}."]
 
 
 def _repetition(run: Run, method: str) -> list[str]:

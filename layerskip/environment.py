@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -117,6 +118,28 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that this process can still have; None where nobody tells.
+
+    The machine's, or what is left of its container's limit (Linux).
+    """
+    found = []
+    with suppress(OSError, ValueError, KeyError):
+        found.append(1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"])
+    with suppress(OSError, ValueError, KeyError):
+        group = Path("/sys/fs/cgroup")
+        most, held = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # pages of files that nobody reads now go when memory is asked for
+        found.append(max(0, most - held + _numbers(group / "memory.stat")["inactive_file"]))
+    return min(found, default=None)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of names and numbers, one of each a line."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
@@ -46,7 +48,7 @@ from layerskip.served import (
     streamer_of_the_call,
     warpers,
 )
-from layerskip.timing.tables import analytic, cost_table, stored
+from layerskip.timing.tables import analytic, cost_tables, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
@@ -82,7 +84,9 @@ class LayerSkipDecoding:
     Many calls on one small model are faster inside of `with layerskip.joined(model)`.
 
     Args:
-        skip: which sublayers the draft leaves out, or a path to its JSON; None decodes plainly.
+        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without a
+            skip config and `lookup` drafts need no set-up: they are looked up, and the model drafts
+            in 8 bits where that is fast (see `layerskip.defaults`).
         lookup: whether drafts are also looked up in each row's own history (or, given a `Lookup`,
             in other texts, too); where there is a skip config, rounds draft from either.
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
@@ -91,6 +95,8 @@ class LayerSkipDecoding:
         threshold: of the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
         enabled: False decodes plainly.
+        draft_memory: bytes that copies of weights for drafts may take where none are named; half of
+            what is free by default.
         draft_vocabulary: token ids, the only ones that drafts may draw, in place of all (see
             `layerskip.vocabulary`); their rows of the head are copied, once for each model.
         seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
@@ -114,6 +120,7 @@ class LayerSkipDecoding:
         threshold: float | None = None,
         acceptance: str | None = None,
         enabled: bool | None = None,
+        draft_memory: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
@@ -146,8 +153,13 @@ class LayerSkipDecoding:
         wanted = stored.enabled if enabled is None else enabled
         looks_up = stored.lookup if lookup is None else lookup
         self.lookup = Lookup() if looks_up is True else looks_up or None
-        drafts = skip is not None or self.lookup is not None
-        self.enabled = drafts and wanted is not False
+        self.enabled = wanted is not False
+        self.automatic = skip is None and self.lookup is None
+        if self.automatic and lookup is None:
+            self.lookup = Lookup()
+        if draft_memory is not None and not self.automatic:
+            warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
+        self.draft_memory = draft_memory
         self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
         self.seed = seed
         self.seeds = None if seeds is None else tuple(seeds)
@@ -243,20 +255,22 @@ class LayerSkipDecoding:
         opened = Sublayers(model, self.execution)
         sampling = request.law.do_sample
         if not self.enabled:
-            plain = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
-            return Decoder(opened, [], plain, request, max_draft_length=0), None
+            return self._plain(opened, request), None
         drafts: list[SkipConfig | Lookup] = [] if self.lookup is None else [self.lookup]
-        if self.skip is not None:
-            skip = self.skip.resolve(opened.num_layers)
+        own = unprepared(opened, self.draft_memory).skip if self.automatic else self.skip
+        if own is not None:
+            skip = own.resolve(opened.num_layers)
             own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
             skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
             drafts.append(skip)
             if self.draft_vocabulary is not None:
                 opened = opened.trimmed(self.draft_vocabulary)
+        if not drafts:
+            return self._plain(opened, request), None
         brought = self.costs
-        if brought is None and self.skip is not None:
-            brought = stored(self.skip, opened, request.input_ids.shape[0])
-        costs = [self._table(opened, draft, request, brought) for draft in drafts]
+        if brought is None and own is not None:
+            brought = stored(own, opened, request.input_ids.shape[0])
+        costs = self._tables(opened, drafts, request, brought)
         controller = self.controller
         if isinstance(controller, str):
             controller = make_controller(
@@ -269,21 +283,28 @@ class LayerSkipDecoding:
         longest = self.max_draft_length or LONGEST_DRAFT
         return Decoder(opened, drafts, controller, request, max_draft_length=longest), costs[-1]
 
-    def _table(
+    @staticmethod
+    def _plain(model: Sublayers, request: Request) -> Decoder:
+        nothing = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
+        return Decoder(model, [], nothing, request, max_draft_length=0)
+
+    def _tables(
         self,
         model: Sublayers,
-        draft: SkipConfig | Lookup,
+        drafts: Sequence[SkipConfig | Lookup],
         request: Request,
         brought: CostTable | None,
-    ) -> CostTable | None:
-        """The costs of a draft; None where nobody asks for them."""
+    ) -> Sequence[CostTable | None]:
+        """The costs of each draft; None where nobody asks for them."""
         if brought is not None:
-            return brought if isinstance(draft, SkipConfig) else replace(brought, draft=0.0)
+            free = replace(brought, draft=0.0)
+            return [brought if isinstance(draft, SkipConfig) else free for draft in drafts]
         if self.controller != DEFAULT_CONTROLLER:
-            return None
+            return [None] * len(drafts)
         if request.rejection and request.law.do_sample:
-            return analytic(model, draft)  # with this rule a clock would decide the text
-        return cost_table(model, draft, request)
+            # with this rule a clock would decide the text
+            return [analytic(model, draft) for draft in drafts]
+        return cost_tables(model, drafts, request)
 
     def _seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""

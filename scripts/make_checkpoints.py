@@ -33,7 +33,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from layerskip.checkpoints import encode, load
-from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.files.writing import replace_folder, write_text
 from layerskip.prompts import Prompt
 
@@ -66,8 +65,6 @@ class Recipe:
     question: Prompt
     answer: str
     """What the model's greedy continuation of the question holds."""
-    least_layer: int
-    """The layer whose absence draws change least on, of the drafts that leave out one."""
 
 
 CHECKPOINTS = {
@@ -90,7 +87,6 @@ CHECKPOINTS = {
             messages=({"role": "user", "content": "What is the capital of France?"},),
         ),
         answer="Paris",
-        least_layer=3,
     ),
     "gemma3-270m": Recipe(
         source="google/gemma-3-270m",
@@ -130,7 +126,6 @@ CHECKPOINTS = {
         ),
         question=Prompt(id="question", text="Monday, Tuesday, Wednesday, Thursday,"),
         answer="Friday, Saturday",
-        least_layer=14,
     ),
 }
 
@@ -250,9 +245,6 @@ def card(name: str, recipe: Recipe) -> str:
         These are the weights of the quantised file, not the published ones, and their texts are
         its texts. Speed in float32 is not touched by that. A draft rounded to 4 bits on the same
         grid would be accepted more often here than on the published weights; say so beside figures.
-
-        layerskip.json leaves out layer {recipe.least_layer} and is for `layerskip check`. On its
-        own it drafts nothing: without one layer a draft costs nearly what the model does.
         """)
 
 
@@ -271,13 +263,6 @@ def make(name: str, output: Path) -> None:
     partial.mkdir()
     unpack(recipe, wheels, partial)
     model = convert(recipe, partial)
-    skip = SkipConfig.layers([recipe.least_layer])
-    SkipConfig(
-        attention=skip.attention,
-        mlp=skip.mlp,
-        num_layers=model.config.num_hidden_layers,
-        decoding=DecodingOptions(enabled=False),
-    ).save(partial / "layerskip.json")
     write_text(partial / "README.md", card(name, recipe))
     answer = check(recipe, partial, model)
     replace_folder(partial, folder)

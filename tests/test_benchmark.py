@@ -461,11 +461,11 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
     few = [*batches(5), *batches(5, rows=2)]
     asked = []
 
-    def costs(model, skip, request):
+    def costs(model, drafts, request):
         asked.append(len(request.input_ids))
-        return COSTS
+        return [COSTS for _ in drafts]
 
-    monkeypatch.setattr("layerskip.generation.cost_table", costs)
+    monkeypatch.setattr("layerskip.generation.cost_tables", costs)
     price(method, Engine(model, task), few, iter(range(10_000)).__next__)
     assert asked == [1, 2]
     entry = method.describe()["costs"]["1"]
@@ -477,7 +477,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
 
 def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
-    monkeypatch.setattr("layerskip.generation.cost_table", lambda *_: COSTS)
+    monkeypatch.setattr("layerskip.generation.cost_tables", lambda *_: [COSTS])
     method = Engine(model, Task(4), "self", own)
     (batch,) = batches(5)
     price(method, Engine(model, Task(4)), [batch], Clock())

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from layerskip.decoding.laws import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
+from layerskip.model.extension import refusal
 from layerskip.model.sublayers import EXECUTIONS
 
 PROMPT = "w5 w7 w96 w20"
@@ -224,17 +226,80 @@ def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expecte
 
 def test_the_skip_config_beside_the_checkpoint_is_the_default(tmp_path, expected):
     folder = save_checkpoint(tmp_path / "tiny")
-    result = generate(folder, "--json")
-    assert document(result)["num_drafts"] == 0
-    hints = [line for line in result.stderr.splitlines() if "layerskip search" in line]
-    assert len(hints) == 1
-    assert "--exit-layer E" in hints[0]
     decoding = DecodingOptions(controller="fixed")
     SkipConfig(exit_layer=3, decoding=decoding, model="as/uploaded").save(folder / "layerskip.json")
     result = generate(folder, "--json")
     assert document(result)["num_drafts"] > 0
     assert document(result)["token_ids"] == expected
     assert warned(result) == []
+    (line,) = drafts_said(result)
+    assert line == "drafts: layers 0-2 of 6 (early exit at 3)"
+    SkipConfig(exit_layer=3, decoding=DecodingOptions(enabled=False)).save(
+        folder / "layerskip.json"
+    )
+    result = generate(folder, "--json")
+    assert document(result)["num_drafts"] == 0
+    assert drafts_said(result) == ["drafts: none, as the skip config says"]
+
+
+def drafts_said(result):
+    return [line for line in result.stderr.splitlines() if line.startswith("drafts: ")]
+
+
+REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
+
+
+@pytest.mark.parametrize(
+    ("flags", "names", "said"),
+    [
+        ([], ["lookup", "sublayers"], "looked up in the text so far, or the whole model, in 8 "),
+        (["--low-precision", 4], ["lookup", "sublayers"], "or the whole model, in 4 bits ("),
+        (["--no-lookup"], ["sublayers"], "drafts: the whole model, in 8 bits ("),
+        (["--draft-memory", 0], ["lookup"], "so far; none of the model in 8 bits: copies of its "),
+        (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
+        (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
+        (["--execution", "modules"], ["lookup"], "native passes, and these are modules"),
+        (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or layers 0-2 of 6"),
+        (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit at 3), in 8 bits ("),
+    ],
+)
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_drafts_need_no_set_up(folder, flags, names, said):
+    """The same text as ever, whatever drafts, and a line that says what does."""
+    how = ("--prompt", REPEATED, "--max-new-tokens", 24, "--json")
+    plain = document(run("generate", folder, *how, "--no-draft"))
+    result = run("generate", folder, *how, *flags)
+    found = document(result)
+    assert found["token_ids"] == plain["token_ids"]
+    assert plain["sources"] == []
+    assert [each["name"] for each in found["sources"]] == names
+    for count in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(each[count] for each in found["sources"]) == found[count]
+    (line,) = drafts_said(result)
+    assert said in line
+    assert warned(result) == []
+
+
+def test_drafts_are_looked_up_in_a_file(folder, tmp_path):
+    notes = tmp_path / "notes.txt"
+    how = ("--prompt", "w3 w9", "--max-new-tokens", 8, "--controller", "fixed", "--json")
+    plain = document(run("generate", folder, *how[:4], "--no-draft", "--json"))
+    notes.write_text(f"w3 w9 {plain['text']}")
+    result = run("generate", folder, *how, "--low-precision", "none", "--lookup-file", notes)
+    found = document(result)
+    assert found["token_ids"] == plain["token_ids"]
+    assert found["num_accepted_tokens"] == found["num_draft_tokens"] > 0
+    assert drafts_said(result) == [f"drafts: looked up in the text so far and in {notes}"]
+    refusing = ("generate", folder, "--prompt", "w3")
+    words = refused(*refusing, "--lookup-file", notes, "--no-lookup")
+    assert "give --lookup-file or --no-lookup, not both" in words
+    notes.write_text("")
+    assert "is empty" in refused(*refusing, "--lookup-file", notes)
+    notes.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8" in refused(*refusing, "--lookup-file", notes)
+    assert "No such file" in refused(*refusing, "--lookup-file", tmp_path / "none.txt")
+    words = refused(*refusing, "--low-precision", 8, "--draft-memory", 0.00001)
+    assert re.search(r"--low-precision 8 takes .*, --draft-memory allows 0 MB", words)
 
 
 def test_settings_without_effect_warn(folder):
@@ -249,7 +314,14 @@ def test_settings_without_effect_warn(folder):
         for name in ("temperature", "top-p", "top-k", "acceptance", "seed")
     ]
     assert of(*DRAFT, "--no-draft") == ["--controller has no effect with --no-draft"]
-    assert of("--max-draft-length", 3) == ["--max-draft-length has no effect without a skip config"]
+    nothing = ("--low-precision", "none", "--no-lookup")
+    assert of("--max-draft-length", 3, *nothing) == [
+        "--max-draft-length has no effect without drafts"
+    ]
+    assert of("--no-draft", *nothing) == [
+        f"--{name} has no effect with --no-draft" for name in ("low-precision", "no-lookup")
+    ]
+    assert of(*DRAFT, "--draft-memory", 1) == ["--draft-memory has no effect with a skip config"]
     assert "threshold has no effect on the controller 'fixed'" in of(*DRAFT, "--threshold", 0.5)
     assert of(*DRAFT, *idle, "--do-sample") == []
 
@@ -459,7 +531,9 @@ def bench(folder, prompts, output, *flags):
 def priced(monkeypatch):
     """Costs that take no time to measure."""
     table = CostTable(0.2, (1.0, 1.1, 1.2))
-    monkeypatch.setattr("layerskip.generation.cost_table", lambda *_: table)
+    monkeypatch.setattr(
+        "layerskip.generation.cost_tables", lambda _, drafts, __: [table for _ in drafts]
+    )
 
 
 def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
@@ -541,7 +615,8 @@ def test_benchmark_finds_the_best_exit_and_traces(
 ):
     monkeypatch.setattr(planning, "measure", partial(planning.measure, budget=0.01, counts=(1, 2)))
     output = tmp_path / "run.jsonl"
-    flags = ("--method", "self", "--method", "generate-assistant", "--assistant", folder, "--trace")
+    flags = ("--method", "self-exit", "--method", "generate-assistant", "--assistant", folder)
+    flags = (*flags, "--trace")
     result = bench(folder, two_prompts, output, *flags)
     assert result.exit_code == 0, result.output
     assert "best exit of a quick trace: " in result.stderr
@@ -709,7 +784,8 @@ def test_bad_models(tmp_path):
 
 def test_commands_that_need_a_draft(folder):
     for command in ("check", "demo"):
-        assert "try an early exit with --exit-layer E" in refused(command, folder)
+        nothing = ("--low-precision", "none", "--no-lookup")
+        assert "name a skip config" in refused(command, folder, *nothing)
 
 
 def test_nan_logits_stop(tmp_path):

@@ -16,13 +16,15 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.passes import Position, Session
 from layerskip.model import families
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as costs
-from layerskip.timing.tables import analytic, cost_table, measure
+from layerskip.timing.tables import analytic, cost_tables, measure
 
 SKIP = SkipConfig.early_exit(2).resolve(6)
+LOOKUP = Lookup()
 DRAFT, VERIFY = 3.0, {1: 10.0, 2: 12.0, 3: 14.0, 5: 15.0, 9: 19.0}
 
 
@@ -68,13 +70,18 @@ def opened() -> Sublayers:
     return Sublayers(lively_model("llama"))
 
 
+def _one(tables: list[CostTable] | None) -> CostTable:
+    assert tables is not None
+    (table,) = tables
+    return table
+
+
 @pytest.mark.parametrize("sample", [False, True])
 @torch.no_grad()
 def test_measured_costs_are_in_target_steps(
     opened: Sublayers, clock: Callable[[], float], sample: bool
 ) -> None:
-    table = measure(opened, SKIP, request(sample=sample), now=clock)
-    assert table is not None
+    table = _one(measure(opened, [SKIP], request(sample=sample), now=clock))
     assert table.source == "measured"
     assert table.draft == pytest.approx(DRAFT / VERIFY[1])
     assert len(table.verify) == 9
@@ -86,12 +93,43 @@ def test_measured_costs_are_in_target_steps(
 
 
 @torch.no_grad()
+def test_several_drafts_are_measured_together(
+    opened: Sublayers, monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]
+) -> None:
+    """Verify passes of looked-up drafts; of another draft a step, and one length's passes."""
+    for tokens, seconds in {4: 14.5, 8: 18.0, 16: 34.0}.items():
+        monkeypatch.setitem(VERIFY, tokens, seconds)
+    steps: list[int] = []
+    draft_step = Session.draft_step
+
+    def dearer(self: Session, tokens: Tensor, offset: int, draft: int) -> Tensor:
+        steps.append(draft)
+        return draft_step(self, tokens, offset, draft)
+
+    monkeypatch.setattr(Session, "draft_step", dearer)
+    found = measure(opened, [LOOKUP, SKIP, LOOKUP], request(), now=clock)
+    assert found is not None
+    looked_up, own, again = found
+    assert looked_up == again
+    assert looked_up.draft == 0.0
+    assert len(looked_up.verify) == 16
+    for tokens in (1, 2, 4, 8, 16):
+        assert looked_up.verify_cost(tokens) == pytest.approx(VERIFY[tokens] / VERIFY[1])
+    assert own.draft == pytest.approx(DRAFT / VERIFY[1])
+    assert own.verify_cost(5) == pytest.approx(VERIFY[5] / VERIFY[1])  # its own
+    part = VERIFY[5] / VERIFY[1] / looked_up.verify_cost(5)
+    for tokens in (2, 3, 8, 16):
+        want = max(1.0, part * looked_up.verify_cost(tokens))
+        assert own.verify_cost(tokens) == pytest.approx(want)
+    assert set(steps) == {1}
+
+
+@torch.no_grad()
 def test_the_budget_ends_the_sweeps(
     opened: Sublayers, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_BUDGET", 1.0)
-    table = measure(opened, SKIP, request(), now=clock)
-    assert table is not None
+    table = _one(measure(opened, [SKIP], request(), now=clock))
     assert table.draft == pytest.approx(DRAFT / VERIFY[1])
     one_sweep = VERIFY[1] + sum(VERIFY.values()) + DRAFT * (1 + 2 + 4 + 8)
     assert clock() <= 2 * one_sweep + 1e-6
@@ -118,14 +156,16 @@ def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Subla
 
     constraint = PrefixConstrainedLogitsProcessor(lambda row, seen: [], 1)
     asked = request(sample=True, processors=[own, constraint, TemperatureLogitsWarper(0.5)])
-    assert measure(opened, SKIP, asked) is not None
+    assert measure(opened, [SKIP], asked) is not None
 
 
 @torch.no_grad()
 def test_no_room_to_measure() -> None:
     model = Sublayers(lively_model("llama", max_position_embeddings=64))
-    assert measure(model, SKIP, request((40,))) is None
-    assert cost_table(model, SKIP, request((40,))).source == "analytic"
+    assert measure(model, [SKIP], request((40,))) is None
+    assert [t.source for t in cost_tables(model, [SKIP, LOOKUP], request((40,)))] == [
+        "analytic"
+    ] * 2
 
 
 @torch.no_grad()
@@ -134,28 +174,30 @@ def test_tables_are_measured_once_for_each_kind_of_call(
 ) -> None:
     calls: list[Any] = []
 
-    def count(model: Sublayers, skip: SkipConfig, asked: Request) -> CostTable:
-        calls.append(skip)
-        return CostTable(0.1 * (len(calls) + 1), (1.0,), "measured")
+    def count(model: Sublayers, drafts: Any, asked: Request) -> list[CostTable]:
+        calls.append(drafts)
+        return [CostTable(0.1 * (len(calls) + 1), (1.0,), "measured") for _ in drafts]
 
     monkeypatch.setattr(costs, "measure", count)
     model = Sublayers(lively_model("llama"))
-    first = cost_table(model, SKIP, request())
-    assert cost_table(model, SKIP, request()) is first
+    first = cost_tables(model, [SKIP], request())
+    assert cost_tables(model, [SKIP], request()) is first
     # reopening the model, another prompt and an equal config are the same kind of call
     again = SkipConfig.layers((2, 3, 4, 5))
-    assert cost_table(Sublayers(model.model), again, request((9, 30))) is first
+    assert cost_tables(Sublayers(model.model), [again], request((9, 30))) is first
     assert len(calls) == 1
     others = [
-        cost_table(model, SKIP, request((4,))),
-        cost_table(model, SKIP, request(sample=True)),
-        cost_table(model, SKIP, request(processors=[TemperatureLogitsWarper(0.5)])),
-        cost_table(model, SkipConfig.early_exit(3), request()),
-        cost_table(Sublayers(lively_model("llama")), SKIP, request()),
-        cost_table(Sublayers(model.model, execution="modules"), SKIP, request()),
+        cost_tables(model, [SKIP], request((4,))),
+        cost_tables(model, [SKIP], request(sample=True)),
+        cost_tables(model, [SKIP], request(processors=[TemperatureLogitsWarper(0.5)])),
+        cost_tables(model, [SkipConfig.early_exit(3)], request()),
+        cost_tables(Sublayers(lively_model("llama")), [SKIP], request()),
+        cost_tables(Sublayers(model.model, execution="modules"), [SKIP], request()),
     ]
     assert len(calls) == 1 + len(others)
-    assert len({table.draft for table in [first, *others]}) == 7
+    assert len({table.draft for (table,) in [first, *others]}) == 7
+    assert len(cost_tables(model, [LOOKUP, SKIP], request())) == 2
+    assert len(calls) == 2 + len(others)
 
 
 def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:

@@ -51,6 +51,7 @@ from layerskip.config import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.laws import stream_key
+from layerskip.defaults import unprepared
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.finding import Search
 from layerskip.search.space import Space
@@ -158,7 +159,7 @@ def test_settings_come_from_the_skip_config_unless_given() -> None:
     off = SkipConfig(exit_layer=2, decoding=DecodingOptions(enabled=False))
     assert not LayerSkipDecoding(off).enabled
     assert LayerSkipDecoding(off, enabled=True).enabled
-    assert not LayerSkipDecoding(None).enabled
+    assert LayerSkipDecoding().enabled
     assert LayerSkipDecoding(skip).controller == "confidence"
     assert LayerSkipDecoding(SKIP).controller == "expected-gain"
 
@@ -172,12 +173,48 @@ def test_a_skip_config_may_be_a_path(llama: Any, tmp_path: Path) -> None:
     assert out.stats.num_draft_tokens > 0
 
 
-def test_without_a_skip_config_it_decodes_plainly(llama: Any) -> None:
-    ids = prompt(5)
-    out = layerskip.generate(llama, ids, max_new_tokens=8, do_sample=False)
-    assert out.stats is not None
-    assert out.stats.num_draft_tokens == 0
-    assert out.sequences.tolist() == llama.generate(ids, max_new_tokens=8).tolist()
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_without_a_skip_config_drafts_need_no_set_up(do_sample: bool) -> None:
+    """They are looked up, and drawn in 8 bits where passes are native; the text stays."""
+    model = lively_model("llama", dtype=torch.float32)
+    ids = prompt(5).repeat(1, 4)
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "seed": 2}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    assert plain.stats is not None
+    assert (plain.stats.num_drafts, plain.stats.sources) == (0, [])
+    fixed = {"controller": "fixed", "max_draft_length": 3}
+    for settings in ({}, fixed, {"draft_memory": 0, **fixed}, {"lookup": False, **fixed}):
+        out = layerskip.generate(model, ids, **how, **settings)
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert out.stats is not None
+        low = "draft_memory" not in settings and Sublayers(model).execution == "native"
+        assert len(out.stats.sources) == low + ("lookup" not in settings)
+        assert sum(each.num_drafts for each in out.stats.sources) == out.stats.num_drafts
+    with pytest.warns(UserWarning, match="draft_memory has no effect where drafts are named"):
+        LayerSkipDecoding(SKIP, draft_memory=1)
+
+
+def test_copies_of_weights_keep_within_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Sublayers(lively_model("llama", dtype=torch.float32))
+    if model.execution != "native":
+        pytest.skip("no native passes here")
+    nbytes = model.low_bytes(SkipConfig.low_precision(8))
+    for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
+        monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
+        found = unprepared(Sublayers(lively_model("llama", dtype=torch.float32)))
+        assert (found.skip == SkipConfig.low_precision(8)) is drafts
+        assert (found.reason is None) is drafts
+    assert unprepared(model, nbytes).skip is not None
+    refused = unprepared(model, nbytes - 1)
+    assert refused.skip is None
+    assert "the limit is" in str(refused.reason)
+    # what is decided stays, whatever becomes free or taken
+    monkeypatch.setattr("layerskip.defaults.free_memory", lambda: 0)
+    assert unprepared(model, nbytes).skip is not None
+    modules = unprepared(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
+    assert (modules.skip, modules.nbytes) == (None, 0)
 
 
 def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) -> None:

@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"model", "vocabulary"},
     {"decoding", "training"},
     {"timing"},
-    {"generation", "served", "checkpoints"},  # doors
+    {"generation", "served", "checkpoints", "defaults"},  # doors
     {"replay"},
     {"bench"},
     {"search"},

@@ -37,7 +37,7 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.model import draft_head as vocabulary
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import analytic, cost_table, place, stored
+from layerskip.timing.tables import analytic, cost_tables, place, stored
 from layerskip.vocabulary import ranked
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
@@ -470,9 +470,9 @@ def test_costs_are_those_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
     ids = prompt(5)
     asked = Request(ids, torch.ones_like(ids), 4, Law(do_sample=False, rows=1))
     with torch.no_grad():
-        tables = [cost_table(model, SKIP, asked) for model in (opened, trimmed)]
+        tables = [cost_tables(model, [SKIP], asked) for model in (opened, trimmed)]
         assert tables[0] is not tables[1]
-        assert cost_table(opened.trimmed(SOME[::-1]), SKIP, asked) is tables[1]
+        assert cost_tables(opened.trimmed(SOME[::-1]), [SKIP], asked) is tables[1]
     read = opened.weight_bytes()
     whole, few = (analytic(model, SKIP) for model in (opened, trimmed))
     saved = read["head"] * (1 - 40 / VOCABULARY) / (sum(read["sublayers"]) + read["head"])

@@ -24,11 +24,15 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
+from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6
 """Probability that the sampled-law tests together call a correct engine wrong."""
+
+ANY = SkipConfig(attention=(0,))
+"""A draft that every model has."""
 
 _LAW_PROMPTS = 2  # prompts that laws are recorded on, at two positions each
 
@@ -95,8 +99,9 @@ class CheckReport:
 def check(
     model: Any,
     prompts: Sequence[Tensor],
-    skip: SkipConfig,
+    skip: SkipConfig | None,
     *,
+    lookup: bool | Lookup = False,
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     seed: int = 0,
@@ -108,9 +113,9 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip: which sublayers the draft leaves out. Of its `decoding` block only the draft
-            vocabulary counts: every round drafts a fixed length, so that drafts are checked also
-            where they would not pay.
+        skip, lookup: what drafts come from, as for `LayerSkipDecoding`. Of a skip config's
+            `decoding` block only the draft vocabulary counts: every round drafts a fixed length, so
+            that drafts are checked also where they would not pay.
         max_new_tokens: tokens decoded from each prompt.
         temperature: of the sampled parts, on the plain softmax otherwise.
         seed: of the sampled parts; the result is a function of it.
@@ -130,20 +135,25 @@ def check(
     prompts = [ids.to(opened.device) for ids in prompts]
     sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
     note("greedy, against transformers")
-    greedy = compare(model, prompts, skip, Task(max_new_tokens, execution=execution))
+    greedy = compare(
+        model, prompts, Task(max_new_tokens, execution=execution), skip=skip, lookup=lookup
+    )
     note("coupled sampling, against plain decoding")
-    coupled = compare(model, prompts, skip, sampled)
+    coupled = compare(model, prompts, sampled, skip=skip, lookup=lookup)
     note("the sampled law")
-    if skip.draft_vocabulary is not None:
+    if skip is not None and skip.draft_vocabulary is not None:
         opened = opened.trimmed(skip.draft_vocabulary)
     few = one_by_one(prompts[:_LAW_PROMPTS])
     texts = [Engine(model, sampled).decode(batch, 0, perf_counter).tokens[0] for batch in few]
     with torch.no_grad():
         pairs = [(batch.input_ids, text) for batch, text in zip(few, texts, strict=True)]
-        laws = law_tests(opened, pairs, skip, temperature=temperature, seed=seed)
+        # what is looked up has no law of its own: any draft's will do
+        laws = law_tests(opened, pairs, skip or ANY, temperature=temperature, seed=seed)
     note("the cache")
     with torch.no_grad():
-        cache_error = _cache_error(opened, prompts[0], skip, max_new_tokens)
+        drafts: list[SkipConfig | Lookup] = [Lookup()] if lookup else []
+        drafts += [] if skip is None else [skip]
+        cache_error = _cache_error(opened, prompts[0], drafts, max_new_tokens)
     after = _fingerprint(model)
     changed = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
@@ -158,13 +168,21 @@ def check(
     )
 
 
-def compare(model: Any, prompts: Sequence[Tensor], skip: SkipConfig, task: Task) -> Comparison:
+def compare(
+    model: Any,
+    prompts: Sequence[Tensor],
+    task: Task,
+    *,
+    skip: SkipConfig | None,
+    lookup: bool | Lookup = False,
+) -> Comparison:
     """Decoding with drafts, prompts (1, T), against the text that it must give.
 
     That is the text of `model.generate(do_sample=False)`, or of this engine's plain decoding where
     the task samples. Every round drafts a fixed length, also where drafts would not pay.
     """
-    drafting = Engine(model, task, "self", skip.bare(), controller="fixed")
+    own = None if skip is None else skip.bare()
+    drafting = Engine(model, task, "self", own, lookup=lookup, controller="fixed")
     judge = Judge(model, task, [Engine(model, task), Peer(model, task), drafting])
     texts: list[list[int]] = []
     differences = {}
@@ -179,7 +197,9 @@ def compare(model: Any, prompts: Sequence[Tensor], skip: SkipConfig, task: Task)
 # The cache, and the model itself.
 
 
-def _cache_error(model: Sublayers, ids: Tensor, skip: SkipConfig, max_new_tokens: int) -> float:
+def _cache_error(
+    model: Sublayers, ids: Tensor, drafts: Sequence[SkipConfig | Lookup], max_new_tokens: int
+) -> float:
     """Largest deviation of keys and values after greedy decoding from a fresh prefill."""
     request = Request(
         input_ids=ids,
@@ -187,7 +207,9 @@ def _cache_error(model: Sublayers, ids: Tensor, skip: SkipConfig, max_new_tokens
         max_new_tokens=max_new_tokens,
         law=Law(do_sample=False, rows=1),
     )
-    resolved = skip.resolve(model.num_layers)
+    resolved = [
+        each.resolve(model.num_layers) if isinstance(each, SkipConfig) else each for each in drafts
+    ]
     decoder = Decoder(model, resolved, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass

@@ -19,6 +19,7 @@ from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, Timed, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
 
 TEMPERATURE = 0.8
@@ -92,8 +93,9 @@ def _count(timed: Timed) -> int:
 def side_by_side(
     model: Any,
     prompts: Sequence[Tensor],
-    skip: SkipConfig,
+    skip: SkipConfig | None,
     *,
+    lookup: bool | Lookup = False,
     max_new_tokens: int,
     seed: int,
     execution: str = "auto",
@@ -110,7 +112,7 @@ def side_by_side(
     """
     task = Task(max_new_tokens, True, temperature=TEMPERATURE, seed=seed, execution=execution)
     batches = one_by_one(prompts)
-    speculative = Engine(model, task, "self", skip)
+    speculative = Engine(model, task, "self", skip, lookup=lookup)
     methods: list[Method] = [
         Peer(model, task, name="transformers"),
         Engine(model, task),

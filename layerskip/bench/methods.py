@@ -18,6 +18,7 @@ from torch import Tensor
 from layerskip.bench.batches import Batch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import Round
 from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
 from layerskip.served import end_tokens
@@ -109,11 +110,12 @@ class Method(Protocol):
 
 @dataclass(eq=False)
 class Engine:
-    """This engine: plain decoding, or self-speculation where there is a skip config.
+    """This engine: plain decoding, or self-speculation where there is something to draft from.
 
     Attributes:
+        skip, lookup: what drafts come from; without both it decodes plainly.
         controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
-        draft: what the skip config is called.
+        draft: what the draft is called.
         costs: by batch size, what the controller decides with; without an entry it is measured
             at the first call.
         prices: the header's `costs`: by batch size, what was measured.
@@ -124,6 +126,7 @@ class Engine:
     name: str = "plain"
     skip: SkipConfig | None = None
     _: KW_ONLY
+    lookup: bool | Lookup = False
     controller: str | None = None
     max_draft_length: int | None = None
     threshold: float | None = None
@@ -133,31 +136,54 @@ class Engine:
     one_row = False
 
     def __post_init__(self) -> None:
-        self.kind = "plain" if self.skip is None else "self"
+        self.kind = "plain" if self.skip is None and not self.lookup else "self"
         stored = (self.skip and self.skip.decoding) or DecodingOptions()
         self.controller = self.controller or stored.controller or DEFAULT_CONTROLLER
         self.max_draft_length = self.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if self.threshold is None else self.threshold
 
+    @property
+    def sources(self) -> list[str]:
+        """What its drafts come from, in the order in which rounds number them."""
+        lookups = ["lookup"] if self.lookup else []
+        return lookups if self.skip is None else [*lookups, "sublayers"]
+
     def describe(self) -> dict[str, Any]:
-        if self.skip is None:
+        if self.kind == "plain":
             return {"name": self.name, "kind": self.kind}
-        skip = self.skip.resolve(self.model.config.num_hidden_layers)
-        vocabulary = skip.draft_vocabulary
+        num_layers = self.model.config.num_hidden_layers
+        every = list(range(num_layers))
+        own: dict[str, Any] = {
+            "skip": None,
+            "skipped": {"attention": every, "mlp": every},
+            "low": None,
+            "num_kept": 0,
+            "prefix": 0,
+            "draft_vocabulary": None,
+        }
+        labels = ["lookup"] if self.lookup else []
+        if self.skip is not None:
+            skip = self.skip.resolve(num_layers)
+            labels.append(skip_label(self.skip, skip))
+            vocabulary = skip.draft_vocabulary
+            own = {
+                "skip": self.skip.to_dict(),
+                "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
+                "low": skip.to_dict().get("low"),
+                "num_kept": len(skip.kept()),
+                "prefix": skip.shared_prefix(),
+                "draft_vocabulary": vocabulary and len(vocabulary),
+            }
         return {
             "name": self.name,
             "kind": self.kind,
-            "label": f"{skip_label(self.skip, skip)}, {self.controller}",
+            "label": f"{' and '.join(labels)}, {self.controller}",
             "draft": self.draft,
-            "skip": self.skip.to_dict(),
-            "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
-            "low": skip.to_dict().get("low"),
-            "num_kept": len(skip.kept()),
-            "prefix": skip.shared_prefix(),
+            "sources": self.sources,
+            **own,
             "controller": self.controller,
             "max_draft_length": self.max_draft_length,
             "threshold": self.threshold,
-            "draft_vocabulary": vocabulary and len(vocabulary),
             "costs": self.prices,
         }
 
@@ -168,7 +194,8 @@ class Engine:
         those, and these serve predictions only.
         """
         rejection = self.task.do_sample and self.task.acceptance == "rejection"
-        if self.skip is not None and self.skip.costs is None and not rejection:
+        brought = self.skip is not None and self.skip.costs is not None
+        if not brought and not rejection:
             self.costs[rows] = costs
 
     def decode(
@@ -192,11 +219,12 @@ class Engine:
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
             **{
                 "skip": self.skip,
+                "lookup": self.lookup,
                 "controller": self.controller,
                 "max_draft_length": self.max_draft_length,
                 "threshold": self.threshold,
                 "acceptance": task.acceptance,
-                "enabled": self.skip is not None,
+                "enabled": self.kind == "self",
                 "seeds": seeds,
                 "execution": task.execution,
                 "costs": self.costs.get(batch.rows),

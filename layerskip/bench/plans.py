@@ -33,6 +33,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
 from layerskip.model.fingerprint import fingerprint
@@ -112,6 +113,21 @@ class Drafting:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a method of this engine drafts from.
+
+    Attributes:
+        kind: the method that it is asked for by, "self" or one that begins so.
+        label: what it is called.
+    """
+
+    kind: str
+    label: str
+    skip: SkipConfig | None = None
+    lookup: bool | Lookup = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """From what was asked for, and what a run to go on with has decided already, to methods."""
 
@@ -122,17 +138,47 @@ class Plan:
     found: Run | None
     talk: Talk
 
-    def skips(self, given: list[tuple[str, SkipConfig]]) -> list[tuple[str, SkipConfig]]:
-        """The drafts, with names: those given, the one beside the checkpoint, or the best exit."""
-        if not given and (own := self.loaded.skip_config()) is not None:
-            given = [("layerskip", own)]
-        if not given:
-            entries = [entry for entry in self._known.values() if entry["kind"] == "self"]
-            known = {entry["draft"]: entry["skip"] for entry in entries}
-            given = [(name, SkipConfig.from_dict(skip)) for name, skip in known.items()]
-        if not given:
-            given = [self._best_exit()]
-        return [(name, self._checked(skip)) for name, skip in given]
+    def sources(
+        self,
+        kinds: set[str],
+        given: Sequence[tuple[str, SkipConfig]],
+        lookup: bool | Lookup | None,
+        default: SkipConfig | None,
+    ) -> list[Source]:
+        """What the methods of this engine draft from.
+
+        Args:
+            given: skip configs of "self", with names; without any what drafts without set-up.
+            lookup: whether, and in which other texts, "self" looks drafts up; None: as its skip
+                config says, and where there is none it does.
+            default: the model's own draft where none is given, if it has one.
+        """
+        found = []
+        if "self" in kinds and given:
+            for label, skip in given:
+                stored = skip.decoding is not None and skip.decoding.lookup is True
+                how = stored if lookup is None else lookup
+                found.append(Source("self", label, self._checked(skip), how))
+        elif "self" in kinds:
+            own = self._decided("self", default)
+            how = True if lookup is None else lookup
+            if own is not None or how:
+                found.append(Source("self", "default", own, how))
+        if "self-lookup" in kinds:
+            found.append(Source("self-lookup", "lookup", lookup=lookup or True))
+        if "self-8bit" in kinds:
+            found.append(Source("self-8bit", "8-bit", SkipConfig.low_precision(8)))
+        if "self-exit" in kinds:
+            exit_ = self._decided("self-exit", None) or self.best_exit
+            found.append(Source("self-exit", f"exit-{exit_.exit_layer}", exit_))
+        return found
+
+    def _decided(self, name: str, otherwise: SkipConfig | None) -> SkipConfig | None:
+        """The skip config that a run to go on with has for a method."""
+        entry = next((e for n, e in self._known.items() if n.partition(":")[0] == name), None)
+        if entry is None:
+            return otherwise
+        return None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
 
     def _checked(self, skip: SkipConfig) -> SkipConfig:
         model = self.loaded.model
@@ -140,19 +186,20 @@ class Plan:
         skip.warn_if_foreign(self.loaded.name, fingerprint(model))
         return replace(skip, model=None, model_hash=None)  # said once is enough
 
-    def _best_exit(self) -> tuple[str, SkipConfig]:
+    @cached_property
+    def best_exit(self) -> SkipConfig:
         """The exit of the highest predicted speedup, from a trace of a few prompts."""
         layer, speedup = best_exit(
             self.trace["what_if"],
             lambda exit_: cost_table(self.sublayer_costs, SkipConfig.early_exit(exit_)),
         )
         self.talk.say(f"best exit of a quick trace: {layer} (predicted {speedup:.2f}x)")
-        return f"exit-{layer}", SkipConfig.early_exit(layer)
+        return SkipConfig.early_exit(layer)
 
     def methods(
         self,
         kinds: set[str],
-        skips: Sequence[tuple[str, SkipConfig]],
+        sources: Sequence[Source],
         options: Drafting,
         assistant: Loaded | None,
     ) -> list[Method]:
@@ -160,19 +207,18 @@ class Plan:
         model, task = self.loaded.model, self.task
         plain = Engine(model, task)
         methods: list[Method] = [plain]
-        ours = self._drafting(skips, options) if skips else []
-        for each in ours if "self" in kinds else ():
+        ours = self._drafting(sources, options)
+        for each in ours:
             self._price(each, plain)
             methods.append(each)
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:
-            first = ours[0]
-            assert first.skip is not None
-            depth = _depth(first.skip, model.config.num_hidden_layers)
-            length = self._matched_length(first)
-            methods += [early_exit_peer(model, task, depth)]
-            methods += [early_exit_peer(model, task, depth, length)]
+            depth = self._depth(sources)
+            methods.append(early_exit_peer(model, task, depth))
+            if ours:
+                length = self._matched_length(ours[0])
+                methods.append(early_exit_peer(model, task, depth, length))
         if "generate-prompt-lookup" in kinds:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
             told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
@@ -187,32 +233,46 @@ class Plan:
             self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
         return methods
 
-    def _drafting(self, skips: Sequence[tuple[str, SkipConfig]], options: Drafting) -> list[Engine]:
-        """One method for every skip config and controller, with names that tell them apart."""
+    def _drafting(self, sources: Sequence[Source], options: Drafting) -> list[Engine]:
+        """One method for every source and controller, with names that tell them apart."""
         found: dict[str, Engine] = {}
-        for label, skip in skips:
+        for source in sources:
             for controller in options.controllers:
                 each = Engine(
                     self.loaded.model,
                     self.task,
-                    skip=skip,
+                    skip=source.skip,
+                    lookup=source.lookup,
                     controller=controller,
                     max_draft_length=options.max_draft_length,
-                    draft=label,
+                    draft=source.label,
                 )
                 if each.controller in WITH_THRESHOLD and options.threshold is not None:
                     each.threshold = options.threshold
-                parts = [label] if len(skips) > 1 else []
+                several = sum(other.kind == source.kind for other in sources) > 1
+                parts = [source.label] if several else []
                 parts += [str(each.controller)] if len(options.controllers) > 1 else []
-                name = ":".join(["self", *parts])
+                name = ":".join([source.kind, *parts])
                 like = sum(other.partition("#")[0] == name for other in found)
                 each.name = f"{name}#{like + 1}" if like else name
                 found[each.name] = each
         used = any(each.controller in WITH_THRESHOLD for each in found.values())
-        if options.threshold is not None and not used:
+        if options.threshold is not None and found and not used:
             rule = " or ".join(WITH_THRESHOLD)
             warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
         return list(found.values())
+
+    def _depth(self, sources: Sequence[Source]) -> int:
+        """The early exit of transformers: that runs as many sublayers as our draft, if it can."""
+        known = self._known.get("generate-early-exit")
+        if known is not None:
+            return int(known["exit_layer"])
+        layers = int(self.loaded.model.config.num_hidden_layers)
+        kept = [len(each.skip.kept(layers)) for each in sources if each.skip is not None]
+        shorter = [count for count in kept if count < 2 * layers]
+        if not shorter:
+            return int(self.best_exit.exit_layer or 1)
+        return max(1, min(layers - 1, round(shorter[0] / 2)))
 
     def _price(self, method: Engine, plain: Engine) -> None:
         known = self._known.get(method.name, {}).get("costs")
@@ -286,11 +346,6 @@ class Plan:
         self.talk.progress(f"{what}, {share:.0%}")
 
 
-def _depth(skip: SkipConfig, num_layers: int) -> int:
-    """The early exit that runs as many sublayers as the draft does."""
-    return max(1, min(num_layers - 1, round(len(skip.kept(num_layers)) / 2)))
-
-
 def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
     """A few batches of that size, of different categories where there are any."""
     of_size = [batch for batch in batches if batch.rows == size]
@@ -300,11 +355,11 @@ def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
 
 def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
-    assert method.skip is not None
     task = replace(method.task, acceptance="coupled")
+    own = None if method.skip is None else method.skip.bare()
     for size in sorted({batch.rows for batch in batches}):
         few = calibration(batches, size)
-        bare = Engine(method.model, task, skip=method.skip.bare())
+        bare = Engine(method.model, task, skip=own, lookup=method.lookup)
         measured = bare.generate(few[0], max_new_tokens=1)
         assert measured.costs is not None
         steps = []

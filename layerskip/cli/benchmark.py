@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layerskip.cli.drafting import Sources
 from layerskip.cli.options import (
     AsJson,
     Chat,
@@ -34,8 +35,7 @@ from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter, key_of, read_unfinished
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
-NEED_A_DRAFT = {"self", "generate-early-exit"}  # kinds that need a draft of the model's own
-METHODS = (*DEFAULT_METHODS, "generate-assistant")
+METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-exit", "generate-assistant")
 
 
 def benchmark(
@@ -53,12 +53,13 @@ def benchmark(
         list[int] | None,
         typer.Option(metavar="E", help="Draft with layers 0 to E-1; repeatable."),
     ] = None,
+    sources: Sources,
     method: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help=f"What to measure, of {', '.join(METHODS)}; repeatable.  [default: all but the "
-            "last]",
+            help=f"What to measure, of {', '.join(METHODS)}; repeatable.  [default: the "
+            f"first {len(DEFAULT_METHODS)}]",
         ),
     ] = None,
     controller: Annotated[
@@ -109,8 +110,10 @@ def benchmark(
         raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
-    if not kinds & NEED_A_DRAFT:
-        warn_idle({"skip": skip, "exit_layer": exit_layer}, "without --method self")
+    if "self" not in kinds:
+        idle = {} if "self-lookup" in kinds else sources.idle
+        warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
+    text = sources.text()
     sizes = sorted(set(batch_size or [1]))
     found = read_unfinished(output)
     if found is not None and not (found.records or found.traces or found.costs):
@@ -148,9 +151,24 @@ def benchmark(
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
         plan = Plan(loaded, task, triples, batches, found, talk)
-        skips = plan.skips(given) if kinds & NEED_A_DRAFT else []
+        if not given and (beside := loaded.skip_config()) is not None:
+            given = [("layerskip", beside)]
+        default = None
+        if "self" in kinds and not given:
+            default, reason = sources.own(opened)
+            if reason is not None:
+                talk.say(f"drafts are looked up only: {reason}")
+        drafts = plan.sources(
+            kinds,
+            [(name, sources.rounded(each)) for name, each in given],
+            sources.looked_up(text, loaded, talk),
+            default,
+        )
+        for source in drafts:
+            told = sources.words(source.skip, bool(source.lookup), opened, talk)
+            talk.say(f"{source.kind} drafts: {told}")
         options = Drafting(controller or [None], max_draft_length, threshold)
-        methods = plan.methods(kinds, skips, options, second)
+        methods = plan.methods(kinds, drafts, options, second)
         header = {
             **make_header(loaded, opened, task, chosen, prompts),
             "repeats": repeats,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
     AsJson,
     Chat,
@@ -16,7 +17,7 @@ from layerskip.cli.options import (
     MaxNewTokens,
     Quiet,
     Seed,
-    open_draft,
+    open_model,
     open_passes,
     read_given,
     shipped_prompts,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def check(
     *,
     draft: Draft,
+    sources: Sources,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
     ] = None,
@@ -48,18 +50,24 @@ def check(
     both accept rules against the model's law; the cache; and the model, which must stay as it was.
     """
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
+    given, text = draft.given(), sources.text()
     talk = Talk(quiet)
-    loaded, config = open_draft(draft, loading, talk)
+    loaded = open_model(loading, talk)
 
     from layerskip.bench.checks import check as check_tokens
     from layerskip.checkpoints import encode
 
     with open_passes(loaded, loading, talk) as opened:
         passes = opened.describe()
+        drafts = choose(given, sources, text, loaded, opened, talk)
+        if not drafts:
+            raise ValueError(f"there are no drafts to check: {drafts.words}; name a skip config")
+        talk.say(f"drafts: {drafts.words}")
         report = check_tokens(
             loaded.model,
             [encode(loaded.tokenizer, each) for each in chosen],
-            config,
+            drafts.skip,
+            lookup=drafts.lookup,
             max_new_tokens=max_new_tokens,
             seed=seed,
             execution=loading.execution,
@@ -69,7 +77,7 @@ def check(
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        told = {"model": loaded.name, "passes": passes, "seed": seed}
+        told = {"model": loaded.name, "passes": passes, "drafts": drafts.words, "seed": seed}
         print(to_json(told | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)

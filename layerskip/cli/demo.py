@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
     AsJson,
     Draft,
@@ -14,8 +16,7 @@ from layerskip.cli.options import (
     Quiet,
     Seed,
     counts,
-    describe_skip,
-    open_draft,
+    open_model,
     open_passes,
     shipped_prompts,
     to_json,
@@ -34,6 +35,7 @@ from layerskip.cli.terminal import (
 
 if TYPE_CHECKING:
     from layerskip.bench.demo import SideBySide
+    from layerskip.cli.drafting import Drafts
 
 
 _DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
@@ -42,6 +44,7 @@ _DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
 def demo(
     *,
     draft: Draft,
+    sources: Sources,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     loading: Loading,
@@ -49,8 +52,9 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
+    given, text = draft.given(), sources.text()
     talk = Talk(quiet)
-    loaded, config = open_draft(draft, loading, talk)
+    loaded = open_model(loading, talk)
 
     from layerskip.bench.checks import compare
     from layerskip.bench.demo import REPEATS, TEMPERATURE, side_by_side
@@ -60,15 +64,20 @@ def demo(
     prompts = shipped_prompts(2)
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
     timed = inputs[::2]  # one of each kind
-    print(title("Prompt, held out from training"))
-    print(prompts[0].text)
-    print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
     with open_passes(loaded, loading, talk) as opened:
         passes, threads = opened.describe(), opened.threads
+        drafts = choose(given, sources, text, loaded, opened, talk)
+        if not drafts:
+            raise ValueError(f"there are no drafts to show: {drafts.words}; name a skip config")
+        talk.say(f"drafts: {drafts.words}")
+        print(title("Prompt, held out from training"))
+        print(prompts[0].text)
+        print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
         found = side_by_side(
             loaded.model,
             timed,
-            config,
+            drafts.skip,
+            lookup=drafts.lookup,
             max_new_tokens=max_new_tokens,
             seed=seed,
             execution=loading.execution,
@@ -77,10 +86,16 @@ def demo(
         )
         length, execution = min(max_new_tokens, _DEMO_CHECK_TOKENS), loading.execution
         talk.progress("checking greedy text against transformers")
-        greedy = compare(loaded.model, inputs, config, Task(length, execution=execution))
+        greedy = compare(
+            loaded.model,
+            inputs,
+            Task(length, execution=execution),
+            skip=drafts.skip,
+            lookup=drafts.lookup,
+        )
         talk.progress("checking sampled text against plain decoding")
         sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
-        coupled = compare(loaded.model, inputs, config, sampled)
+        coupled = compare(loaded.model, inputs, sampled, skip=drafts.skip, lookup=drafts.lookup)
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
@@ -94,7 +109,7 @@ def demo(
     for comparison, names in zip(comparisons, (ids[::2], ids, ids), strict=True):
         for line in differences(comparison, names, loaded.tokenizer):
             print(wrap(line))
-    why = _why(found, describe_skip(config, loaded.model.config.num_hidden_layers))
+    why = _why(found, drafts)
     print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
     if threads is not None:
         print(f"best of {REPEATS} on {threads} CPU thread{'s' if threads > 1 else ''}")
@@ -137,14 +152,14 @@ def demo(
         raise typer.Exit(1)
 
 
-def _why(found: SideBySide, draft: str) -> dict[str, Any]:
+def _why(found: SideBySide, drafts: Drafts) -> dict[str, Any]:
     """The numbers behind the speedup, JSON values."""
     stats, costs = found.stats, found.costs
     drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
     return {
-        "draft": draft,
+        "draft": drafts.words,
         "speedup": found.tokens_per_second["self"] / found.tokens_per_second["plain"],
-        **counts(stats),
+        **counts(stats, drafts.names),
         "draft_cost": None if costs is None else costs.draft,
         "verify_tokens": drafted + 1,
         "verify_cost": None if costs is None else costs.verify_cost(drafted + 1),
@@ -153,12 +168,17 @@ def _why(found: SideBySide, draft: str) -> dict[str, Any]:
     }
 
 
+def _shares(sources: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{each['num_drafts']} {each['name']}" for each in sources)
+
+
 def _why_table(why: dict[str, Any]) -> str:
-    rows = [("the draft runs", why["draft"])]
+    rows = [("drafts", why["draft"])]
     if not why["num_drafts"]:
         rows.append(("drafting", "turned itself off: it would not have paid here"))
     else:
         rows += [
+            *([("drafts by source", _shares(why["sources"]))] if len(why["sources"]) > 1 else []),
             ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
             ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
         ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
-    NO_SKIP,
     AsJson,
     Chat,
     Draft,
@@ -24,7 +25,6 @@ from layerskip.cli.options import (
     open_model,
     open_passes,
     read_given,
-    skip_config,
     spoken,
     to_json,
     warn_idle,
@@ -46,6 +46,7 @@ def generate(
     ] = None,
     chat: Chat = False,
     draft: Draft,
+    sources: Sources,
     controller: Annotated[
         Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
         typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
@@ -67,6 +68,7 @@ def generate(
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
     prompts = spoken(_given_prompts(prompt, prompt_file), chat)
     given = draft.given()
+    text_to_draft = sources.text()
     sampling.check(seed)
     drafting: dict[str, Any] = {
         "controller": controller,
@@ -77,11 +79,7 @@ def generate(
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
     if no_draft:
-        warn_idle(drafting, "with --no-draft")
-    chosen = skip_config(given, loaded)
-    if chosen is None and not no_draft:
-        talk.say("decoding plainly, " + NO_SKIP.format(name=loaded.name))
-        warn_idle(drafting, "without a skip config")
+        warn_idle({**sources.idle, **drafting}, "with --no-draft")
 
     from layerskip.checkpoints import encode, unpadded
     from layerskip.generation import generate as generate_tokens
@@ -90,16 +88,23 @@ def generate(
     if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
     settings: dict[str, Any] = {
-        "skip": chosen,
-        "enabled": False if no_draft else None,
+        "enabled": False,
         "execution": loading.execution,
         "do_sample": sampling.do_sample,
         **drafting,
         **{name: value for name, value in sampling.settings.items() if value is not None},
     }
-    results = []
-    with open_passes(loaded, loading, talk):
-        if chosen is not None and not no_draft:
+    results, names = [], []
+    with open_passes(loaded, loading, talk) as opened:
+        if not no_draft:
+            drafts = choose(given, sources, text_to_draft, loaded, opened, talk)
+            enabled = bool(drafts) and not drafts.turned_off
+            names = drafts.names if enabled else []
+            off = "none, as the skip config says" if drafts.turned_off else ""
+            talk.say(f"drafts: {off or drafts.words}")
+            if not drafts:
+                warn_idle(drafting, "without drafts")
+            settings |= {"skip": drafts.skip, "lookup": drafts.lookup, "enabled": enabled}
             # once, and not part of the times below
             talk.progress("measuring what drafting costs here")
             generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
@@ -123,7 +128,7 @@ def generate(
             if not stream and not as_json:
                 talk.progress("")
                 write_out(text + "\n")
-            result = _result(output, token_ids, text, seconds, own_seed)
+            result = _result(output, names, token_ids, text, seconds, own_seed)
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(prompts) > 1 else result)
     if as_json:
@@ -142,7 +147,12 @@ def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]
 
 
 def _result(
-    output: GenerationOutput, token_ids: list[int], text: str, seconds: float, seed: int | None
+    output: GenerationOutput,
+    sources: Sequence[str],
+    token_ids: list[int],
+    text: str,
+    seconds: float,
+    seed: int | None,
 ) -> dict[str, Any]:
     stats = output.stats
     assert stats is not None
@@ -152,7 +162,7 @@ def _result(
         "new_tokens": len(token_ids),
         "seconds": seconds,
         "tokens_per_second": len(token_ids) / seconds,
-        **counts(stats),
+        **counts(stats, sources),
         "seed": seed,
     }
 
@@ -163,9 +173,11 @@ def _summary(result: dict[str, Any]) -> str:
         f"{result['tokens_per_second']:.1f} tokens/s"
     )
     if result["num_drafts"]:
+        several = [f"{each['num_drafts']} {each['name']}" for each in result["sources"]]
+        by = f" ({', '.join(several)})" if len(several) > 1 else ""
         words += (
-            f"; drafted {result['num_draft_tokens']}, accepted {result['num_accepted_tokens']} "
-            f"({result['acceptance_rate']:.2f}), mean acceptance length "
-            f"{result['mean_acceptance_length']:.2f}"
+            f"; {result['num_drafts']} drafts{by} of {result['num_draft_tokens']} tokens, accepted "
+            f"{result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), mean acceptance "
+            f"length {result['mean_acceptance_length']:.2f}"
         )
     return words if result["seed"] is None else f"{words}; seed {result['seed']}"

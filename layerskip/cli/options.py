@@ -212,14 +212,18 @@ def write_out(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def counts(stats: DecodingStats) -> dict[str, Any]:
-    """What a decoding drafted and accepted, as `--json` has it."""
+def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
+    """What a decoding drafted and accepted, in all and from each source, as `--json` has it."""
     return {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
         "acceptance_rate": stats.acceptance_rate,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "sources": [
+            {"name": name, **vars(each)}
+            for name, each in zip(sources, stats.sources, strict=False)  # fewer where none drafted
+        ],
     }
 
 
@@ -260,33 +264,9 @@ def open_passes(
         yield opened
 
 
-def skip_config(given: SkipConfig | None, loaded: Loaded) -> SkipConfig | None:
-    """The given skip config, else the one beside the checkpoint, for this model."""
-    skip = loaded.skip_config() if given is None else given
-    if skip is not None:
-        skip.resolve(loaded.model.config.num_hidden_layers)  # refuses what does not fit
-    return skip
-
-
-NO_SKIP = (
-    "no skip config: {name} has no layerskip.json; search for one with `layerskip search`, or try "
-    "an early exit with --exit-layer E"
-)
-
-
-def open_draft(draft: Draft, loading: Loading, talk: Talk) -> tuple[Loaded, SkipConfig]:
-    """The model, and the skip config that is named or lies beside it; refused without one."""
-    given = draft.given()
-    loaded = open_model(loading, talk)
-    skip = skip_config(given, loaded)
-    if skip is None:
-        raise ValueError(NO_SKIP.format(name=loaded.name))
-    return loaded, skip
-
-
 def describe_skip(skip: SkipConfig, num_layers: int) -> str:
     kept, low = len(skip.kept(num_layers)), skip.resolve(num_layers).low
-    words = f"{kept} of {2 * num_layers} sublayers"
+    words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:
         words = f"layers 0-{skip.exit_layer - 1} of {num_layers} (early exit at {skip.exit_layer})"
     return words if low is None else f"{words}, {low.words(kept)}"

@@ -263,6 +263,8 @@ def _record(line: Line, header: Line) -> None:
         raise ValueError(f"the parts of seconds must not exceed the total, {total}; got {parts}")
     if line["rounds"] is not None:
         _rounds(line)
+        (method,) = (each for each in header["methods"] if each["name"] == line["method"])
+        _sources(line["rounds"], len(method.get("sources") or ()))
 
 
 def _rounds(line: Line) -> None:
@@ -279,6 +281,19 @@ def _rounds(line: Line) -> None:
             raise ValueError(
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
                 f"{line['new_tokens'][row]}; got {told}"
+            )
+
+
+def _sources(rounds: Line, count: int) -> None:
+    """Which of the method's sources each round drafted from; older files do not say."""
+    if rounds.get("sources") is None:
+        return
+    items(optional(COUNT), len(rounds["drafted"]))(rounds["sources"], "rounds.sources")
+    for number, source in enumerate(rounds["sources"]):
+        if source is not None and source >= count:
+            raise ValueError(
+                f"rounds.sources[{number}] must be the number of one of the method's {count} "
+                f"sources, got {source}"
             )
 
 

@@ -1,8 +1,8 @@
 """What a draft step and a verify pass cost on this machine, in target steps; the only clock.
 
-A cost table is measured once per process for each (model, skip config, batch, kind of law), by
-timing the phases of real rounds of fixed length. Where no clock may decide (the rejection rule's
-text depends on the draft lengths) the analytic table of weight counts serves.
+Cost tables are measured once per process for each (model, drafts, batch, kind of law), by timing
+the phases of real rounds of fixed length, for a fraction of a second. Where no clock may decide
+(the rejection rule's text depends on the draft lengths) the analytic table of weights serves.
 """
 
 from __future__ import annotations
@@ -25,31 +25,46 @@ from layerskip.costs.speculation import CostTable, rising
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.lookup import Found, Lookup, LookupRow
+from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
 from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 
-_LENGTHS = (0, 1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
+_LENGTHS = (1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
+_LOOKED_UP = (1, 3, 7, 15)  # of looked-up drafts, which are longer
 _TYPICAL_LENGTH = 4  # of the drafts that c is read off
-_SWEEPS = 17  # the first one warms up; half as many leave twice the spread
+_SWEEPS = 12  # half as many leave twice the spread
 _CONTEXT = 32  # tokens of the prompt that are used, at most
-_BUDGET = 2.0  # seconds after which no further sweep starts
+_BUDGET = 0.3  # seconds after which no further sweep starts, behind the second
 
-_tables: weakref.WeakKeyDictionary[nn.Module, dict[Any, CostTable]] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[CostTable]]] = (
+    weakref.WeakKeyDictionary()
+)
 _lock = threading.Lock()
 
 
 class Stopwatch(Controller):
-    """A controller that drafts `length` tokens and notes when the last one was there."""
+    """A controller that drafts `length` tokens and notes when the last one was there.
+
+    Attributes:
+        draft: which of several drafts they come from.
+        looked_up: whether that is a lookup.
+    """
 
     needs_confidence = True
 
-    def __init__(self, now: Callable[[], float], *, looked_up: bool = False) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.looked_up = looked_up
+        self.draft = 0
+        self.looked_up = False
         self.length = 0
         self.left = 0
         self.drafted = 0.0
+
+    def choose(self, offers: Sequence[Offer]) -> int | None:
+        return self.draft if self.length else None
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        pass
 
     def reset(self, rows: int) -> None:
         pass
@@ -86,29 +101,36 @@ class _EchoRow(LookupRow):
 
 def measure(
     model: Sublayers,
-    draft: SkipConfig | Lookup,
+    drafts: Sequence[SkipConfig | Lookup],
     request: Request,
     *,
     now: Callable[[], float] = time.perf_counter,
-) -> CostTable | None:
+) -> list[CostTable] | None:
     """Time draft steps and verify passes on a short context of the request's first prompt.
 
     Every phase includes its law (without a user's own processors), its draw and the transfer to
     the host, as in decoding.
 
+    Of several drafts one has its verify passes timed at several lengths, a lookup if there is one;
+    those of the others are taken to be in proportion.
+
     Args:
-        draft: whose; of drafts that are looked up only the verify passes cost anything.
+        drafts: whose; of drafts that are looked up only the verify passes cost anything.
         now: the clock, in seconds.
 
     Returns:
-        The table, or None where the model's positions leave no room to measure.
+        A table for each draft, or None where the model's positions leave no room to measure.
     """
     rows = request.input_ids.shape[0]
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:_CONTEXT]  # (T,)
-    # an untimed plain step first: one that follows a long round finds other things in the caches
-    order = (0, *_LENGTHS)
-    growth = sum(length + 1 for length in order)
-    sweeps = min(_SWEEPS, (model.max_positions - len(prompt) - max(_LENGTHS) - 2) // growth)
+    looked_up = [isinstance(draft, Lookup) for draft in drafts]
+    base = looked_up.index(True) if True in looked_up else 0
+    lengths = _LOOKED_UP if looked_up[base] else _LENGTHS
+    # two plain steps: one that follows a long round finds other things in the caches
+    order = [(base, length) for length in (0, 0, *lengths)]
+    order += [(i, _TYPICAL_LENGTH) for i, looks in enumerate(looked_up) if i != base and not looks]
+    growth = sum(length + 1 for _, length in order)
+    sweeps = min(_SWEEPS, (model.max_positions - len(prompt) - max(lengths) - 2) // growth)
     if sweeps < 2:
         return None
     # a user's own functions may know the request's texts only, and the probe is none of them
@@ -123,36 +145,43 @@ def measure(
         law=Law(known, do_sample=request.law.do_sample, rows=rows),
         input_ids=prompt.expand(rows, -1),
         attention_mask=torch.ones(rows, len(prompt), dtype=torch.long, device=prompt.device),
-        max_new_tokens=sweeps * growth + max(_LENGTHS) + 2,
+        max_new_tokens=sweeps * growth + max(lengths) + 2,
         eos=frozenset(),
         stop=None,
         keep_scores=False,
         keep_logits=False,
     )
-    looked_up = isinstance(draft, Lookup)
-    watch = Stopwatch(now, looked_up=looked_up)
-    timed = _Echo() if looked_up else draft
-    decoder = Decoder(model, timed, watch, probe, max_draft_length=max(_LENGTHS) + 1)
+    watch = Stopwatch(now)
+    timed = [_Echo() if isinstance(draft, Lookup) else draft for draft in drafts]
+    decoder = Decoder(model, timed, watch, probe, max_draft_length=max(lengths) + 1)
     rounds = decoder.rounds()
     next(rounds)
-    drafts: list[float] = []
-    totals: dict[int, list[float]] = {length: [] for length in _LENGTHS}
+    steps: dict[int, list[float]] = {number: [] for number in range(len(drafts))}
+    totals: dict[tuple[int, int], list[float]] = {each: [] for each in order}
+    for draft in drafts:
+        if isinstance(draft, SkipConfig):
+            model.draft(draft)  # copies of weights are no part of a pass
+    started = now()
     for sweep in range(sweeps):
-        for number, length in enumerate(order):
-            watch.length = length
+        for each in order:
+            watch.draft, watch.length = each
+            watch.looked_up = looked_up[watch.draft]
             start = now()
             next(rounds)
-            if sweep and number:
-                totals[length].append(now() - start)
-                if length == _TYPICAL_LENGTH and not looked_up:
-                    drafts.append((watch.drafted - start) / length)
-        if not sweep:
-            started = now()  # what the first one compiled is no part of the budget
-        elif now() - started > _BUDGET:
+            totals[each].append(now() - start)
+            if watch.length == _TYPICAL_LENGTH and not watch.looked_up:
+                steps[watch.draft].append((watch.drafted - start) / watch.length)
+        if sweep and now() - started > _BUDGET:  # the first one meets what is still to be made
             break
-    return _table(
-        typical(drafts) if drafts else 0.0, {length: typical(t) for length, t in totals.items()}
-    )
+    seconds = {each: typical(times) for each, times in totals.items()}
+    costs = [typical(steps[number]) if steps[number] else 0.0 for number in range(len(drafts))]
+    first = _table(costs[base], {length: seconds[base, length] for length in (0, *lengths)})
+    return [
+        first
+        if number == base or looks
+        else _like(first, costs[number], seconds[number, _TYPICAL_LENGTH], seconds[base, 0])
+        for number, looks in enumerate(looked_up)
+    ]
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -177,6 +206,15 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
             seconds = low_seconds + part * (high_seconds - low_seconds)
             verify.append(max(1.0, seconds / step))
     return CostTable(draft / step, tuple(verify), "measured")
+
+
+def _like(other: CostTable, draft: float, total: float, step: float) -> CostTable:
+    """A table from another draft's and from seconds: of a draft step, a typical round, a step."""
+    verify = (total - _TYPICAL_LENGTH * draft) / step
+    part = max(0.0, verify) / other.verify_cost(_TYPICAL_LENGTH + 1)
+    return CostTable(
+        draft / step, (1.0, *(max(1.0, part * each) for each in other.verify[1:])), "measured"
+    )
 
 
 def analytic(model: Sublayers, draft: SkipConfig | Lookup) -> CostTable:
@@ -231,16 +269,22 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     return CostTable.from_dict({"source": "given"} | known)
 
 
-def cost_table(model: Sublayers, draft: SkipConfig | Lookup, request: Request) -> CostTable:
-    """The measured table, measured at the first call in this process and remembered."""
+def cost_tables(
+    model: Sublayers, drafts: Sequence[SkipConfig | Lookup], request: Request
+) -> list[CostTable]:
+    """The measured tables, measured at the first call in this process and remembered."""
     law: Law = request.law
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
-    place = (model.execution, model.dtype, model.device, model.draft_vocabulary)
-    which = draft.resolve(model.num_layers) if isinstance(draft, SkipConfig) else "lookup"
+    place = (model.execution, model.dtype, model.device, model.draft_vocabulary, model.threads)
+    which = tuple(
+        draft.resolve(model.num_layers) if isinstance(draft, SkipConfig) else "lookup"
+        for draft in drafts
+    )
     key = (which, rows, law.do_sample, names, place)
     with _lock:
-        tables = _tables.setdefault(model.model, {})
-        if key not in tables:
-            tables[key] = measure(model, draft, request) or analytic(model, draft)
-        return tables[key]
+        known = _tables.setdefault(model.model, {})
+        if key not in known:
+            found = measure(model, drafts, request)
+            known[key] = found or [analytic(model, draft) for draft in drafts]
+        return known[key]

@@ -1,0 +1,188 @@
+"""Flags of what drafts come from, and what is taken where none is given; every heavy import waits.
+
+A skip config that is named comes first, then the one beside the checkpoint; without either drafts
+need no set-up: they are looked up, and the model drafts in low precision where that is fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from layerskip.cli.options import describe_skip, warn_idle
+from layerskip.cli.terminal import Talk
+from layerskip.config import LowPrecision, SkipConfig
+
+if TYPE_CHECKING:
+    from layerskip.checkpoints import Loaded
+    from layerskip.decoding.lookup import Lookup
+    from layerskip.model.sublayers import Sublayers
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What drafts come from, beside the sublayers that a skip config names."""
+
+    low_precision: Annotated[
+        Literal["8", "4", "none"] | None,
+        typer.Option(
+            help="Bits of the weights that the model drafts with.  [default: the skip config's; "
+            "without one 8, where that is fast]"
+        ),
+    ] = None
+    lookup: Annotated[
+        bool | None,
+        typer.Option(
+            "--lookup/--no-lookup",
+            help="Draft what followed when the text said the same before.  [default: the skip "
+            "config's; without one --lookup]",
+        ),
+    ] = None
+    lookup_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to look drafts up in, too; UTF-8."),
+    ] = None
+    draft_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GB",
+            help="What copies of weights for drafts may take.  [default: half of what is free]",
+        ),
+    ] = None
+
+    @property
+    def idle(self) -> dict[str, Any]:
+        """What is given, for `warn_idle`."""
+        name = "no-lookup" if self.lookup is False else "lookup"
+        given = {"low_precision": self.low_precision, name: self.lookup}
+        return given | {"lookup_file": self.lookup_file, "draft_memory": self.draft_memory}
+
+    def text(self) -> str | None:
+        """The text to look drafts up in; read before the model is, so that errors are quick."""
+        if self.lookup_file is None:
+            return None
+        if self.lookup is False:
+            raise ValueError("give --lookup-file or --no-lookup, not both")
+        try:
+            text = self.lookup_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--lookup-file {self.lookup_file} is not UTF-8: {error}") from error
+        if not text:
+            raise ValueError(f"--lookup-file {self.lookup_file} is empty; there is nothing in it")
+        return text
+
+    def rounded(self, skip: SkipConfig) -> SkipConfig:
+        """The skip config in the precision that is asked for."""
+        if self.low_precision is None:
+            return skip
+        bits: Any = self.low_precision
+        low = None if bits == "none" else LowPrecision(bits=int(bits))  # type: ignore[arg-type]
+        return skip if low == skip.low else replace(skip, low=low, costs=None)
+
+    def looked_up(self, text: str | None, loaded: Loaded, talk: Talk) -> bool | Lookup | None:
+        """Whether and where drafts are looked up; None: not said."""
+        if text is None:
+            return self.lookup
+        from layerskip.decoding.lookup import Lookup
+
+        talk.progress(f"indexing {self.lookup_file}")
+        return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+    def own(self, opened: Sublayers) -> tuple[SkipConfig | None, str | None]:
+        """The model's own draft where there is no skip config, and why it has none."""
+        from layerskip.defaults import in_words, unprepared
+
+        limit = None if self.draft_memory is None else int(self.draft_memory * 1e9)
+        if self.low_precision is None:
+            found = unprepared(opened, limit)
+            return found.skip, found.reason
+        if self.low_precision == "none":
+            return None, None
+        skip = self.rounded(SkipConfig())
+        nbytes = opened.low_bytes(skip)
+        if limit is not None and nbytes > limit:
+            raise ValueError(
+                f"--low-precision {self.low_precision} takes {in_words(nbytes)} of memory, "
+                f"--draft-memory allows {in_words(limit)}"
+            )
+        return skip, None
+
+    def words(self, skip: SkipConfig | None, lookup: bool, opened: Sublayers, talk: Talk) -> str:
+        """What drafts come from, in words; copies of weights are made, where a person sees it."""
+        from layerskip.defaults import in_words
+
+        found = []
+        if lookup:
+            also = "" if self.lookup_file is None else f" and in {self.lookup_file}"
+            found.append(f"looked up in the text so far{also}")
+        if skip is not None:
+            found.append(describe_skip(skip, opened.num_layers))
+            nbytes = opened.low_bytes(skip)
+            if nbytes:
+                talk.progress(f"rounding weights, {in_words(nbytes)}")
+                opened.draft(skip.resolve(opened.num_layers))
+                found[-1] += f" ({in_words(nbytes)} of memory)"
+        return ", or ".join(found) or "none"
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafts come from.
+
+    Attributes:
+        skip: the model's own draft, if it has one.
+        words: all of it, in words.
+    """
+
+    skip: SkipConfig | None
+    lookup: bool | Lookup
+    words: str
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @property
+    def turned_off(self) -> bool:
+        """Whether the skip config says not to draft with it."""
+        return bool(self.skip and self.skip.decoding and self.skip.decoding.enabled is False)
+
+    @property
+    def names(self) -> list[str]:
+        """What the sources are called, as rounds number them."""
+        return ["lookup"] * bool(self.lookup) + ["sublayers"] * (self.skip is not None)
+
+
+def choose(
+    given: SkipConfig | None,
+    sources: Sources,
+    text: str | None,
+    loaded: Loaded,
+    opened: Sublayers,
+    talk: Talk,
+) -> Drafts:
+    """What drafts come from, copies of weights made.
+
+    Args:
+        given: the skip config that is named.
+        text: to look drafts up in, if there is any.
+    """
+    skip, reason = loaded.skip_config() if given is None else given, None
+    lookup = sources.looked_up(text, loaded, talk)
+    if skip is None:
+        skip, reason = sources.own(opened)
+        lookup = True if lookup is None else lookup
+    else:
+        skip = sources.rounded(skip)
+        skip.resolve(opened.num_layers)  # refuses what does not fit
+        stored = skip.decoding is not None and skip.decoding.lookup is True
+        lookup = stored if lookup is None else lookup
+        if sources.draft_memory is not None:
+            warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
+    words = sources.words(skip, bool(lookup), opened, talk)
+    if reason is not None:
+        words += f"; none of the model in 8 bits: {reason}"
+    return Drafts(skip, lookup or False, words)
