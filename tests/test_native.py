@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,47 @@ def test_a_team_of_threads_computes_the_same(family: str, threads: int) -> None:
         assert_agree(modules, opened)
     finally:
         torch.set_num_threads(before)
+
+
+def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: int) -> Tensor:
+    """Logits of token ids (B, T) that are fed in passes of so many tokens, (B, T, V)."""
+    before = torch.get_num_threads()
+    rows, total = ids.shape
+    cache, rotary = opened.new_cache(rows, total + 1), opened.rotary(total + 1, total)
+    pieces, start = [], 0
+    try:
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            for count in passes:
+                cache.place([start] * rows, count)
+                hidden = opened.embed(ids[:, start : start + count])  # (B, count, H)
+                step = Pass(opened, cache, rotary)
+                pieces.append(opened.finish(hidden, step, range(opened.num_sublayers)))
+                start += count
+    finally:
+        torch.set_num_threads(before)
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", None), ("gemma3", None), ("gemma2", "eager")]
+)
+def test_a_token_is_computed_alike_in_every_pass(
+    family: str, attention: str | None, dtype: torch.dtype
+) -> None:
+    """Bit by bit: so that drafted text is plain decoding's, near-ties included."""
+    wide = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
+    opened = Sublayers(tiny_model(family, dtype=dtype, attention=attention, **wide), "native")
+    ids = prompt(45)
+    alone = logits_of(opened, ids, [1] * 45, 1)
+    for passes, threads in ([1] * 45, 2), ([*range(2, 10), 1], 1), ([11, 3, 31], 2):
+        assert torch.equal(logits_of(opened, ids, passes, threads), alone)
+    beside = torch.cat([prompt(45, rows=2, seed=1), ids])
+    assert torch.equal(logits_of(opened, beside, [5] * 9, 1)[2:], alone)
+    lean = Sublayers(opened.model, "fused")
+    assert not torch.equal(logits_of(lean, ids, [5] * 9, 1), logits_of(lean, ids, [1] * 45, 1))
 
 
 def _scaled(model: Any) -> None:

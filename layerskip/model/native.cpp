@@ -288,6 +288,7 @@ void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* key
     first = std::min(first, queries[j].first);
     last = std::max(last, queries[j].last);
   }
+  first -= first % LANES;  // a slot has the same lane in every pass: so sums have the same order
   const int64_t seen = last - first + 1;
   const float scale = static_cast<float>(layer.scale);
   for (int64_t s = 0; s < seen; ++s) {
@@ -325,20 +326,19 @@ void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* key
       mine[s] = sees ? score : -std::numeric_limits<float>::infinity();
       largest = std::max(largest, mine[s]);
     }
+    std::fill_n(mine + seen, LANES, -std::numeric_limits<float>::infinity());
     Vec sums(0.0f);
     const Vec most(largest);
-    int64_t s = 0;
-    for (; s + LANES <= seen; s += LANES) {
+    for (int64_t s = 0; s < seen; s += LANES) {
       const Vec power = (Vec::loadu(mine + s) - most).exp();
       power.store(mine + s);
       sums = sums + power;
     }
-    float total = sum(sums);
-    for (; s < seen; ++s) total += mine[s] = std::exp(mine[s] - largest);
+    const float total = sum(sums);
     totals[j] = total;
     // probabilities are rounded before they weigh values: eager ones, or torch's before their sum
     const float by = layer.eager ? total : 1.0f;
-    for (s = 0; s < seen; ++s) mine[s] = rounded<S>(mine[s] / by);
+    for (int64_t s = 0; s < seen; ++s) mine[s] = rounded<S>(mine[s] / by);
   }
   constexpr int64_t SPAN = MANY_REGISTERS ? 4 : 2;
   for (int64_t i = 0; i < width; i += SPAN * LANES) {
@@ -416,10 +416,10 @@ class Pass {
 
   Tensor run() {
     const int threads = team();
-    reach_ = longest();
+    reach_ = lines(longest() + LANES);  // behind the last one come zeros
     // shared: the wide products of all tokens, what attention gives, and a sublayer's output
     const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_);
-    const int64_t own = 2 * lines(tokens_ * width_) + lines(QUERIES * reach_) +
+    const int64_t own = 2 * lines(tokens_ * width_) + QUERIES * reach_ +
                         lines(tokens_ * packed_width(deep_));
     // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
     static thread_local std::vector<float> room;
@@ -434,7 +434,7 @@ class Pass {
       float* hidden = base + shared + number * own;
       float* normed = hidden + lines(tokens_ * width_);
       float* scores = normed + lines(tokens_ * width_);
-      float* packed = scores + lines(QUERIES * reach_);
+      float* packed = scores + QUERIES * reach_;
       Worker me{number, of, meeting, hidden, normed, scores, packed};
       work(me);
       me.meet();  // here, and not at the end of OpenMP's team, where threads spin
@@ -743,7 +743,7 @@ class Pass {
   Tensor out_;
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
-  int64_t reach_ = 0;             // slots that any token of the pass sees, at most
+  int64_t reach_ = 0;             // room for the scores of a query
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
   float* result_ = nullptr;       // (n, H)
 };

@@ -90,11 +90,12 @@ inline void sums_of(const Vec* x, float* out) {
     }
   float lanes[LANES];
   some[0].store(lanes);
-#pragma GCC unroll 16
-  for (int i = 0; i < COUNT; ++i) {
-    out[i] = lanes[i];
-    for (int j = i + COUNT; j < LANES; j += COUNT) out[i] += lanes[j];
-  }
+  // as further vectors would have been added to: a sum is the same whatever stands beside it
+#pragma GCC unroll 4
+  for (int64_t half = LANES / 2; half >= COUNT; half /= 2)
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  std::copy_n(lanes, COUNT, out);
 }
 
 template <int COUNT>
@@ -184,9 +185,9 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
     for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
 }
 
-// How columns are cut for so many tokens.
-inline int64_t cut(int64_t columns, int64_t tokens) {
-  const int64_t most = std::max<int64_t>(256, NEAR / 4 / tokens);
+// How columns are cut, however many tokens there are: sums are those of the cuts, one after another.
+inline int64_t cut(int64_t columns) {
+  constexpr int64_t most = NEAR / 4 / MOST;
   const int64_t pieces = (columns + most - 1) / most;
   return ((columns + pieces - 1) / pieces + 31) / 32 * 32;
 }
@@ -220,7 +221,7 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t co
          const float* packed, O* out, int64_t out_stride, const S* then) {
   constexpr int ROWS = MANY_REGISTERS ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
                                       : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
-  const int64_t span = cut(columns, TOKENS), stride = span / (PAIRS ? 2 : 1);
+  const int64_t span = cut(columns), stride = span / (PAIRS ? 2 : 1);
   const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
   const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS;  // rows
   alignas(64) float sums[TOKENS * GROUP] = {};
@@ -264,7 +265,7 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room) {
   const Steps steps{tokens};
   const bool pairs = PARTS<S> == 2 && has_pairs();
   for (int64_t step = 0; step < steps.count; ++step) {
-    const int64_t span = cut(columns, steps.length(step));
+    const int64_t span = cut(columns);
     for (int64_t k = 0; k < columns; k += span)
       for (int64_t t = steps.first(step); t < steps.first(step + 1); ++t) {
         pack<S>(x + t * columns + k, std::min(span, columns - k), span, pairs, room);
@@ -284,7 +285,7 @@ void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64
     const S* next = end < last ? weight + end * columns : then;
     const float* packed = inputs;
     for (int64_t step = 0; step < steps.count; ++step) {
-      const int64_t count = steps.length(step), span = cut(columns, count);
+      const int64_t count = steps.length(step), span = cut(columns);
       O* here = out + steps.first(step) * out_stride;
 #define FEW(N) \
   case N: few<S, PAIRS, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
