@@ -277,7 +277,7 @@ class LayerSkipDecoding:
                 controller,
                 max_draft_length=self.max_draft_length,
                 threshold=self.threshold,
-                costs=costs[-1] or CostTable(1.0, (1.0,)),
+                costs=[table or CostTable(1.0, (1.0,)) for table in costs],
                 sampling=sampling,
             )
         longest = self.max_draft_length or LONGEST_DRAFT

@@ -80,8 +80,12 @@ class Chooser(Protocol):
 
 
 def first_offer(offers: Sequence[Offer]) -> int | None:
-    """The first draft that has something to offer to any row."""
-    return next((i for i, offer in enumerate(offers) if any(offer.lengths.values())), None)
+    """The first draft that has something to offer to any row; a lookup, a match of two tokens."""
+    for number, offer in enumerate(offers):
+        for row, length in offer.lengths.items():
+            if length and (offer.matches is None or offer.matches[row] >= 2):
+                return number
+    return None
 
 
 def require_controller(value: Any) -> None:
@@ -231,13 +235,14 @@ def make_controller(
     *,
     max_draft_length: int | None = None,
     threshold: float | None = None,
-    costs: CostTable,
+    costs: CostTable | Sequence[CostTable],
     sampling: bool = False,
 ) -> Controller:
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
-    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs`. Raises
+    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs`, those of each
+    draft. Raises
     ValueError for an unknown name and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:

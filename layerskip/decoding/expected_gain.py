@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
+from layerskip.decoding.lookup import Offer
 
 _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
@@ -33,6 +34,12 @@ _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it 
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
+
+# Of looked-up tokens: up to how many tokens in common each prior goes, and the weight of one.
+_COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
+_COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
+_COPY_WEIGHT = 6.0
+_COPY_DECAY = 0.95  # per token told of
 
 
 class _Acceptance:
@@ -93,12 +100,62 @@ class _Acceptance:
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
 
 
+class _Copies:
+    """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
+
+    A token is judged by the tokens that the history and the looked-up text have in common before
+    it: the match, and what was drafted behind it. Every round tells, whatever was drafted, so that
+    the counts are forgotten: what a text copies changes.
+    """
+
+    def __init__(self) -> None:
+        self._won = [_COPY_WEIGHT * prior for prior in _COPY_PRIOR]
+        self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
+
+    def acceptance(self, common: int) -> float:
+        """That of a token behind so many in common, given that they stay."""
+        number = bisect_right(_COPY_EDGES, common)
+        return self._won[number] / self._seen[number]
+
+    def observe(self, common: int, accepted: bool) -> None:
+        number = bisect_right(_COPY_EDGES, common)
+        rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
+        self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
+        self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0
+
+
+class _Source:
+    """One of the drafts: its prices, and what is known of it."""
+
+    def __init__(self, costs: CostTable, longest: int) -> None:
+        self.costs = costs
+        self.round_costs = [costs.round_cost(drafted) for drafted in range(longest + 1)]
+        self.step_costs = [
+            after - before
+            for before, after in zip(self.round_costs, self.round_costs[1:], strict=False)
+        ]
+        length = optimal_draft_length(_HOPE, costs, longest)
+        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        self.longest = longest if hope >= _LEAST_GAIN else 0
+        # from the prior
+        self.best = optimal_draft_length(_PRIOR_ACCEPTANCE, costs, longest)
+        self.reset(0.0)
+
+    def reset(self, others: float) -> None:
+        """Forget all, for a batch in which a row has so large a share of others."""
+        self.acceptance, self.copies = _Acceptance(), _Copies()
+        self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
+        # A probe is due at once: against the first draft only the prior could speak.
+        self.probe_interval = self.first_interval
+        self.unused = self.first_interval  # rounds since the last one that drafted from it
+
+
 @dataclass(slots=True)
 class _Row:
     """A row, and its round in progress."""
 
-    loss: float = 0.0
-    """Target steps spent beyond what plain decoding would have."""
+    losses: list[float]
+    """By source, target steps spent beyond what plain decoding would have."""
     loss_allowed: float = _LOSS_ALLOWED
     limit: int = 0
     survival: float = 1.0
@@ -111,6 +168,11 @@ class _Row:
 class _Round:
     """What the rows that take part in a round have in common."""
 
+    offers: Sequence[Offer] | None = None
+    """What the engine let choose from; None where there was nothing to choose."""
+    source: int | None = 0
+    cut: int = 0
+    """How many tokens of a looked-up draft are worth their price."""
     rows: list[int] = field(default_factory=list)
     judges: list[int] = field(default_factory=list)
     """The rows whose gains and costs decide."""
@@ -138,52 +200,78 @@ class ExpectedGain:
     so S is never below 1 + (1 - 1/B)/4 for B rows. Its probes tell more, and are up to half as
     frequent.
 
+    Of several drafts a round takes the one whose best stop promises most: expected tokens less S
+    times their cost. Looked-up drafts are learned about in every round, taken or not, by how many
+    tokens they have in common with the history; others where they are taken.
+
     Where drafts would gain less than a twentieth if nine tokens of ten were accepted, it never
     drafts.
-    Where no draft is expected to gain, it decodes plainly and probes with a draft now and then:
-    again at once after a probe that paid, half as often after one that did not. The first round is
-    such a probe. The same holds, whatever is expected, while a row is behind plain decoding by more
-    than 2 target steps and 1% of its tokens: expectations were wrong then, or other rows won what
-    it lost. A batch takes as long as its slowest row, so the row furthest behind decides alone.
+    Where no draft is expected to gain, it decodes plainly and probes with a model's draft now and
+    then: again at once after a probe that paid, half as often after one that did not. The first
+    round is such a probe. The same holds, whatever is expected, while a row is behind plain
+    decoding by more than 2 target steps and 1% of its tokens: expectations were wrong then, or
+    other rows won what it lost. A batch takes as long as its slowest row, so the row furthest
+    behind decides alone, and drafts from what has not cost it anything so far.
+
+    Args:
+        costs: of the draft; of several, one table for each, in their order. Where drafts are looked
+            up, c is 0.
     """
 
     needs_confidence = True
     signal = "margin"  # on real texts it tells acceptance better than the probability does
 
-    def __init__(self, costs: CostTable, max_draft_length: int = 12) -> None:
-        self.costs = costs
+    def __init__(self, costs: CostTable | Sequence[CostTable], max_draft_length: int = 12) -> None:
+        tables = [costs] if isinstance(costs, CostTable) else list(costs)
         self.max_draft_length = max_draft_length
-        self._round_costs = [costs.round_cost(drafted) for drafted in range(max_draft_length + 1)]
-        self._step_costs = [
-            after - before
-            for before, after in zip(self._round_costs, self._round_costs[1:], strict=False)
-        ]
-        length = optimal_draft_length(_HOPE, costs, max_draft_length)
-        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
-        self._longest = max_draft_length if hope >= _LEAST_GAIN else 0
+        self._sources = [_Source(table, max_draft_length) for table in tables]
         self.reset(1)
 
     def reset(self, rows: int) -> None:
-        self._acceptance = _Acceptance()
         others = 1.0 - 1.0 / rows
         self._least_rate = 1.0 + _BATCH_RATE * others
-        self._first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self._step_costs[0])
-        best = optimal_draft_length(_PRIOR_ACCEPTANCE, self.costs, self.max_draft_length)
-        self._tokens = _RATE_WEIGHT * expected_tokens(_PRIOR_ACCEPTANCE, best)
-        self._cost = _RATE_WEIGHT * self._round_costs[best]
+        for source in self._sources:
+            source.reset(others)
+        # of a looked-up draft nothing is hoped for in advance
+        models = [source for source in self._sources if source.costs.draft > 0.0]
+        best = [(expected_tokens(_PRIOR_ACCEPTANCE, s.best), s.round_costs[s.best]) for s in models]
+        tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
+        self._tokens, self._cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
-        self._rows = [_Row() for _ in range(rows)]
+        self._rows = [_Row([0.0] * len(self._sources)) for _ in range(rows)]
         self._round = _Round()
-        # A probe is due at once: against the first draft only the prior could speak.
-        self._probe_interval = self._first_interval
-        self._plain_steps = self._first_interval  # since the last round that drafted
+
+    def choose(self, offers: Sequence[Offer]) -> int | None:
+        if len(offers) != len(self._sources):
+            raise ValueError(
+                f"expected-gain needs costs for each of {len(offers)} drafts, got "
+                f"{len(self._sources)}; give one table for each, in their order"
+            )
+        self._end_round()
+        self._round.rows = list(offers[0].lengths)
+        self._round.offers = offers
+        self._round.source = self._decide(offers)
+        return self._round.source
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        offers = self._round.offers or ()
+        match = (offers[draft].matches or {})[row]
+        for depth in range(known):
+            self._sources[draft].copies.observe(match + depth, depth < right)
 
     def limit(self, row: int, allowed: int) -> int:
-        if row in self._round.rows:
-            self._end_round()
-        self._round.rows.append(row)
-        state = self._rows[row]
-        state.limit = min(allowed, self._longest)
+        round_, state = self._round, self._rows[row]
+        if round_.offers is None:  # nobody chooses: there is one draft
+            if row in round_.rows:
+                self._end_round()
+            round_ = self._round
+            round_.rows.append(row)
+        state.limit = allowed
+        if round_.source is not None:
+            state.limit = min(allowed, self._sources[round_.source].longest)
+            if round_.offers and round_.offers[round_.source].matches is not None:
+                state.limit = min(state.limit, round_.cut)
+                round_.steps = max(round_.steps, state.limit)
         state.survival = 1.0
         state.bins.clear()
         return state.limit
@@ -194,7 +282,7 @@ class ExpectedGain:
         state = self._rows[row]
         confidence_bin = bisect_right(_BIN_EDGES, confidence)
         state.bins.append(confidence_bin)
-        state.survival *= self._acceptance.given_confidence[confidence_bin]
+        state.survival *= self._taken.acceptance.given_confidence[confidence_bin]
         return True
 
     def draft_together(self, rows: Sequence[int]) -> bool:
@@ -202,57 +290,111 @@ class ExpectedGain:
         round_ = self._round
         if round_.steps:
             goes_on = self._pays(rows)
+        elif round_.offers is None:
+            lengths = {row: self._rows[row].limit for row in round_.rows}
+            goes_on = self._decide([Offer(lengths, None)]) is not None
         else:
-            last = max(round_.rows, key=lambda row: self._rows[row].loss)
-            late = self._rows[last].loss > self._rows[last].loss_allowed
-            round_.judges = [last] if late else round_.rows
-            goes_on = not late and self._pays(rows)
-            if not goes_on:
-                goes_on = round_.probing = self._plain_steps >= self._probe_interval
+            goes_on = True
         round_.steps += goes_on
         return goes_on
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
-        state, round_ = self._rows[row], self._round
+        state, round_, source = self._rows[row], self._round, self._taken
         round_.accepted[row] = accepted
         round_.steps = max(round_.steps, drafted)
-        cost = self._round_costs[round_.steps]
+        cost = source.round_costs[round_.steps]
         decay = _RATE_DECAY**cost
         self._tokens = self._tokens * decay + accepted + 1
         self._cost = self._cost * decay + cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
-        state.loss += cost - accepted - 1
+        state.losses[round_.source or 0] += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
+        if round_.offers and round_.offers[round_.source or 0].matches is not None:
+            return  # `learn` is told of looked-up tokens
         for position in range(min(drafted, accepted + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
-            self._acceptance.observe(confidence_bin, position < accepted)
+            source.acceptance.observe(confidence_bin, position < accepted)
+
+    @property
+    def _taken(self) -> _Source:
+        """The source of the round in progress; of a plain step any will do."""
+        return self._sources[self._round.source or 0]
+
+    def _decide(self, offers: Sequence[Offer]) -> int | None:
+        """Which source promises most, or is due for a probe; sets who judges and where to cut."""
+        round_ = self._round
+        losses = {row: sum(self._rows[row].losses) for row in round_.rows}
+        last = max(round_.rows, key=losses.__getitem__)
+        late = losses[last] > self._rows[last].loss_allowed
+        round_.judges = [last] if late else round_.rows
+        best, gained = None, 0.0
+        for number, offer in enumerate(offers):
+            if late and self._rows[last].losses[number] > 0.0:
+                continue
+            gain, cut = self._promise(number, offer)
+            if gain > gained:
+                best, gained, round_.cut = number, gain, cut
+        if best is not None:
+            return best
+        for number, offer in enumerate(offers):
+            source = self._sources[number]
+            allowed = min(max(offer.lengths.values()), source.longest)
+            if offer.matches is None and allowed and source.unused >= source.probe_interval:
+                round_.probing = True
+                return number
+        return None
+
+    def _promise(self, number: int, offer: Offer) -> tuple[float, int]:
+        """What the best stop of a source is expected to gain, and where it is."""
+        source, judges, matches = self._sources[number], self._round.judges, offer.matches
+        lengths = {row: min(offer.lengths[row], source.longest) for row in judges}
+        survival = dict.fromkeys(judges, 1.0)
+        gain = best = 0.0
+        cut = 0
+        for drafted in range(max(lengths.values())):
+            for row in judges:
+                if drafted >= lengths[row]:
+                    survival[row] = 0.0
+                elif matches is None:
+                    survival[row] *= source.acceptance.next
+                else:
+                    survival[row] *= source.copies.acceptance(matches[row] + drafted)
+            gain += sum(survival.values())
+            gain -= len(judges) * self.rate * source.step_costs[drafted]
+            if gain > best:
+                best, cut = gain, drafted + 1
+        return best, cut
 
     def _end_round(self) -> None:
         """Learn from what the rows of the round have reported."""
-        round_, self._round = self._round, _Round()
-        if round_.steps == 0:
-            self._plain_steps += 1
+        round_, taken, self._round = self._round, self._taken, _Round()
+        if not round_.rows:
             return
-        self._acceptance.estimate()
-        self._plain_steps = 0.0
+        for source in self._sources:
+            if source is not taken or round_.steps == 0:
+                source.unused += 1
+        if round_.steps == 0:
+            return
+        taken.acceptance.estimate()
+        taken.unused = 0.0
         won = sum(round_.accepted.get(row, 0) for row in round_.judges)
-        extra = self._round_costs[round_.steps] - 1.0
+        extra = taken.round_costs[round_.steps] - 1.0
         if not round_.probing:
-            self._probe_interval = self._first_interval
+            taken.probe_interval = taken.first_interval
         elif won > len(round_.judges) * self.rate * extra:
-            self._plain_steps = self._probe_interval  # it paid: look again at once
+            taken.unused = taken.probe_interval  # it paid: look again at once
         else:
-            self._probe_interval *= 2
+            taken.probe_interval *= 2
 
     def _pays(self, rows: Sequence[int]) -> bool:
         """Whether some stop later than now is expected to gain over stopping now."""
-        judges = self._round.judges
+        judges, source = self._round.judges, self._taken
         states = [self._rows[row] for row in rows if row in judges]
         gain, survival = 0.0, 1.0
         for drafted in range(self._round.steps, max((state.limit for state in states), default=0)):
-            survival *= self._acceptance.next
+            survival *= source.acceptance.next
             alive = sum(state.survival for state in states if state.limit > drafted)
-            gain += survival * alive - len(judges) * self.rate * self._step_costs[drafted]
+            gain += survival * alive - len(judges) * self.rate * source.step_costs[drafted]
             if gain > 0.0:
                 return True
         return False

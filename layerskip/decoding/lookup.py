@@ -105,13 +105,9 @@ class Lookup:
     Args:
         texts: token ids of other texts; indexed here, once, for all rows and decodings. The longer
             match wins, the row's own of equals. The index takes about half a kilobyte a token.
-        shortest: the fewest tokens that count as a match.
     """
 
-    def __init__(self, texts: Iterable[Sequence[int]] = (), *, shortest: int = 2) -> None:
-        if shortest < 1:
-            raise ValueError(f"shortest must be at least 1 token, got {shortest}")
-        self.shortest = shortest
+    def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
         self.others = Automaton()
         for text in texts:
             for i, token in enumerate(text, 1):
@@ -155,13 +151,13 @@ class LookupRow:
         while others.end[state] < 0 < state:  # nothing stands behind that
             state = others.link[state]
             match = others.length[state]
-        if match > own.match and match >= self._lookup.shortest:
+        if match > own.match:
             first = others.end[state] + 1
             tokens = others.tokens[first : first + longest]
             if _END in tokens:
                 del tokens[tokens.index(_END) :]
             return Found(tokens, match)
-        if own.match < self._lookup.shortest:
+        if not own.match:
             return NOTHING
         period = len(own.tokens) - own.behind
         return Found([own.tokens[own.behind + i % period] for i in range(longest)], own.match)
