@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from optuna import Study
 from optuna.trial import TrialState
@@ -45,6 +45,21 @@ FINALISTS = 3
 REPEATS = 2
 
 Progress = Callable[[str, float], None]
+Asked = Literal["auto", 8, 4] | None
+
+
+def low_bits(
+    asked: Asked, model: Any, execution: str, cost: Mapping[str, Any] | None = None
+) -> Literal[8, 4] | None:
+    """Of the low precision that a search looks at: as asked, or what is fast, or what has prices.
+
+    Only native passes have products of 8 bits that are faster than exact ones on every machine.
+    """
+    if asked != "auto":
+        return asked
+    if cost is not None:
+        return cost.get("low_bits")
+    return 8 if Sublayers(model, execution).execution == "native" else None
 
 
 def default_trials(space: Space) -> int:
@@ -190,6 +205,11 @@ class Search:
                 self.seconds["cost"] = time.perf_counter() - started
             self.study.set_user_attr("cost", dict(mine))
             known = self.study.user_attrs["cost"]  # another worker's, if that was later
+        if self.space.bits and known.get("low_bits") != self.space.bits:
+            raise ValueError(
+                f"the costs given do not know low precision of {self.space.bits} bits; measure "
+                "them with it, or leave them out"
+            )
         if cost is not None and dict(cost) != known:
             raise ValueError(
                 "the study's trials were priced with other costs than those given; choose another "
@@ -223,7 +243,13 @@ class Search:
     def _measured(self) -> dict[str, Any]:
         """The costs here, measured again where the machine was busy."""
         for _ in range(ATTEMPTS):
-            found = costs.measure(self.opened, self.traced, law=self.law, progress=self.progress)
+            found = costs.measure(
+                self.opened,
+                self.traced,
+                law=self.law,
+                bits=self.space.bits,
+                progress=self.progress,
+            )
             if not costs.disturbed(found):
                 return found
         warnings.warn(
@@ -237,9 +263,14 @@ class Search:
     @property
     def bound(self) -> float:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
-        cheapest = self.space.skip_config(self.space.exit_mask(1))
-        sizes = self.objective.sizes
-        return speedup_bound(min(self.objective.costs(cheapest, size).draft for size in sizes))
+        shallow = self.space.exit_mask(1)
+        masks = [shallow, *([self.space.low_mask(shallow)] if self.space.bits else [])]
+        cheapest = min(
+            self.objective.costs(self.space.skip_config(mask), size).draft
+            for mask in masks
+            for size in self.objective.sizes
+        )
+        return speedup_bound(cheapest)
 
     def run(
         self,
@@ -378,6 +409,7 @@ def search(
     *,
     held_out: Sequence[Tensor] = (),
     space: str = "sublayer",
+    bits: Asked = "auto",
     allow_ends: bool = False,
     budget: int | None = None,
     trials: int | None = None,
@@ -399,7 +431,7 @@ def search(
     repeats: int = REPEATS,
     progress: Progress = lambda _what, _share: None,
 ) -> SearchResult:
-    """Search the sublayers that a draft of a live model should leave out; writes no files.
+    """Search what a draft of a live model should leave out and round; writes no files.
 
     Args:
         model: a causal language model of a supported family, in evaluation mode.
@@ -407,6 +439,8 @@ def search(
             in `input_ids`. Some dozen that are like what the model will be asked.
         held_out: others, to time the finalists on; without them the prediction decides.
         space, allow_ends, budget: where to look; see `layerskip.search.space.Space`.
+        bits: of low precision, 8 or 4, or None for none. "auto" is 8 where products in 8 bits are
+            fast (execution "native"), or what a given `cost` knows.
         trials: evaluations in all; by default so many as the space deserves.
         timeout: seconds after which no further trial starts.
         max_new_tokens: of each text, at most.
@@ -433,6 +467,7 @@ def search(
         num_layers=model.config.num_hidden_layers,
         allow_ends=allow_ends,
         budget=budget,
+        bits=low_bits(bits, model, execution, cost),
     )
     task = Task(
         max_new_tokens,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .space import Space
+from .space import Change, Space, changed
 
 LENGTHSCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the kernel, in units of the number of switches."""
@@ -22,7 +22,7 @@ NOISE = 1e-4
 PAYS = 1.1
 """Times the score of skipping nothing, from which on a seed is the base of single flips."""
 WIDEST = 24
-"""Switches whose pairs are considered as one move: the most promising ones."""
+"""Changes whose pairs are considered as one move: the most promising ones."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ def base(history: History, seeds: Iterable[int]) -> int:
 
 def next_single(space: Space, history: History, base: int = 0) -> int | None:
     """The first switch that has not been flipped alone."""
-    flips = (base ^ s for s in space.switches.values())
+    flips = (changed(base, flip) for flip in space.flips(base))
     return next((mask for mask in flips if history.free(space, mask)), None)
 
 
@@ -70,15 +70,17 @@ def next_on_path(space: Space, history: History, base: int = 0) -> int | None:
     pay: drafts that save little often lose to plain decoding on the way to larger ones that do not.
     From a set that pays, it is the score, and the counts looked at first are small.
     """
-    alone = [s for s in space.switches.values() if base ^ s in history.scores]
+    alone = {changed(base, flip): flip for flip in space.flips(base)}
+    tried = [mask for mask in alone if mask in history.scores]
     if base:
-        alone.sort(key=lambda s: -history.scores[base ^ s])
+        tried.sort(key=lambda mask: -history.scores[mask])
     else:
-        alone.sort(key=lambda s: (history.losses.get(s, 0.0), -history.scores[s]))
+        tried.sort(key=lambda mask: (history.losses.get(mask, 0.0), -history.scores[mask]))
     path = [base]
-    for switch in alone:
-        if path[-1] ^ switch in space:
-            path.append(path[-1] ^ switch)
+    for mask in tried:
+        further = changed(path[-1], alone[mask])
+        if further in space:
+            path.append(further)
     last = len(path) - 1
     if base:
         counts = sorted({min(last, count) for count in (0, 2, 3, 4, 6, last // 4)})
@@ -100,7 +102,7 @@ def next_on_path(space: Space, history: History, base: int = 0) -> int | None:
 
 
 def next_local(space: Space, history: History, rank: int = 0, base: int = 0) -> int | None:
-    """The flip of one switch or two of a good set, swaps included, that promises most.
+    """The change of one switch or two of a good set, swaps included, that promises most.
 
     `rank` 0 starts from the best set known, 1 from the best one that is far from it, and so on.
     The promise is the expected improvement under a Gaussian process over the switches. Its kernel,
@@ -109,15 +111,21 @@ def next_local(space: Space, history: History, rank: int = 0, base: int = 0) -> 
     """
     if not history.scores:
         return None
-    switches = list(space.switches.values())
-    centre = _elite(history, rank, apart=max(2, len(switches) // 8))
-    model = _Surrogate(switches, history.scores, base)
-    flips = [centre ^ switch for switch in switches]
-    promise = model.expected_improvement(flips)
-    widest = sorted(range(len(flips)), key=lambda i: -promise[i])[:WIDEST]
-    widest += [i for i in range(len(flips)) if centre & switches[i] and i not in widest][:WIDEST]
-    pairs = [flips[i] ^ switches[j] for n, i in enumerate(widest) for j in widest[n + 1 :]]
-    moves = [mask for mask in (*flips, *pairs) if history.free(space, mask)]
+    centre = _elite(history, rank, apart=max(2, len(space.switches) // 8))
+    model = _Surrogate(space, history.scores, base)
+    changes = space.changes(centre)
+    alone = [changed(centre, change) for change in changes]
+    promise = model.expected_improvement(alone)
+    widest = sorted(range(len(changes)), key=lambda i: -promise[i])[:WIDEST]
+    out = [i for i, (bits, _) in enumerate(changes) if space.left_out(centre) & bits]
+    widest += [i for i in out if i not in widest][:WIDEST]
+    pairs = [
+        changed(alone[i], changes[j])
+        for n, i in enumerate(widest)
+        for j in widest[n + 1 :]
+        if changes[i][0] != changes[j][0]
+    ]
+    moves = [mask for mask in (*alone, *pairs) if history.free(space, mask)]
     if not moves:
         return None
     promise = model.expected_improvement(moves)
@@ -128,12 +136,14 @@ def unseen(space: Space, history: History, near: int, draw: random.Random) -> in
     """`near` itself if it is free, else a free set few flips away; None where none is left."""
     if history.free(space, near):
         return near
-    switches = list(space.switches.values())
-    for distance in range(1, len(switches) + 1):
+    changes: dict[int, list[Change]] = {}  # by the bits of a switch
+    for change in space.changes(near):
+        changes.setdefault(change[0], []).append(change)
+    for distance in range(1, len(changes) + 1):
         for _ in range(20):
             mask = near
-            for switch in draw.sample(switches, distance):
-                mask ^= switch
+            for bits in draw.sample(list(changes), distance):
+                mask = changed(mask, draw.choice(changes[bits]))
             if history.free(space, mask):
                 return mask
     return next((mask for mask in space.enumerate() if history.free(space, mask)), None)
@@ -151,20 +161,28 @@ def _elite(history: History, rank: int, apart: int) -> int:
 
 
 class _Surrogate:
-    """A Gaussian process over N sets of n switches, fitted to their scores.
+    """A Gaussian process over N sets of n switches with F choices in all, fitted to their scores.
 
     Switches differ in size: one that changes the score more alone sets sets farther apart.
     """
 
-    def __init__(self, switches: Sequence[int], scores: dict[int, float], base: int) -> None:
-        self.switches = switches
+    def __init__(self, space: Space, scores: dict[int, float], base: int) -> None:
+        self.choices = [
+            (bits, value)
+            for bits, choices in zip(space.fields.values(), space.switches.values(), strict=True)
+            for value in choices.values()
+        ]
         middle = scores.get(base, 0.0)
-        changes = [abs(scores.get(base ^ s, middle) - middle) for s in switches]
+        flips = [changed(base, flip) for flip in space.flips(base)]
+        changes = [abs(scores.get(flip, middle) - middle) for flip in flips]
         alone = torch.tensor(changes).double()
         mean = float(alone.mean()) + 1e-12
         known = base in scores
-        self.sizes = (alone + mean) / (2 * mean) if known else torch.ones_like(alone)  # (n,)
-        self.known = self._bits(list(scores))  # (N, n)
+        sizes = (alone + mean) / (2 * mean) if known else torch.ones_like(alone)  # (n,)
+        self.count, self.whole = len(sizes), sizes.sum()
+        counts = torch.tensor([len(choices) for choices in space.switches.values()])
+        self.sizes = sizes.repeat_interleave(counts)  # (F,)
+        self.known = self._bits(list(scores))  # (N, F)
         values = torch.tensor(list(scores.values()), dtype=torch.float64)  # (N,)
         values = values.clamp_min(float(values.quantile(0.2)))  # how bad the worst are is no news
         values = (values - values.mean()) / (values.std(correction=0) + 1e-12)
@@ -172,7 +190,7 @@ class _Surrogate:
         same = self._overlap(self.known)  # (N, N)
         likeliest = -math.inf
         for scale in LENGTHSCALES:
-            kernel = torch.exp((same - self.sizes.sum()) / (scale * len(switches)))
+            kernel = torch.exp((same - self.whole) / (scale * self.count))
             root = torch.linalg.cholesky(
                 kernel + NOISE * torch.eye(len(kernel), dtype=kernel.dtype)
             )
@@ -184,9 +202,9 @@ class _Surrogate:
                 self.weights, self.variance = weights, variance
 
     def expected_improvement(self, masks: Sequence[int]) -> list[float]:
-        bits = self._bits(masks)  # (M, n)
+        bits = self._bits(masks)  # (M, F)
         same = self._overlap(bits)  # (M, N)
-        kernel = torch.exp((same - self.sizes.sum()) / (self.scale * len(self.switches)))
+        kernel = torch.exp((same - self.whole) / (self.scale * self.count))
         explained = torch.linalg.solve_triangular(self.root, kernel.T, upper=False)  # (N, M)
         spread = (self.variance * (1 + NOISE - explained.square().sum(0))).clamp_min(1e-12).sqrt()
         above = (kernel @ self.weights - self.best) / spread  # (M,)
@@ -195,9 +213,9 @@ class _Surrogate:
         return expected
 
     def _bits(self, masks: Sequence[int]) -> torch.Tensor:
-        rows = [[1.0 if mask & s else 0.0 for s in self.switches] for mask in masks]
+        rows = [[float(mask & bits == value) for bits, value in self.choices] for mask in masks]
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _overlap(self, bits: torch.Tensor) -> torch.Tensor:
-        """Switches that are alike, by size: (M, n) against the known sets to (M, N)."""
-        return (bits * self.sizes) @ self.known.T + ((1 - bits) * self.sizes) @ (1 - self.known).T
+        """Switches that are alike, by size: (M, F) against the known sets to (M, N)."""
+        return (bits * self.sizes) @ self.known.T

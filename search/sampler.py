@@ -101,7 +101,7 @@ class SublayerSampler(BaseSampler):
         self.seeds = dict(seeds)
         if space.kind == "exit":  # few enough to try all
             self.seeds |= {
-                f"exit-{space.params(mask)['exit']}": mask
+                _exit_name(space, mask): mask
                 for mask in space.enumerate()
                 if mask not in self.seeds.values()
             }
@@ -187,6 +187,15 @@ class SublayerSampler(BaseSampler):
     def _claim(self, study: Study, trial: FrozenTrial, mask: int, origin: str) -> None:
         _set(study, trial, "origin", origin)
         _set(study, trial, "skipped", f"{mask:#x}")
+
+
+def _exit_name(space: Space, mask: int) -> str:
+    chosen = space.params(mask)
+    return (
+        f"{space.bits}-bits-exit-{chosen['exit']}"
+        if chosen.get("low")
+        else f"exit-{chosen['exit']}"
+    )
 
 
 def _set(study: Study, trial: FrozenTrial, name: str, value: Any) -> None:

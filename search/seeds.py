@@ -18,14 +18,28 @@ from .space import Space
 
 SHARES = (0.2, 0.35, 0.5)
 """Shares of a space's switches that the seeds of no natural size leave out."""
+LOW_EXITS = (0.125, 0.5, 0.8)
+"""Shares of the layers that early exits in low precision run."""
+FEW = (1, 2, 4, 8)
+"""Switches that sets in low precision leave out: they lose more by each than they save."""
 
 
 def standard(space: Space) -> dict[str, int]:
-    """Names and masks of skipping nothing, every early exit and evenly spaced sets."""
+    """Names and masks of skipping nothing, every early exit and evenly spaced sets.
+
+    With low precision also all in it, without the head, behind exact halves, and at some exits.
+    """
     found = {"none": 0}
+    if space.bits:
+        bits, low = f"{space.bits}-bits", space.low_mask(0)
+        first = low & (1 << 2 * space.num_layers + space.num_layers // 2 * 2) - 1
+        found |= {bits: low, f"{bits}-whole-head": low & ~(1 << 4 * space.num_layers)}
+        found |= {f"{bits}-second-half": low & ~first}
+        depths = sorted({round(share * space.num_layers) for share in LOW_EXITS} - {0})
+        found |= {f"{bits}-exit-{e}": space.low_mask(space.exit_mask(e)) for e in depths[::-1]}
     exits = range(space.num_layers - 1, 0, -1)
     found |= {f"exit-{layer}": space.exit_mask(layer) for layer in exits}
-    switches = list(space.switches.values())
+    switches = space.leaving_out
     for count in _counts(space):
         even = {round((i + 0.5) * len(switches) / count - 0.5) for i in range(count)}
         found[f"even-{count}"] = sum(switches[i] for i in even)
@@ -58,10 +72,16 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
     `hidden` is (2L + 1, T, D): what enters sublayer i at each of T tokens, and at the end what
     leaves the last one, before the final norm.
     """
-    counts = _counts(space)
-    switches = list(space.switches.values())
-    nearest = cosine_sets(hidden.double(), switches, max(counts, default=0))
-    return _distinct(space, {f"cosine-{count}": nearest[count] for count in counts})
+    counts, few = _counts(space), FEW if space.bits else ()
+    switches = space.leaving_out
+    most = min(len(switches), max([*counts, *few], default=0))
+    nearest = cosine_sets(hidden.double(), switches, most)
+    low = {
+        f"{space.bits}-bits-cosine-{count}": space.low_mask(nearest[count])
+        for count in few
+        if count <= most
+    }
+    return _distinct(space, low | {f"cosine-{count}": nearest[count] for count in counts})
 
 
 @torch.no_grad()
@@ -126,7 +146,7 @@ def _first(switch: int) -> int:
 
 def _counts(space: Space) -> list[int]:
     """How many switches to leave out: the shares, as far as the budget lets them differ."""
-    switches = space.switches.values()
+    switches = space.leaving_out
     total = len(switches)
     if space.budget is not None:
         total = min(total, 2 * space.budget // min((s.bit_count() for s in switches), default=1))

@@ -1,9 +1,10 @@
-"""The spaces that a search walks: sets of sublayers; knows no model, no trial and no value.
+"""The spaces that a search walks: what runs of a model, and how exactly; knows no trial, no value.
 
-A set of skipped sublayers is an int, the `mask`: bit i is sublayer i (2 * layer for attention,
-2 * layer + 1 for the MLP). A `layer` or `sublayer` space is made of switches, each of which leaves
-out its own few sublayers, so that masks and parameters stand one to one: no two trials of a study
-with different parameters mean the same draft.
+A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
+2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
+the head does. A `layer` or `sublayer` space is made of switches, each of which chooses for its own
+few sublayers, so that masks and parameters stand one to one: no two trials of a study with
+different parameters mean the same draft.
 """
 
 from __future__ import annotations
@@ -11,15 +12,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import combinations
-from typing import Any
+from itertools import combinations, product
+from typing import Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.files.schema import integer, optional
 
 KINDS = ("exit", "layer", "sublayer")
+EXACT, LOW, OUT = "exact", "low", "out"
+"""Choices of a switch, where there are three; with two they are False and True (left out)."""
+
+Change = tuple[int, int]
+"""The bits of a switch, and the new ones among them."""
+
+
+def changed(mask: int, change: Change) -> int:
+    bits, new = change
+    return mask & ~bits | new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +40,9 @@ class Space:
     Skipping nothing belongs to every space. `exit`: early exits only. `layer`: any whole layers.
     `sublayer`: attention and MLP blocks one by one. Unless `allow_ends`, the first layer always
     runs and the last is left out only whole: a draft without it is an early exit (of fewer or more
-    layers), perhaps with gaps, and every early exit is in every space.
+    layers), perhaps with gaps, and every early exit is in every space. With `bits`, what is not
+    left out may also run in low precision, the first layer and the head included; an `exit` in low
+    precision is so as a whole.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range.
@@ -40,37 +53,60 @@ class Space:
     allow_ends: bool = False
     budget: int | None = None
     """Sublayers left out at most, 1 or more; None for any number."""
+    bits: Literal[8, 4] | None = None
+    """Of low precision; None: everything that runs runs exactly."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"space must be one of {', '.join(KINDS)}, got {self.kind!r}")
         integer(1)(self.num_layers, "num_layers")
         optional(integer(1))(self.budget, "budget")
+        if self.bits is not None:
+            LowPrecision(bits=self.bits)  # refuses others
 
     @cached_property
-    def switches(self) -> dict[str, int]:
-        """Parameter names and the mask that each leaves out, in layer order; none for `exit`."""
-        last = self.num_layers - 1
-        found = {}
-        for layer in range(self.num_layers):
+    def switches(self) -> dict[str, dict[Any, int]]:
+        """Parameter names, and by choice the bits of each, in layer order; none for `exit`."""
+        last, found = self.num_layers - 1, {}
+        for layer in range(self.num_layers if self.kind != "exit" else 0):
             attention, mlp = 1 << 2 * layer, 2 << 2 * layer
-            if self.kind == "exit" or (layer == 0 and not self.allow_ends):
-                continue
+            parts = {f"attention.{layer}": attention, f"mlp.{layer}": mlp}
             if self.kind == "layer" or (layer == last and not self.allow_ends):
-                found[f"layer.{layer}"] = attention | mlp
-            else:
-                found |= {f"attention.{layer}": attention, f"mlp.{layer}": mlp}
+                parts = {f"layer.{layer}": attention | mlp}
+            stays = layer == 0 and not self.allow_ends
+            for name, part in parts.items():
+                out = {} if stays else {OUT if self.bits else True: part}
+                if self.bits:
+                    found[name] = {EXACT: 0, LOW: part << 2 * self.num_layers, **out}
+                elif out:
+                    found[name] = {False: 0, **out}
+        if self.bits and found:
+            found["head"] = {EXACT: 0, LOW: self._low_head}
         return found
+
+    @cached_property
+    def fields(self) -> dict[str, int]:
+        """By switch, all bits that are its own."""
+        return {name: sum(choices.values()) for name, choices in self.switches.items()}
+
+    @property
+    def leaving_out(self) -> list[int]:
+        """By switch that can leave something out, the mask that does, in layer order."""
+        return [value for c in self.switches.values() for k, value in c.items() if k in (OUT, True)]
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Optuna's form of the parameters: True where a switch leaves its sublayers out.
+        """Optuna's form of the parameters: the choices of every switch.
 
-        An `exit` space has the one parameter `exit`, from 1 to `num_layers` (skips nothing).
+        An `exit` space has the parameter `exit`, from 1 to `num_layers` (skips nothing), and with
+        `bits` the parameter `low`.
         """
         if self.kind == "exit":
-            return {"exit": IntDistribution(1, self.num_layers)}
-        return {name: CategoricalDistribution((False, True)) for name in self.switches}
+            low = {"low": CategoricalDistribution((False, True))} if self.bits else {}
+            return {"exit": IntDistribution(1, self.num_layers), **low}
+        return {
+            name: CategoricalDistribution(tuple(choices)) for name, choices in self.switches.items()
+        }
 
     @cached_property
     def size(self) -> int:
@@ -78,49 +114,124 @@ class Space:
         if self.kind == "exit":
             return sum(1 for _ in self.enumerate())
         counts = {0: 1}  # sublayers left out: sets that leave out so many
-        for mask in self.switches.values():
-            for skipped, sets in sorted(counts.items(), reverse=True):
-                more = skipped + mask.bit_count()
-                counts[more] = counts.get(more, 0) + sets
+        for choices in self.switches.values():
+            more: dict[int, int] = {}
+            for (skipped, sets), value in product(counts.items(), choices.values()):
+                now = skipped + self.left_out(value).bit_count()
+                more[now] = more.get(now, 0) + sets
+            counts = more
         most = min(2 * self.num_layers - 1, self.budget or 2 * self.num_layers)
         return sum(sets for skipped, sets in counts.items() if skipped <= most)
 
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
         if self.kind == "exit":
-            masks = (self.exit_mask(e) for e in range(self.num_layers, 0, -1))
+            masks = [self.exit_mask(e) for e in range(self.num_layers, 0, -1)]
+            masks += [self.low_mask(mask) for mask in masks] if self.bits else []
             yield from (mask for mask in masks if mask in self)
             return
-        switches = self.switches.values()
-        for count in range(len(switches) + 1):
-            for chosen in combinations(switches, count):
-                if sum(chosen) in self:  # disjoint, so that the sum is the union
-                    yield sum(chosen)
+        others = [[value for value in each.values() if value] for each in self.switches.values()]
+        for count in range(len(others) + 1):
+            for chosen in combinations(others, count):
+                for values in product(*chosen):
+                    if sum(values) in self:  # disjoint, so that the sum is the union
+                        yield sum(values)
 
     def __contains__(self, mask: int) -> bool:
-        if not 0 <= mask < (1 << 2 * self.num_layers) - 1:  # all sublayers left out is no draft
+        out = self.left_out(mask)
+        if mask < 0 or out == self._every:  # all sublayers left out is no draft
             return False
-        if self.budget is not None and mask.bit_count() > self.budget:
+        if self.budget is not None and out.bit_count() > self.budget:
             return False
         if self.kind == "exit":
-            return mask in {self.exit_mask(e) for e in range(1, self.num_layers + 1)}
-        return sum(switch for switch in self.switches.values() if mask & switch == switch) == mask
+            exits = {self.exit_mask(e) for e in range(1, self.num_layers + 1)}
+            return out in exits and mask in (out, self.low_mask(out) if self.bits else out)
+        return self._choices(mask) is not None
+
+    def _choices(self, mask: int) -> dict[str, Any] | None:
+        """What each switch chose; None where that is not a mask of these switches."""
+        chosen = {}
+        for name, own in self.fields.items():
+            labels = [label for label, v in self.switches[name].items() if v == mask & own]
+            if not labels:
+                return None
+            chosen[name] = labels[0]
+            mask &= ~own
+        return None if mask else chosen
+
+    @property
+    def _every(self) -> int:
+        return (1 << 2 * self.num_layers) - 1
+
+    @property
+    def _low_head(self) -> int:
+        return 1 << 4 * self.num_layers
+
+    def left_out(self, mask: int) -> int:
+        """Of a mask, the bits of what is left out."""
+        return mask & self._every
 
     def exit_mask(self, exit_layer: int) -> int:
         """The mask of an early exit; of skipping nothing for `num_layers`."""
         return (1 << 2 * self.num_layers) - (1 << 2 * exit_layer)
 
+    def low_mask(self, mask: int) -> int:
+        """The same left out, and all that runs in low precision."""
+        out = self.left_out(mask)
+        return out | (self._every ^ out) << 2 * self.num_layers | self._low_head
+
+    def flips(self, mask: int) -> list[Change]:
+        """One change of every switch, in layer order: what runs is left out, and the other way.
+
+        What comes back does so in low precision where most of the draft runs so. What cannot be
+        left out changes its precision.
+        """
+        low = 2 * (mask >> 2 * self.num_layers).bit_count() > 2 * self.num_layers - (
+            self.left_out(mask).bit_count()
+        )
+        found = []
+        for name, choices in self.switches.items():
+            own, out = self.fields[name], choices.get(OUT, choices.get(True))
+            back = choices[LOW] if low and LOW in choices else 0
+            if out is None:
+                found.append((own, own ^ (mask & own)))
+            else:
+                found.append((own, back if mask & own == out else out))
+        return found
+
+    def changes(self, mask: int) -> list[Change]:
+        """Every other choice of every switch."""
+        return [
+            (self.fields[name], value)
+            for name, choices in self.switches.items()
+            for value in choices.values()
+            if value != mask & self.fields[name]
+        ]
+
     def mask(self, skip: SkipConfig) -> int:
         """The mask of a config, whether the space holds it or not; ValueError for another model."""
-        return sum(1 << sublayer for sublayer in skip.skipped(self.num_layers))
+        skip = skip.resolve(self.num_layers)
+        if skip.low is not None and self.bits not in (None, skip.low.bits):
+            raise ValueError(f"it runs sublayers in {skip.low.bits} bits, not in {self.bits}")
+        low = sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
+        head = self._low_head if skip.low is not None and skip.low.head else 0
+        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head
 
     def skip_config(self, mask: int) -> SkipConfig:
-        """The resolved config that leaves out the sublayers of `mask`."""
-        layers = range(self.num_layers)
-        return SkipConfig(
-            attention=tuple(layer for layer in layers if mask >> 2 * layer & 1),
-            mlp=tuple(layer for layer in layers if mask >> 2 * layer & 2),
-        ).resolve(self.num_layers)
+        """The resolved config that does with every sublayer what `mask` says."""
+
+        def layers(bits: int) -> tuple[int, ...]:
+            return tuple(layer for layer in range(self.num_layers) if bits >> 2 * layer & 1)
+
+        rounded = mask >> 2 * self.num_layers
+        low = LowPrecision(
+            bits=self.bits or 8,
+            attention=layers(rounded),
+            mlp=layers(rounded >> 1),
+            head=bool(mask & self._low_head),
+        )
+        skip = SkipConfig(attention=layers(mask), mlp=layers(mask >> 1), low=low)
+        return skip.resolve(self.num_layers)
 
     def params(self, mask: int) -> dict[str, Any]:
         """The parameters of a mask that the space holds.
@@ -131,8 +242,10 @@ class Space:
         if mask not in self:
             raise ValueError(f"{self.skip_config(mask)} is not in {self}")
         if self.kind == "exit":
-            return {"exit": self.num_layers - mask.bit_count() // 2}
-        return {name: bool(mask & switch) for name, switch in self.switches.items()}
+            out = self.left_out(mask)
+            low = {"low": mask != out} if self.bits else {}
+            return {"exit": self.num_layers - out.bit_count() // 2, **low}
+        return self._choices(mask) or {}
 
     def from_params(self, params: Mapping[str, Any]) -> int:
         """The mask of a trial's parameters; those that the space does not know do not count.
@@ -140,15 +253,19 @@ class Space:
         Parameters may name a set that the space does not hold: over the budget, say.
         """
         if self.kind == "exit":
-            return self.exit_mask(params["exit"])
-        return sum(switch for name, switch in self.switches.items() if params[name])
+            mask = self.exit_mask(params["exit"])
+            return self.low_mask(mask) if self.bits and params["low"] else mask
+        return sum(choices[params[name]] for name, choices in self.switches.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; equal dicts are equal spaces."""
-        return asdict(self)
+        """The fields as JSON values, `bits` where there are any; equal dicts are equal spaces."""
+        known = asdict(self)
+        return known if self.bits else {k: v for k, v in known.items() if k != "bits"}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"
+        if self.bits:
+            words += f", in {self.bits} bits or exactly"
         if self.allow_ends:
             words += ", ends free"
         return words if self.budget is None else f"{words}, at most {self.budget} sublayers"

@@ -15,7 +15,8 @@ class Landscape:
 
     Each sublayer left out lowers the acceptance by its own damage, more where its neighbours are
     left out too, and ever more as sets grow. `exits`: the model was trained to exit early, so that
-    the damage of a tail left out whole depends on where it starts instead of on its sum.
+    the damage of a tail left out whole depends on where it starts instead of on its sum. Low
+    precision costs a third and does little damage, but for some sublayers, and the head.
     """
 
     def __init__(self, num_layers: int, seed: int, *, exits: bool = False, verify: float = 0.1):
@@ -40,6 +41,7 @@ class Landscape:
         weights = [draw.uniform(0.8, 1.2) * (1.0 if i % 2 == 0 else 1.8) for i in range(n)]
         self.head = 0.08 * sum(weights)
         self.weights = weights
+        self.rounding = [scale * 0.15 * math.exp(draw.gauss(0, 1.3)) for _ in range(n + 1)]
         self.verify = tuple(1 + verify * tokens for tokens in range(max(LENGTHS) + 1))
         self.calls = 0
 
@@ -55,11 +57,15 @@ class Landscape:
         damage += sum(self.damage[i] for i in out)
         chosen = set(out)
         damage += sum(d for (i, j), d in self.pairs.items() if i in chosen and j in chosen)
-        return math.exp(-max(0.0, damage) * (1 + 1.5 * len(out) / self.sublayers))
+        damage = max(0.0, damage) * (1 + 1.5 * len(out) / self.sublayers)
+        low = mask >> self.sublayers  # the last bit is the head's
+        return math.exp(-damage - sum(d for i, d in enumerate(self.rounding) if low >> i & 1))
 
     def cost(self, mask: int) -> float:
-        kept = sum(w for i, w in enumerate(self.weights) if not mask >> i & 1)
-        return (kept + self.head) / (sum(self.weights) + self.head) + 0.02
+        low = mask >> self.sublayers
+        read = [w / 3 if low >> i & 1 else w for i, w in enumerate([*self.weights, self.head])]
+        kept = sum(w for i, w in enumerate(read) if i == self.sublayers or not mask >> i & 1)
+        return kept / (sum(self.weights) + self.head) + 0.02
 
     def __call__(self, mask: int) -> tuple[float, float, float]:
         """Value, acceptance and draft cost."""
@@ -71,7 +77,7 @@ class Landscape:
 
 def best_by_long_search(landscape: Landscape, space, seed: int = 0, restarts: int = 4):
     """Full greedy from nothing and from every exit, then flips and swaps until none helps."""
-    switches = list(space.switches.values())
+    switches = space.leaving_out
     memo: dict[int, float] = {}
 
     def value(mask: int) -> float:

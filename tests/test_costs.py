@@ -238,7 +238,7 @@ def test_analytic_costs_of_low_precision(bits: Literal[8, 4]) -> None:
     def low(module: Any) -> float:
         (weight,) = module.parameters()
         rows, columns = weight.shape
-        scales = 4 * rows if bits == 8 else 2 * rows * math.ceil(columns / 32)
+        scales = 2 * rows if bits == 8 else 2 * rows * math.ceil(columns / 32)
         return float(weight.numel() * bits / 8 + scales)
 
     norm = opened.model.model.norm.weight.nbytes

@@ -13,7 +13,7 @@ from models import lively_model, ragged
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.replay import chains as chains_module
 from layerskip.replay.chain_cache import ChainCache
@@ -42,6 +42,9 @@ SKIPS = {
     "one MLP": SkipConfig(attention=(*FIVE, 5), mlp=FIVE),
     "one attention": SkipConfig(attention=FIVE, mlp=(*FIVE, 5)),
     "nothing skipped": SkipConfig(),
+    "all low": SkipConfig.low_precision(4),
+    "low behind a prefix": SkipConfig(low=LowPrecision(bits=4, attention=(3, 4), mlp=(2, 5))),
+    "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
 
 

@@ -68,6 +68,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flags(folder: Path, prompts: Path, output: Path, *more: Any) -> list[Any]:
     always = ["--prompts", prompts, "--output", output, "--max-new-tokens", 24, "--repeats", 1]
+    always += [] if "--bits" in more else ["--bits", "none"]
     return ["search", folder, *always, *more]
 
 

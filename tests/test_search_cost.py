@@ -11,7 +11,7 @@ from models import lively_model, prompt
 from torch import Tensor
 from transformers import SuppressTokensLogitsProcessor
 
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.decoding.laws import Law
 from layerskip.model.draft_head import TrimmedHead
@@ -54,6 +54,22 @@ class Machine:
             return head(hidden, step)
 
         self.model.head = self.model.draft_head = slow_head
+        exact = self.model._rounded
+
+        def slow_low(sublayer: int | None, skip: SkipConfig) -> Any:
+            """A third of the exact one's time, of the head a quarter."""
+            block = exact(sublayer, skip)
+
+            def slow(hidden: Tensor, step: Any) -> Tensor:
+                context = 16 if step.cache.start < 40 else 64
+                self.time += (
+                    HEAD / 4 if sublayer is None else self.seconds(sublayer, 1, context) / 3
+                )
+                return block(hidden, step)
+
+            return slow
+
+        self.model._rounded = slow_low  # type: ignore[method-assign]
         self.law = Law([TemperatureLogitsWarper(self)], do_sample=True, rows=1)
 
     def seconds(self, index: int, count: int, context: float) -> float:
@@ -135,6 +151,64 @@ def test_trimmed_heads_are_timed_in_draft_steps(monkeypatch: pytest.MonkeyPatch)
         assert record["repeated"][c] == pytest.approx([1.0])
     assert len(set(views)) == 4  # no row is in two of them
     assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_low_precision_is_timed_in_drafts_of_everything_low() -> None:
+    machine = Machine()
+    record = machine.measure(bits=8)
+    assert record["low_bits"] == 8
+    for c, context in enumerate((16, 64)):
+        sublayers = [machine.seconds(i, 1, context) / 3 for i in range(2 * LAYERS)]
+        assert record["low_attention"][c] == pytest.approx(sublayers[::2])
+        assert record["low_mlp"][c] == pytest.approx(sublayers[1::2])
+        assert record["low_head"][c] == pytest.approx(HEAD / 4)
+        assert len(record["low_trimmed_head"][c]) == len(record["head_sizes"])
+        assert record["draft_rest"][c] == pytest.approx(REST)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert not any(name.startswith("low_") for name in Machine().measure())
+
+
+def test_a_table_prices_what_is_low() -> None:
+    machine = Machine()
+    record = machine.measure(bits=8)
+    one = [machine.seconds(i, 1, 16) for i in range(2 * LAYERS)]
+    step = sum(one) + HEAD + REST
+    for low in (LowPrecision(), LowPrecision(head=False), LowPrecision(attention=(1, 3), mlp=())):
+        skip = SkipConfig(attention=(4,), mlp=(2, 3), low=low)
+        table = cost_table(record, skip, context=16)
+        draft = HEAD / 4 if low.head else HEAD
+        rounded = skip.rounded(LAYERS)
+        draft += sum(one[i] / 3 if i in rounded else one[i] for i in skip.kept(LAYERS))
+        assert table.draft == pytest.approx((draft + REST) / step)
+        prefix = skip.shared_prefix(LAYERS)
+        many = [machine.seconds(i, 3, 16) for i in range(2 * LAYERS)]
+        verify = sum(one[:prefix]) + sum(many[prefix:]) + REST + 1.2 * HEAD
+        assert table.verify_cost(3) == pytest.approx(verify / step)
+
+
+def test_what_is_low_is_repeated_as_much_as_where_it_was_timed() -> None:
+    """A draft of everything low costs what was measured; a short one is cheaper by its share."""
+    record = Machine().measure(bits=8)
+    step, cheaper = step_seconds(record, 16), record | {"repeated": [[0.5], [0.5]]}
+    (share,) = record["repeated_shares"][0]
+    every, few = SkipConfig.low_precision(), SkipConfig(exit_layer=1, low=LowPrecision())
+    plain, dear = (cost_table(r, every, context=16).draft for r in (record, cheaper))
+    assert dear == pytest.approx(plain)
+    plain, cheap = (cost_table(r, few, context=16).draft for r in (record, cheaper))
+    whole = sum(sum(record[name][0][0]) for name in ("attention", "mlp"))
+    there = sum(sum(record[f"low_{name}"][0]) for name in ("attention", "mlp")) / whole
+    factor = 0.5 + 0.5 * max(0.0, (there - share) / (1 - share))
+    assert cheap == pytest.approx(0.5 / factor * (plain - REST / step) + REST / step)
+
+
+def test_low_precision_without_a_price_is_told() -> None:
+    exact, low = Machine().measure(), Machine().measure(bits=4)
+    with pytest.raises(ValueError, match="know no low precision, so that 8 bits have no price"):
+        cost_table(exact, SkipConfig.low_precision())
+    with pytest.raises(ValueError, match="of 4 bits only, so that 8 bits have no price"):
+        cost_table(low, SkipConfig.low_precision())
+    skip = SkipConfig(exit_layer=2, low=LowPrecision(bits=4, mlp=()))
+    assert cost_table(low, skip, draft_vocabulary=24).draft < cost_table(low, skip).draft
 
 
 def test_a_draft_vocabulary_has_a_price() -> None:

@@ -58,7 +58,9 @@ def idle_end() -> Any:
 
 def find(model: Any, **settings: Any) -> SearchResult:
     return search(
-        model, PROMPTS, **{"trials": 20, "max_new_tokens": TOKENS, "cost": COST} | settings
+        model,
+        PROMPTS,
+        **{"trials": 20, "max_new_tokens": TOKENS, "cost": COST, "bits": None} | settings,
     )
 
 
@@ -115,6 +117,44 @@ def test_the_package_hands_out_what_it_imports_late() -> None:
     assert SearchResult is finding.SearchResult
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         layerskip.search.nothing  # noqa: B018
+
+
+LOW = {
+    "low_bits": 8,
+    **dict.fromkeys(("low_attention", "low_mlp"), [[3e-4] * 6] * 2),
+    "low_head": [1.5e-4] * 2,
+}
+
+
+class TestLowPrecision:
+    def test_what_is_low_is_searched_priced_and_written(self, llama: Any, tmp_path: Path) -> None:
+        result = find(llama, cost=COST | LOW, bits="auto", trials=12)
+        assert result.record["space"]["bits"] == 8
+        assert result.skip.low is not None
+        assert result.winner is not None
+        low = Objective(result_trace(llama), COST | LOW)(SkipConfig.low_precision())
+        assert result.winner.predicted >= 0.99 * low.value * result.record["step_seconds"] > 1.0
+        result.skip.save(tmp_path / "skip.json")
+        assert SkipConfig.load(tmp_path / "skip.json") == result.skip
+        record = checked(result, tmp_path)
+        assert record["finalists"][0]["low"]["bits"] == 8
+        assert record["bound"] == pytest.approx(result.skip.notes["bound"])  # type: ignore[index]
+
+    def test_bits_are_asked_for_or_those_with_prices_or_fast_ones(self, llama: Any) -> None:
+        assert finding.low_bits(4, llama, "fused") == 4
+        assert finding.low_bits(None, llama, "auto", LOW) is None
+        assert finding.low_bits("auto", llama, "fused", LOW) == 8
+        assert finding.low_bits("auto", llama, "auto", COST) is None
+        assert finding.low_bits("auto", llama, "fused") is None
+
+    def test_costs_that_do_not_know_it_are_refused(self, llama: Any) -> None:
+        with pytest.raises(ValueError, match="do not know low precision of 8 bits"):
+            find(llama, bits=8)
+
+
+def result_trace(model: Any) -> Any:
+    """The trace that `find` takes."""
+    return steps(model).trace
 
 
 class TestResult:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.search import seeds
-from layerskip.search.space import Space
+from layerskip.search.space import Space, changed
 
 
 def space(kind: str = "sublayer", num_layers: int = 5, **options) -> Space:
@@ -22,6 +22,10 @@ ALL = [
         ("exit", "layer", "sublayer"), (1, 2, 4), (False, True), (None, 1, 3)
     )
 ]
+ALL += [
+    space(kind, num_layers, allow_ends=ends, bits=8)
+    for kind, num_layers, ends in product(("exit", "layer", "sublayer"), (1, 2, 3), (False, True))
+]
 
 
 @pytest.mark.parametrize("space", ALL, ids=str)
@@ -29,7 +33,8 @@ class TestEverySpace:
     def test_lists_what_it_counts_and_holds(self, space):
         masks = list(space.enumerate())
         assert len(masks) == len(set(masks)) == space.size
-        held = [mask for mask in range(-1, 1 << 2 * space.num_layers) if mask in space]
+        most = 2 * space.num_layers if space.bits is None else 4 * space.num_layers + 2
+        held = [mask for mask in range(-1, 1 << most) if mask in space]
         assert held == sorted(masks)
 
     def test_masks_and_parameters_stand_one_to_one(self, space):
@@ -60,6 +65,7 @@ class TestEverySpace:
 
     def test_keeps_to_the_budget_and_the_ends(self, space):
         for mask in space.enumerate():
+            mask = space.left_out(mask)
             assert space.budget is None or mask.bit_count() <= space.budget
             if not space.allow_ends:
                 assert mask & 0b11 == 0
@@ -81,16 +87,56 @@ def test_parameters_are_those_of_optuna():
     assert free["mlp.1"] == CategoricalDistribution((False, True))
 
 
+def test_three_choices_a_sublayer():
+    three = ("exact", "low", "out")
+    found = space("sublayer", 3, bits=8).distributions
+    assert found == {
+        **dict.fromkeys(("attention.0", "mlp.0", "head"), CategoricalDistribution(three[:2])),
+        **dict.fromkeys(("attention.1", "mlp.1", "layer.2"), CategoricalDistribution(three)),
+    }
+    low = {"exit": IntDistribution(1, 3), "low": CategoricalDistribution((False, True))}
+    assert space("exit", 3, bits=4).distributions == low
+    assert space("exit", 3, bits=4).size == 6
+
+
+def test_low_precision_as_masks():
+    sets = space("sublayer", 3, bits=8)
+    skip = SkipConfig(mlp=(1,), low=LowPrecision(attention=(0, 2), mlp=(2,)))
+    mask = sets.mask(skip)
+    assert mask == 0b1_110001_001000
+    assert sets.skip_config(mask) == skip.resolve(3)
+    assert sets.mask(SkipConfig.low_precision()) == sets.low_mask(0) == 0b1_111111_000000
+    assert sets.low_mask(sets.exit_mask(1)) == 0b1_000011_111100
+    with pytest.raises(ValueError, match="in 4 bits, not in 8"):
+        sets.mask(SkipConfig.low_precision(4))
+    assert 0b1_000100_000100 not in sets  # left out and rounded
+    assert sets.mask(skip) not in space("sublayer", 3)
+
+
+def test_flips_bring_back_in_the_draft_s_own_precision():
+    sets = space("sublayer", 3, bits=8)
+    alone = [changed(0, flip) for flip in sets.flips(0)]
+    assert alone == [1 << 6, 2 << 6, 1 << 2, 1 << 3, 0b11 << 4, 1 << 12]
+    low = sets.low_mask(0b110000)
+    back = [changed(low, flip) for flip in sets.flips(low)]
+    assert back[4] == sets.low_mask(0)
+    assert back[0] == low & ~(1 << 6)
+    changes = [changed(0, change) for change in sets.changes(0)]
+    assert len(set(changes)) == 3 * 1 + 3 * 2
+
+
 def test_counts_a_large_space_without_listing_it():
     assert space("sublayer", 80, allow_ends=True).size == 2**160 - 1
     assert space("sublayer", 80).size == 2 ** (2 * 78 + 1)
     assert space("layer", 80, allow_ends=True, budget=4).size == 1 + 80 + math.comb(80, 2)
+    assert space("sublayer", 80, bits=8).size == 2 * 2**2 * 3 ** (2 * 78 + 1)
 
 
 def test_says_what_it_is():
     assert str(space()) == "the sublayer space of 5 layers"
     words = "the layer space of 5 layers, ends free, at most 4 sublayers"
     assert str(space("layer", allow_ends=True, budget=4)) == words
+    assert str(space("exit", bits=8)) == "the exit space of 5 layers, in 8 bits or exactly"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +146,7 @@ def test_says_what_it_is():
         ({"num_layers": 0}, "num_layers must be 1 or more, got 0"),
         ({"budget": 0}, "budget must be 1 or more, got 0"),
         ({"budget": 1.5}, r"budget must be an integer, got 1\.5"),
+        ({"bits": 6}, "bits must be 8 or 4, got 6"),
         ({"num_layers": True}, "num_layers must be an integer, got True"),
     ],
 )
@@ -120,6 +167,17 @@ def test_standard_seeds():
         f"exit-{layer}" for layer in range(11, 0, -1)
     ]
     assert space("layer", 12).skip_config(found["even-4"]) == SkipConfig.layers([2, 5, 7, 10])
+
+
+def test_seeds_in_low_precision():
+    sets = space("sublayer", 12, bits=8)
+    found = {name: sets.skip_config(mask) for name, mask in seeds.standard(sets).items()}
+    assert list(found)[:2] == ["none", "8-bits"]
+    assert found["8-bits"] == SkipConfig.low_precision().resolve(12)
+    assert found["8-bits-whole-head"] == SkipConfig(low=LowPrecision(head=False)).resolve(12)
+    half = LowPrecision(attention=range(6, 12), mlp=range(6, 12))
+    assert found["8-bits-second-half"] == SkipConfig(low=half).resolve(12)
+    assert found["8-bits-exit-6"] == SkipConfig(exit_layer=6, low=LowPrecision()).resolve(12)
 
 
 class TestHiddenStates:
@@ -148,7 +206,7 @@ class TestHiddenStates:
 
     def test_cosine_sets_hold_their_counts(self):
         layers = space("sublayer", 8)
-        switches = list(layers.switches.values())
+        switches = layers.leaving_out
         found = seeds.cosine_sets(self.hidden(), switches, 9)
         assert len(found) == 10
         for count, mask in enumerate(found):

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import layerskip
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS, SIGNALS, make_controller
 from layerskip.decoding.laws import Law
@@ -43,6 +43,11 @@ SKIPS = {
     "attention last": SkipConfig(attention=(3, 4, 5), mlp=(2, 3, 4, 5)),
     "no prefix": SkipConfig(attention=(0, 1, 2, 3), mlp=(0, 1, 4, 5)),
     "nothing skipped": SkipConfig(),
+    "all low": SkipConfig.low_precision(4),
+    "low, exact and gaps": SkipConfig(
+        attention=(4,), mlp=(3,), low=LowPrecision(bits=4, attention=(2, 5), head=False)
+    ),
+    "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
 # family, temperature (None: greedy), tokens that end a text
 CASES: list[tuple[str, float | None, frozenset[int]]] = [

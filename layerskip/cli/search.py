@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 LEAST_BOUND = 1.1
 """A draft with a bound under this is hardly worth its trouble."""
+TIMEOUT = 300.0
+"""Seconds of trials where neither their number nor a time is given."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
 
@@ -64,6 +66,13 @@ def search(
         Literal["exit", "layer", "sublayer"],
         typer.Option(help="Early exits only, any whole layers, or attention and MLPs one by one."),
     ] = "sublayer",
+    bits: Annotated[
+        Literal["auto", "8", "4", "none"],
+        typer.Option(
+            help="Of low precision, which each sublayer and the head may also run in; auto: 8 "
+            "where passes are native, else none."
+        ),
+    ] = "auto",
     allow_ends: Annotated[
         bool, typer.Option("--allow-ends", help="Free the first layer, and halves of the last.")
     ] = False,
@@ -75,7 +84,11 @@ def search(
         typer.Option(min=1, metavar="N", help="Of the study, in all.  [default: by the space]"),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds after which no more trials start.")
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Seconds after which no more trials start.  [default: 300, or none with --trials]",
+        ),
     ] = None,
     skip: Annotated[
         list[str] | None,
@@ -106,7 +119,7 @@ def search(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search the sublayers that a draft should leave out, and confirm the best on the clock.
+    """Search what a draft should leave out or round, and confirm the best on the clock.
 
     Ctrl-C keeps every finished trial; the same command goes on. Several machines share a study
     where they are given the same --storage and --study-name.
@@ -114,6 +127,8 @@ def search(
     sampling.check()
     if timeout is not None and not timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
+    if timeout is None and trials is None:
+        timeout = TIMEOUT
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
     given = {path: SkipConfig.load(path) for path in skip or ()}
@@ -134,12 +149,14 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.finding import Search
+    from layerskip.search.finding import Search, low_bits
     from layerskip.search.space import Space
     from layerskip.search.workers import Asked, sharing
     from layerskip.timing.threads import cpu_threads
 
     layers = loaded.model.config.num_hidden_layers
+    named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
+    asked_bits = named.get(bits, bits)
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
     with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
@@ -151,7 +168,13 @@ def search(
             task=sampling.task(
                 loaded.model, max_new_tokens, seed=seed, execution=loading.execution
             ),
-            space=Space(kind=space, num_layers=layers, allow_ends=allow_ends, budget=budget),
+            space=Space(
+                kind=space,
+                num_layers=layers,
+                allow_ends=allow_ends,
+                budget=budget,
+                bits=low_bits(asked_bits, loaded.model, loading.execution),
+            ),
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
         )
         where = str(output / "study.log") if storage is None else storage
@@ -320,10 +343,13 @@ def _finish(
 def _table(finalists: Sequence[dict[str, Any]]) -> str:
     """The finalists: what was predicted and what the clock said, with 95% intervals."""
     titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
+    any_low = any(row["low"] for row in finalists)
+    titles[2:2] = ["rounds"] if any_low else []
     lines = [[*titles, "measured", "same text"]]
     for row in finalists:
         skipped, held_out, timed = row["skipped"], row["predicted_held_out"], row["confirmed"]
         line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
+        line += [_low_words(row["low"])] if any_low else []
         line.append(str(row.get("draft_vocabulary") or "all"))
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")
@@ -332,16 +358,28 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
     return aligned(lines)
 
 
+def _low_words(low: dict[str, Any] | None) -> str:
+    if low is None:
+        return "-"
+    count = len(low["attention"]) + len(low["mlp"])
+    return f"{count}{'+head' * low['head']} to {low['bits']} bits"
+
+
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
     """Trials, one a line; sets of layers as numbers between spaces."""
     names = ["number", "origin", "state", "speedup", "forced_speedup", "value", "guide"]
     names += ["acceptance", "draft_cost", "controller", "max_draft_length", "threshold"]
-    names += ["draft_vocabulary", "attention", "mlp", "seconds", "copy_of"]
+    names += ["draft_vocabulary", "attention", "mlp", "bits", "low_attention", "low_mlp"]
+    names += ["low_head", "seconds", "copy_of"]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
         sets = row.get("skipped", {})
         flat = {kind: " ".join(map(str, layers)) for kind, layers in sets.items()}
+        low = row.get("low")
+        if low:
+            flat |= {f"low_{kind}": " ".join(map(str, low[kind])) for kind in ("attention", "mlp")}
+            flat |= {"bits": low["bits"], "low_head": low["head"]}
         writer.writerow({**row, **flat})
     return text.getvalue()

@@ -29,12 +29,12 @@ def cost_table(
 
     A draft step runs the kept sublayers and the head over one token. Verification carries the last
     drafted token through the shared prefix alone, then all drafted tokens and the one before them
-    through the rest of the model and the head.
+    through the rest of the model and the head. Sublayers in low precision have prices of their own.
 
     Args:
         record: what `layerskip.timing.sublayers.measure` returned; its `repeated` and `draft_rest`,
-            which correct the draft's share, may be missing, and `trimmed_head` where the
-            vocabulary is whole.
+            which correct the draft's share, may be missing, `trimmed_head` where the vocabulary is
+            whole, and what is `low` where nothing of the draft is.
         skip: for the record's number of layers.
         context: tokens before the round; between the record's contexts costs lie on a line, beyond
             them they stay. The middle of the record's contexts by default.
@@ -42,7 +42,7 @@ def cost_table(
             sizes the head's cost lies on a line, below them it stays.
 
     Raises:
-        ValueError: a draft vocabulary, and a record that knows no trimmed head.
+        ValueError: a draft vocabulary or low precision that the record does not know.
     """
     attention, mlp, head, rest = (
         _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
@@ -55,26 +55,26 @@ def cost_table(
         for a, m in zip(attention, mlp, strict=True)
     ]
     step = sum(sublayers[0]) + head[0] + rest[0]
-    kept = sum(sublayers[0][index] for index in skip.kept())
-    share = kept / sum(sublayers[0])
+    low, rounded = _low(record, skip, context), set(skip.rounded())
+    exact = sum(sublayers[0][index] for index in skip.kept() if index not in rounded)
+    cheap = sum(low[index] for index in rounded)
+    share = (exact + cheap) / sum(sublayers[0])
     # a draft of everything repeats nothing sooner than a plain step does
     factor, draft_rest = 1.0, rest[0]
+    # what is low was timed in drafts of everything low, which repeat as much as they do
+    low_factor = 1.0
     if "repeated" in record:
         shares = [*_at(record, "repeated_shares", context), 1.0]
-        factor = _on_line(shares, [*_at(record, "repeated", context), 1.0], share)
+        factors = [*_at(record, "repeated", context), 1.0]
+        factor = _on_line(shares, factors, share)
+        low_factor = factor / _on_line(shares, factors, sum(low) / sum(sublayers[0]))
     if "draft_rest" in record:
         draft_rest = _at(record, "draft_rest", context)
-    draft_head = head[0]
-    if draft_vocabulary is not None:
-        if "trimmed_head" not in record:
-            raise ValueError(
-                "these costs have no trimmed head, so that a draft vocabulary has no price; "
-                "measure them again, on a model whose head is a plain weight"
-            )
-        sizes = [*record["head_sizes"], record["vocabulary"]]
-        known = [*_at(record, "trimmed_head", context), head[0]]
-        draft_head = _on_line(sizes, known, draft_vocabulary)
-    draft = factor * (kept + draft_head) + draft_rest
+    if skip.low is not None and skip.low.head:
+        cheap += _head(record, "low_", _at(record, "low_head", context), context, draft_vocabulary)
+    else:
+        exact += _head(record, "", head[0], context, draft_vocabulary)
+    draft = factor * exact + low_factor * cheap + draft_rest
     shared = sum(sublayers[0][:prefix])
     verifies = [
         shared + sum(parts[prefix:]) + norm_and_head + around
@@ -84,6 +84,39 @@ def cost_table(
     counted = range(2, counts[-1] + 1)
     verify = [max(1.0, _on_line(counts, verifies, count) / step) for count in counted]
     return CostTable(draft / step, (1.0, *verify), "measured")
+
+
+def _low(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> list[float]:
+    """Seconds of every sublayer in a resolved config's low precision, over one token."""
+    if skip.low is None:
+        return []
+    bits = record.get("low_bits")
+    if bits != skip.low.bits:
+        known = "no low precision" if bits is None else f"low precision of {bits} bits only"
+        raise ValueError(
+            f"these costs know {known}, so that {skip.low.bits} bits have no price; measure them "
+            f"again with bits={skip.low.bits}"
+        )
+    pairs = zip(
+        *(_at(record, f"low_{kind}", context) for kind in ("attention", "mlp")), strict=True
+    )
+    return [seconds for pair in pairs for seconds in pair]
+
+
+def _head(
+    record: Mapping[str, Any], low: str, whole: float, context: int | None, vocabulary: int | None
+) -> float:
+    """Seconds of a draft's head over one token, exact or `low_`, of so many tokens."""
+    if vocabulary is None:
+        return whole
+    if f"{low}trimmed_head" not in record:
+        raise ValueError(
+            "these costs have no trimmed head, so that a draft vocabulary has no price; "
+            "measure them again, on a model whose head is a plain weight"
+        )
+    sizes = [*record["head_sizes"], record["vocabulary"]]
+    known = [*_at(record, f"{low}trimmed_head", context), whole]
+    return float(_on_line(sizes, known, vocabulary))
 
 
 def _at(record: Mapping[str, Any], name: str, context: int | None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.model.rounded import rounded_bytes
 from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
 
@@ -222,9 +223,7 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
     )
     if bits is None or weight.dim() != 2:
         return whole
-    rows, columns = weight.shape
-    scales = 4 * rows if bits == 8 else 2 * rows * -(-columns // 32)
-    return min(whole, weight.numel() * bits // 8 + scales)
+    return min(whole, rounded_bytes(weight, bits))
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.laws import gumbel_noise
-from layerskip.model.sublayers import Pass
+from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
 from layerskip.replay.trace import Text, Trace
@@ -71,11 +71,15 @@ class Chains:
     ) -> None:
         self.trace, self.chains, self.steps = trace, chains, steps
         self.vocabularies, self.follow = vocabularies, follow
-        self.sublayers = skip.kept()
         self.before: Tensor | None = None
         layers = skip.shared_prefix() // 2  # whole ones, which the trace has been through
+        first = 2 * layers if follow else 0
+        model = trace.model
+        if model.execution == "native":
+            # its wide passes are lean ones, and copies packed for its own are unpacked at each
+            model = Sublayers(model.model, "fused")
+        self.blocks = [*model.blocks[first : skip.shared_prefix()], *model.draft(skip)]
         if follow and layers:
-            self.sublayers = tuple(index for index in self.sublayers if index >= 2 * layers)
             self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
         facts = [
             (
@@ -136,8 +140,8 @@ class Chains:
                 hidden = model.embed(fed[numbers, step].to(model.device).view(layout.shape))
             else:
                 hidden = self.before[rows.to(model.device)].unflatten(0, layout.shape)  # (B, G, H)
-            hidden = model.run(hidden, Pass(model, cache, self.rotary), self.sublayers)
-            raw = model.logits(hidden).flatten(0, 1)  # (B G, V)
+            raw = model.backend.run(hidden, Pass(model, cache, self.rotary), self.blocks)
+            raw = raw.flatten(0, 1)  # (B G, V)
             places = self.place[flat] + step + 1  # (B G,) of what is drawn
             at = _Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
             shared = None if noise is None else noise.at(step, numbers)

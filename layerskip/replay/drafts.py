@@ -164,6 +164,8 @@ def _length(trace: Trace, draft_length: int | None) -> int:
 def _exit_layer(skip: SkipConfig) -> int | None:
     """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
     prefix = skip.shared_prefix()
+    if skip.low is not None:
+        return None
     return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
 
 

@@ -4,7 +4,8 @@ One measurement prices every skip config. Sublayers are timed inside whole passe
 within rounds of the engine itself: one sublayer repeated would stay in the processor's caches and
 lie, and a pass alone would leave out what the engine does around it. Passes that are not timed
 inside are interleaved, and the parts are made to add up to them. A short draft does repeat its few
-sublayers; what that saves is measured on two early exits.
+sublayers; what that saves is measured on two early exits. Low precision is timed in drafts of
+everything low.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ _FEWEST = 3
 
 
 class _Probe:
-    """A copy of an opened model, `model`, that can note when its sublayers and head begin and end.
+    """A copy of an opened model, `model`, that can note when its sublayers and heads begin and end.
 
     Attributes:
         heads: of the next draft steps, in place of the model's.
@@ -61,9 +62,15 @@ class _Probe:
         self.heads: Iterator[Block] = iter(())
         self.marks: list[Any] = []  # two for each sublayer and for each head, as they ran
         self.model.draft_head = lambda *pass_: next(self.heads, self.model.head)(*pass_)
+        self.on = False
+        # what notes, by its own id or that of the block it notes
+        self.known = {id(each): each for each in (*self.timed[0], self.timed[1])}
+        self.known[id(self.model.draft_head)] = self.model.draft_head
+        self.model.draft = self._draft  # type: ignore[method-assign]
 
     def note(self, on: bool, heads: Iterable[Block] = ()) -> None:
         """Begin another round, with or without notes."""
+        self.on = on
         self.model.blocks, self.model.head = self.timed if on else self.plain
         self.marks.clear()
         self.heads = map(self._noting, heads)
@@ -74,6 +81,16 @@ class _Probe:
         if self.on_gpu:
             return [start.elapsed_time(end) / 1000 for start, end in pairs]
         return [end - start for start, end in pairs]
+
+    def _draft(self, skip: SkipConfig) -> list[Block]:
+        """As the model's own; what is low notes, too."""
+        blocks = Sublayers.draft(self.model, skip)
+        return [self._noted(block) for block in blocks] if self.on else blocks
+
+    def _noted(self, block: Block) -> Block:
+        if id(block) not in self.known:
+            self.known[id(block)] = self._noting(block)
+        return self.known[id(block)]
 
     def _noting(self, block: Block) -> Block:
         def noted(hidden: Tensor, step: Any) -> Tensor:
@@ -102,6 +119,7 @@ def measure(
     contexts: Sequence[int] = CONTEXTS,
     counts: Sequence[int] = COUNTS,
     law: Law | None = None,
+    bits: Literal[8, 4] | None = None,
     budget: float = 6.0,
     progress: Callable[[str, float], None] = lambda _what, _share: None,
     now: Callable[[], float] = time.perf_counter,
@@ -114,6 +132,7 @@ def measure(
         contexts: tokens before the passes; those beyond the model's positions are left out.
         counts: tokens of the passes, per row, 1 among them.
         law: whose processors are timed along; greedy by default.
+        bits: of low precision, which is timed where they are given.
         budget: seconds after which no further sweep starts. At least three are made.
         progress: told what is done, in words, and the share of it that is.
         now: the clock, in seconds.
@@ -123,9 +142,10 @@ def measure(
         and head; `trimmed_head`, what a head of each of `head_sizes` rows takes over one token
         (where the head can be trimmed); `repeated`, by which factor sublayers and head are cheaper
         in the drafts of two early exits, and `repeated_shares`, those exits' shares of all
-        sublayers' seconds; and `gap`, by which share the parts of a pass, each typical, exceed the
-        typical pass, for each count. The parts have been scaled by it, so that they add up to
-        `passes`.
+        sublayers' seconds; with `bits` (then there is `low_bits`) `low_attention`, `low_mlp`,
+        `low_head` and `low_trimmed_head`, over one token; and `gap`, by which share the parts of a
+        pass, each typical, exceed the typical pass, for each count. The parts have been scaled by
+        it, so that they add up to `passes`.
 
     Raises:
         ValueError: no prompt tokens, counts without 1, no budget, or no context that fits the
@@ -140,7 +160,10 @@ def measure(
     if not any(prompt.numel() for prompt in prompts):
         raise ValueError("costs are measured on the prompts' tokens; give at least one")
     heads = _disjoint_heads(opened)
-    growth = 2 * sum(counts) + len(heads) + 3  # of a sweep, if all that is drafted were accepted
+    low_heads = {} if bits is None else _disjoint_heads(opened, bits)
+    # of a sweep, if all that is drafted were accepted
+    growth = 2 * sum(counts) + len(heads) + len(low_heads) + 4
+    growth = max(growth, 3 * _TYPICAL_LENGTH + 4)
     room = opened.max_positions - growth
     fitting = sorted({context for context in contexts if 1 <= context <= room})
     if not fitting:
@@ -160,9 +183,12 @@ def measure(
     }
     if heads:
         record |= {"vocabulary": opened.vocabulary, "head_sizes": list(heads)}
+    if bits is not None:
+        record["low_bits"] = bits
     for number, context in enumerate(fitting):
         ids = text[:context].expand(batch_size, -1)  # (B, T)
-        sweeps = _Sweeps(opened, ids, law, counts, list(heads.values()), growth, now)
+        many = [list(heads.values()), list(low_heads.values())]
+        sweeps = _Sweeps(opened, ids, law, counts, many, bits, growth, now)
         started, made = now(), 0
         while made < _FEWEST or (made < _SWEEPS and now() - started < budget / len(fitting)):
             share = min(1.0, max(made / _SWEEPS, (now() - started) * len(fitting) / budget))
@@ -185,7 +211,7 @@ def disturbed(record: Mapping[str, Any]) -> bool:
     return repeated > 1 + DISTURBED or gap > DISTURBED
 
 
-def _disjoint_heads(model: Sublayers) -> dict[int, Block]:
+def _disjoint_heads(model: Sublayers, bits: int | None = None) -> dict[int, Block]:
     """Heads by the sizes to be timed, smallest first; none where the head cannot be trimmed.
 
     Views of the head's own rows, and no row in two of them: copies would take room, and a row that
@@ -198,7 +224,7 @@ def _disjoint_heads(model: Sublayers) -> dict[int, Block]:
     for part in sorted(TRIMMED, reverse=True):
         size = model.vocabulary // part
         if size:
-            heads[size] = model.head_of(TrimmedHead(head, slice(first, first + size)))
+            heads[size] = model.backend.head(TrimmedHead(head, slice(first, first + size)), bits)
         first += size
     return heads
 
@@ -212,7 +238,8 @@ class _Sweeps:
         ids: Tensor,
         law: Law,
         counts: Sequence[int],
-        heads: Sequence[Block],
+        heads: Sequence[Sequence[Block]],
+        bits: Literal[8, 4] | None,
         growth: int,
         now: Callable[[], float],
     ) -> None:
@@ -225,6 +252,8 @@ class _Sweeps:
         # all tokens, and drafting them takes hardly any time.
         every = tuple(range(self.layers))
         self.skip = SkipConfig(attention=every, mlp=every[1:]).resolve(self.layers)
+        low = None if bits is None else SkipConfig.low_precision(bits)
+        self.low = low and low.resolve(self.layers)
         self.exits = sorted({self.layers // 8, self.layers // 2} - {0})
         rows = len(ids)
         self.request = Request(
@@ -237,13 +266,16 @@ class _Sweeps:
         self.passes: dict[int, list[float]] = defaultdict(list)
         self.parts: dict[int, list[list[float]]] = defaultdict(list)  # 2L sublayers, head, rest
         self.draft_rests: list[float] = []
-        self.trimmed: list[list[float]] = [[] for _ in heads]
+        # exact ones and, with bits, low ones
+        self.trimmed: list[list[list[float]]] = [[[] for _ in some] for some in heads]
+        self.low_steps: list[float] = []
+        self.low_parts: list[list[float]] = []  # 2L sublayers, head
         self.drafts: dict[int, list[float]] = defaultdict(list)  # a step's seconds, by exit layer
 
     def run(self, number: int) -> None:
         """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
         watch = Stopwatch(self.now)
-        rounds = self._rounds(self.skip, watch, max(*self.counts, len(self.heads) + 1))
+        rounds = self._rounds(self.skip, watch, max(*self.counts, len(self.heads[0]) + 1))
         turn = number % len(self.counts)
         for count in (*self.counts[turn:], *self.counts[:turn]):
             watch.length = drafted = count - 1
@@ -265,8 +297,11 @@ class _Sweeps:
                     in_steps = sum(seconds[:-verified])
                     self.draft_rests.append((watch.drafted - start - in_steps) / drafted)
 
-        if self.heads:
-            self._run_heads(rounds, watch, kept=number > 0)
+        for heads, times in zip(self.heads, self.trimmed, strict=True):
+            if heads:
+                self._run_heads(rounds, watch, heads, times if number else [])
+        if self.low is not None:
+            self._run_low(watch, kept=number > 0)
         watch.length = _TYPICAL_LENGTH
         for layer in self.exits:
             skip = SkipConfig.early_exit(layer).resolve(self.layers)
@@ -276,15 +311,36 @@ class _Sweeps:
             if number:
                 self.drafts[layer].append((watch.drafted - start) / _TYPICAL_LENGTH)
 
-    def _run_heads(self, rounds: Iterator[Round], watch: Stopwatch, *, kept: bool) -> None:
+    def _run_heads(
+        self,
+        rounds: Iterator[Round],
+        watch: Stopwatch,
+        heads: Sequence[Block],
+        times: Sequence[list[float]],
+    ) -> None:
         """A round with a draft step for each trimmed head: one MLP, and that head."""
-        watch.length = len(self.heads)
-        self.probe.note(True, self.heads)
+        watch.length = len(heads)
+        self.probe.note(True, heads)
         next(rounds)
         drafted = self.probe.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
-        if kept:
-            for times, seconds in zip(self.trimmed, drafted[1::2], strict=False):
-                times.append(seconds)
+        for of_head, seconds in zip(times, drafted[1::2], strict=False):
+            of_head.append(seconds)
+
+    def _run_low(self, watch: Stopwatch, *, kept: bool) -> None:
+        """Two rounds of drafts with everything in low precision; in the second, parts are noted."""
+        assert self.low is not None
+        watch.length = _TYPICAL_LENGTH
+        rounds = self._rounds(self.low, watch, _TYPICAL_LENGTH + 1)
+        for noting in (False, True):
+            self.probe.note(noting)
+            start = self.now()
+            next(rounds)
+            if kept and noting:
+                seconds, parts = self.probe.seconds(), 2 * self.layers + 1
+                verify = len(seconds) - parts
+                self.low_parts += [seconds[i : i + parts] for i in range(0, verify, parts)]
+            elif kept:
+                self.low_steps.append((watch.drafted - start) / _TYPICAL_LENGTH)
 
     def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
         self.probe.note(False)
@@ -309,7 +365,7 @@ class _Sweeps:
             passes.append(whole)
             gap.append(1 / scale - 1)
         # a law that forbids all tokens of a head ends the draft steps before it
-        trimmed = [typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed]
+        trimmed = [typical(times) / (1 + gap[0]) if times else head[0] for times in self.trimmed[0]]
         draft_rest = typical(self.draft_rests) if self.draft_rests else rest[0]
         repeated, shares = [], []
         for layer in self.exits:
@@ -328,4 +384,18 @@ class _Sweeps:
             "repeated": repeated,
             "repeated_shares": shares,
             **({"trimmed_head": trimmed} if trimmed else {}),
+            **({} if self.low is None else self._low_summary(draft_rest)),
+        }
+
+    def _low_summary(self, draft_rest: float) -> dict[str, Any]:
+        """What is low: parts that add up to the typical draft step."""
+        parts = [typical(part) for part in zip(*self.low_parts, strict=True)]
+        scale = max(0.0, typical(self.low_steps) - draft_rest) / sum(parts)
+        *sublayers, head = [part * scale for part in parts]
+        trimmed = [typical(times) * scale if times else head for times in self.trimmed[1]]
+        return {
+            "low_attention": sublayers[::2],
+            "low_mlp": sublayers[1::2],
+            "low_head": head,
+            **({"low_trimmed_head": trimmed} if trimmed else {}),
         }
