@@ -9,8 +9,8 @@ MODELS := demo-llama demo-gemma2
 SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
-QUESTIONS := --prompts spec-bench --chat --limit 1 --max-new-tokens 64 --repeats 1 --threads 2 \
-	--method plain --method self --method generate --method generate-prompt-lookup
+ASKED := --prompts spec-bench --chat --limit 1 --max-new-tokens 64 --repeats 1 --threads 2
+QUESTIONS := $(ASKED) --method plain --method self --method generate --method generate-prompt-lookup
 
 .PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 lint
 .DELETE_ON_ERROR:
@@ -37,12 +37,14 @@ benchmark: .venv/installed
 	$(BIN)/layerskip report $(SAMPLED) $(GREEDY) --output $(RUNS)/report
 
 # The same of a real checkpoint, which no one trained for this: two threads, ten minutes.
-REAL := $(RUNS)/smollm2-greedy.jsonl $(RUNS)/smollm2-sampled.jsonl
+REAL := $(RUNS)/smollm2-greedy.jsonl $(RUNS)/smollm2-sampled.jsonl $(RUNS)/smollm2-bfloat16.jsonl
 benchmark-smollm2: checkpoints
 	rm -f $(REAL)
 	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --output $(RUNS)/smollm2-greedy.jsonl
 	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --do-sample --temperature 0.8 \
 		--output $(RUNS)/smollm2-sampled.jsonl
+	$(BIN)/layerskip benchmark smollm2 $(ASKED) --method plain --method self --dtype bfloat16 \
+		--output $(RUNS)/smollm2-bfloat16.jsonl
 	$(BIN)/layerskip report $(REAL) --output $(RUNS)/smollm2-report
 
 .PHONY: $(SAMPLED) $(GREEDY)

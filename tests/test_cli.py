@@ -252,9 +252,9 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
 @pytest.mark.parametrize(
     ("flags", "names", "said"),
     [
-        ([], ["lookup", "sublayers"], "looked up in the text so far, or the whole model, in 8 "),
-        (["--low-precision", 4], ["lookup", "sublayers"], "or the whole model, in 4 bits ("),
-        (["--no-lookup"], ["sublayers"], "drafts: the whole model, in 8 bits ("),
+        ([], ["lookup", "sublayers"], "looked up in the text so far, or the whole model in 8 "),
+        (["--low-precision", 4], ["lookup", "sublayers"], "or the whole model in 4 bits ("),
+        (["--no-lookup"], ["sublayers"], "drafts: the whole model in 8 bits ("),
         (["--draft-memory", 0], ["lookup"], "so far; none of the model in 8 bits: copies of its "),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
