@@ -116,8 +116,12 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     tokens = None if size is None else objective.vocabulary(size)
     where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
+    name = f"trial-{trial.number}" if depth is None else f"exit-{depth}"
+    origin = str(trial.user_attrs.get("origin")).removeprefix("seed:")
+    if space.bits and origin.startswith(f"{space.bits}-bits"):
+        name = origin  # a seed that says what it is
     return Finalist(
-        name=f"trial-{trial.number}" if depth is None else f"exit-{depth}",
+        name=name,
         trial=trial.number,
         skip=replace(
             skip,

@@ -341,16 +341,20 @@ def _finish(
 
 
 def _table(finalists: Sequence[dict[str, Any]]) -> str:
-    """The finalists: what was predicted and what the clock said, with 95% intervals."""
-    titles = ["draft", "skips", "vocabulary", "c", "alpha", "predicted", "held out"]
-    any_low = any(row["low"] for row in finalists)
-    titles[2:2] = ["rounds"] if any_low else []
-    lines = [[*titles, "measured", "same text"]]
+    """The finalists: what was predicted and what the clock said, with 95% intervals.
+
+    Of low precision the sublayers are counted, of skipped ones each kind.
+    """
+    bits = next((f"{row['low']['bits']} bits" for row in finalists if row["low"]), "")
+    trimmed = any(row.get("draft_vocabulary") for row in finalists)
+    titles = ["draft", "skips"] + [bits] * bool(bits) + ["vocabulary"] * trimmed
+    titles += ["c", "alpha", "predicted", "held out", "measured", "same text"]
+    lines = [titles]
     for row in finalists:
         skipped, held_out, timed = row["skipped"], row["predicted_held_out"], row["confirmed"]
         line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
-        line += [_low_words(row["low"])] if any_low else []
-        line.append(str(row.get("draft_vocabulary") or "all"))
+        line += [_low_words(row["low"])] * bool(bits)
+        line += [str(row.get("draft_vocabulary") or "all")] * trimmed
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
@@ -362,7 +366,7 @@ def _low_words(low: dict[str, Any] | None) -> str:
     if low is None:
         return "-"
     count = len(low["attention"]) + len(low["mlp"])
-    return f"{count}{'+head' * low['head']} to {low['bits']} bits"
+    return f"{count} + head" if low["head"] else str(count)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
