@@ -361,3 +361,28 @@ def test_weights_read_are_counted_by_pass(tmp_path):
         assert table.loc[name, "share"] == pytest.approx(read / 0.009 / 1e6)
     assert set(table["memory"]) == {1e6 / 1e9}
     assert tables.weights_read(run_of(tmp_path, lines[:1])).empty  # as in files from before
+
+
+def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
+    """Three looked up, two of the sublayers, one that drafted nothing; looked-up ones are free."""
+    head = made.header()
+    own = next(method for method in head["methods"] if method["kind"] == "self")
+    own["sources"] = ["lookup", "sublayers"]
+    found = made.rounds((2, 2, 3), (2, 0, 1), (2, 1, 2), (1, 1, 2), (1, 0, 1), (0, 0, 1))
+    found["sources"] = [0, 0, 0, 1, 1, None]
+    lines = [
+        made.record("plain", new_tokens=[11]),
+        made.record(own["name"], new_tokens=[11], rounds=found),
+    ]
+    run = run_of(tmp_path, lines, head)
+    table = tables.sources(run).set_index("source")
+    assert table["share"].tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 6])
+    assert table.loc["lookup", "acceptance_rate"] == pytest.approx(3 / 6)
+    assert table.loc["sublayers", "acceptance_rate"] == pytest.approx(1 / 2)
+    assert table.loc["none", "drafted"] == 0
+    costs = CostTable(0.5, (1.0, 1.2, 1.4))
+    (unit,) = predictions.price(run, own["name"], 1, costs).values()
+    assert unit.cost == pytest.approx(3 * 1.4 + 2 * (0.5 + 1.2) + 1.0)
+    found["sources"] = [None] * 6  # as in files from before, where all come from the sublayers
+    (unit,) = predictions.price(run_of(tmp_path, lines, head), own["name"], 1, costs).values()
+    assert unit.cost == pytest.approx(3 * 2.4 + 2 * 1.7 + 1.0)

@@ -215,6 +215,8 @@ def test_headers_that_are_refused(path, values, words):
         ({"rounds__emitted": [[2, 1], [1]]}, "rounds.emitted[0] must have 1 items, got 2"),
         ({"rounds__emitted": [[1], [1]]}, "must add up to new_tokens, 4; got 3"),
         ({"rounds__confidences": [[0.5]]}, "rounds.confidences[0][0] must be a list"),
+        ({"rounds__sources": [0]}, "rounds.sources must have 2 items, got 1"),
+        ({"rounds__sources": [None, 0]}, "one of the method's 0 sources, got 0"),
     ],
 )
 def test_records_that_are_refused(path, values, words):
