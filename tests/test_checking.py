@@ -50,7 +50,8 @@ def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
     assert report.greedy.tokens == report.coupled.tokens == 32
     assert report.laws.keys() == {"coupled", "rejection"}
     assert len(report.laws["rejection"].p_values) == 8  # 2 prompts, 2 positions, 2 tokens
-    assert 0 < report.cache_error < report.cache_resolution < 1e-3
+    # 0 where passes are native: those compute a token alike, bit by bit
+    assert 0 <= report.cache_error < report.cache_resolution < 1e-3
     assert len(said) == 4
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert document["passed"] is True

@@ -261,7 +261,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
     forbidden = SuppressTokensLogitsProcessor(list(SOME), device="cpu")
     how: dict[str, Any] = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
-    plain = [r.tokens[0] for r in layerskip.decode(model, ids, **how)]
+    plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
     for acceptance in ("coupled", "rejection"):
         rounds = list(
             layerskip.decode(
@@ -290,7 +290,9 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
     model, ids = model_of("llama"), prompt(7)
     assert 90 not in SOME
     how: dict[str, Any] = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
-    plain = [t for r in layerskip.decode(model, ids, seed=4, **how) for t in r.tokens[0]]
+    plain = [
+        t for r in layerskip.decode(model, ids, seed=4, enabled=False, **how) for t in r.tokens[0]
+    ]
     for acceptance in ("coupled", "rejection"):
         rounds = list(
             layerskip.decode(

@@ -135,11 +135,9 @@ def check(
     prompts = [ids.to(opened.device) for ids in prompts]
     sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
     note("greedy, against transformers")
-    greedy = compare(
-        model, prompts, Task(max_new_tokens, execution=execution), skip=skip, lookup=lookup
-    )
+    greedy = compare(model, prompts, skip, Task(max_new_tokens, execution=execution), lookup=lookup)
     note("coupled sampling, against plain decoding")
-    coupled = compare(model, prompts, sampled, skip=skip, lookup=lookup)
+    coupled = compare(model, prompts, skip, sampled, lookup=lookup)
     note("the sampled law")
     if skip is not None and skip.draft_vocabulary is not None:
         opened = opened.trimmed(skip.draft_vocabulary)
@@ -171,9 +169,9 @@ def check(
 def compare(
     model: Any,
     prompts: Sequence[Tensor],
+    skip: SkipConfig | None,
     task: Task,
     *,
-    skip: SkipConfig | None,
     lookup: bool | Lookup = False,
 ) -> Comparison:
     """Decoding with drafts, prompts (1, T), against the text that it must give.

@@ -89,13 +89,13 @@ def demo(
         greedy = compare(
             loaded.model,
             inputs,
+            drafts.skip,
             Task(length, execution=execution),
-            skip=drafts.skip,
             lookup=drafts.lookup,
         )
         talk.progress("checking sampled text against plain decoding")
         sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
-        coupled = compare(loaded.model, inputs, sampled, skip=drafts.skip, lookup=drafts.lookup)
+        coupled = compare(loaded.model, inputs, drafts.skip, sampled, lookup=drafts.lookup)
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)
