@@ -104,7 +104,8 @@ def through_torch(call: Callable[..., Any], ids: Tensor, count: int) -> Timed:
 
 def ours(model: Any, skip: SkipConfig | None, execution: str) -> Callable[..., Any]:
     def call(input_ids: Tensor, **settings: Any) -> Any:
-        return generate(model, input_ids, skip=skip, execution=execution, **settings)
+        how = {"skip": skip, "enabled": skip is not None, "execution": execution}
+        return generate(model, input_ids, **how, **settings)
 
     return call
 

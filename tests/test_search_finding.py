@@ -246,7 +246,7 @@ class TestResult:
         assert result.record["bound"] == pytest.approx(1 / objective.costs(cheap, 6).draft)
         best.skip.save(tmp_path / "skip.json")
         ids = prompt(9, seed=40)
-        plain = layerskip.generate(model, ids, do_sample=False, max_new_tokens=30)
+        plain = layerskip.generate(model, ids, enabled=False, do_sample=False, max_new_tokens=30)
         drafted = layerskip.generate(
             model, ids, skip=tmp_path / "skip.json", do_sample=False, max_new_tokens=30
         )

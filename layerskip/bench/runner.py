@@ -252,7 +252,8 @@ class Judge:
             # one step of the library's own, so that its processors speak too
             out = self.model.generate(**inputs, **settings, return_dict_in_generate=True)
             return out.scores[0][0]  # type: ignore[no-any-return]  # (V,)
-        out = generate(self.model, inputs, seed=0, execution=self.task.execution, **settings)
+        settings |= {"seed": 0, "enabled": False, "execution": self.task.execution}
+        out = generate(self.model, inputs, **settings)
         assert out.scores is not None
         scores = out.scores[0][0]  # (V,)
         key = stream_key(self.task.seed + batch.numbers[row], 0)
