@@ -29,7 +29,7 @@ from torch.utils import cpp_extension
 
 NAME = "layerskip_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = tuple(map(_SOURCE.with_name, ("products.h", "integers.h")))
+_BESIDE = ("integers.cpp", "integers.h", "products.h")
 _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -106,7 +106,7 @@ def _key() -> str:
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
     parts = (torch.__version__, platform.python_version(), platform.machine(), compiler, *flags())
     digest = hashlib.sha256(repr(parts).encode())
-    for source in (_SOURCE, *_HEADERS):
+    for source in (_SOURCE, *map(_SOURCE.with_name, _BESIDE)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -171,8 +171,9 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 def _compile(folder: Path) -> None:
     """Compile in a folder and try what came out: the child's part."""
+    sources = [str(_SOURCE), str(_SOURCE.with_name("integers.cpp"))]
     module = cpp_extension.load(
-        NAME, [str(_SOURCE)], extra_cflags=flags(), build_directory=str(folder), verbose=False
+        NAME, sources, extra_cflags=flags(), build_directory=str(folder), verbose=False
     )
     plan = module.Plan()
     norm = module.Norm(torch.ones(40), 1e-6, False)
