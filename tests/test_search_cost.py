@@ -201,6 +201,17 @@ def test_what_is_low_is_repeated_as_much_as_where_it_was_timed() -> None:
     assert cheap == pytest.approx(0.5 / factor * (plain - REST / step) + REST / step)
 
 
+def test_a_factor_of_which_noise_left_nothing_has_a_price_all_the_same() -> None:
+    record = Machine().measure(bits=8) | {"repeated": [[0.0], [0.0]]}
+    there = 0.9 * record["repeated_shares"][0][0]
+    for name in ("attention", "mlp"):  # what is low was timed where the factor is 0
+        whole = [times[0] for times in record[name]]
+        record[f"low_{name}"] = [[there * each for each in times] for times in whole]
+    record["low_head"] = [0.0, 0.0]
+    for skip in (SkipConfig.early_exit(1), SkipConfig(exit_layer=1, low=LowPrecision())):
+        assert 0 < cost_table(record, skip, context=16).draft < 1
+
+
 def test_low_precision_without_a_price_is_told() -> None:
     exact, low = Machine().measure(), Machine().measure(bits=4)
     with pytest.raises(ValueError, match="know no low precision, so that 8 bits have no price"):

@@ -67,7 +67,8 @@ def cost_table(
         shares = [*_at(record, "repeated_shares", context), 1.0]
         factors = [*_at(record, "repeated", context), 1.0]
         factor = _on_line(shares, factors, share)
-        low_factor = factor / _on_line(shares, factors, sum(low) / sum(sublayers[0]))
+        timed = _on_line(shares, factors, sum(low) / sum(sublayers[0]))
+        low_factor = factor / timed if timed > 0 else 1.0  # noise may leave nothing of a factor
     if "draft_rest" in record:
         draft_rest = _at(record, "draft_rest", context)
     if skip.low is not None and skip.low.head:
