@@ -26,7 +26,10 @@ def test_reports_of_files_from_before_have_the_same_numbers(tmp_path, monkeypatc
     files = [BEFORE / name for name in ("run.jsonl", "gemma2.jsonl", "search.json")]
     write_report(files, tmp_path / "report")
     tables = {path.name for path in (BEFORE / "tables").iterdir()}
-    assert tables == {path.name for path in (tmp_path / "report" / "tables").iterdir()}
+    found = {path.name for path in (tmp_path / "report" / "tables").iterdir()}
+    assert found == tables | {"sources.csv"}
+    # their drafts came from one source each
+    assert not (tmp_path / "report" / "tables" / "sources.csv").read_text().strip()
     for name in tables:
         expected, found = (
             (folder / name).read_text().strip()

@@ -231,15 +231,14 @@ def test_analytic_costs_count_weights(opened: Sublayers) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_analytic_costs_of_low_precision(bits: Literal[8, 4]) -> None:
-    """A byte a weight and a scale a row, or half of it and a scale for 32 columns; norms whole."""
+    """A byte a weight and a scale a row, or 16 bytes and a scale for 32 columns; norms whole."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32), "modules")
     layer = opened.model.model.layers[0]
 
-    def low(module: Any) -> float:
+    def low(module: Any) -> int:
         (weight,) = module.parameters()
         rows, columns = weight.shape
-        scales = 2 * rows if bits == 8 else 2 * rows * math.ceil(columns / 32)
-        return float(weight.numel() * bits / 8 + scales)
+        return rows * (columns + 2 if bits == 8 else math.ceil(columns / 32) * (16 + 2))
 
     norm = opened.model.model.norm.weight.nbytes
     attention, mlp = (
