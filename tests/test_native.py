@@ -22,7 +22,7 @@ import pytest
 import torch
 from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
-from models import FAMILIES, WINDOW, lively_model, prompt, ragged, tiny_model
+from models import FAMILIES, WINDOW, Fickle, lively_model, prompt, ragged, tiny_model
 from test_sampling import LEVEL, accept_always, exact_law, p_value, sample_texts
 from ties import partings
 from torch import Tensor
@@ -413,15 +413,13 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(calls: list[int]
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12}
         sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 11, **how}
         drafts = {"skip": SKIPS[skip], "controller": "fixed", "max_draft_length": 3}
-        plain: dict[str, Any] = {"return_dict_in_generate": True}
-        drafts |= plain
         keys = None
         if rule == "greedy":
             want = model.generate(ids, do_sample=False, **how)
             out = generate(model, ids, execution="native", do_sample=False, **drafts, **how)
         elif rule == "coupled":
             keys = [stream_key(11, row) for row in range(rows)]
-            want = generate(model, ids, execution="modules", **plain, **sampled).sequences
+            want = generate(model, ids, execution="modules", enabled=False, **sampled).sequences
             out = generate(model, ids, execution="native", **drafts, **sampled)
         else:  # its text depends on the draft
             sampled["acceptance"] = "rejection"
@@ -438,6 +436,40 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(calls: list[int]
     assert len(gaps) + parted <= 1
     assert 0.05 * drafted < accepted < 0.95 * drafted
     assert len(calls) > 100
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "8 bits": {"skip": SkipConfig.low_precision(8)},
+    "4 bits": {"skip": SkipConfig.low_precision(4)},
+    "lookup": {"lookup": True},
+    "lookup, 8 bits": {"skip": SkipConfig.low_precision(8), "lookup": True},
+}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_texts_are_those_of_native_plain_decoding_bit_by_bit(
+    family: str, dtype: torch.dtype, calls: list[int]
+) -> None:
+    """Near-ties included, of which bfloat16 has many."""
+    model = lively_model(family, dtype=dtype, vocab_size=24)  # so few tokens that texts repeat
+    ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
+    ids = torch.where(mask.bool(), ids % 22 + 2, 0)  # (B, W)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "execution": "native"}
+    counts = {name: [0, 0] for name in DRAFTS}
+    for law in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 11}):
+        plain = generate(model, ids, enabled=False, **law, **how).sequences
+        for name, drafts in DRAFTS.items():
+            controller = Fickle() if "," in name else "fixed"  # takes either
+            drafting = drafts | {"controller": controller, "max_draft_length": 5}
+            out = generate(model, ids, **drafting, **law, **how)
+            assert torch.equal(out.sequences, plain)
+            assert all(source.num_accepted_tokens for source in out.stats.sources)
+            counts[name][0] += out.stats.num_accepted_tokens
+            counts[name][1] += out.stats.num_draft_tokens
+    assert all(0 < accepted < drafted for accepted, drafted in counts.values()), counts
+    assert max(calls) == 39  # no pass was too long to be native
 
 
 @pytest.mark.usefixtures("built")
