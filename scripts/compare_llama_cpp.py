@@ -102,10 +102,9 @@ def through_torch(call: Callable[..., Any], ids: Tensor, count: int) -> Timed:
     return Timed(tokens, streamer.at - start, end - streamer.at)
 
 
-def ours(model: Any, skip: SkipConfig | None, execution: str) -> Callable[..., Any]:
+def ours(model: Any, execution: str, **drafts: Any) -> Callable[..., Any]:
     def call(input_ids: Tensor, **settings: Any) -> Any:
-        how = {"skip": skip, "enabled": skip is not None, "execution": execution}
-        return generate(model, input_ids, **how, **settings)
+        return generate(model, input_ids, execution=execution, **drafts, **settings)
 
     return call
 
@@ -247,10 +246,9 @@ def compare(args: argparse.Namespace) -> None:
             ways: dict[str, Way] = {
                 "llama.cpp": partial(through_llama, llama),
                 "generate()": partial(through_torch, model.generate),
-                "plain": partial(through_torch, ours(model, None, args.execution)),
+                "plain": partial(through_torch, ours(model, args.execution, enabled=False)),
             }
-            if skip is not None:
-                ways["self"] = partial(through_torch, ours(model, skip, args.execution))
+            ways["self"] = partial(through_torch, ours(model, args.execution, skip=skip))
             results = []
             for name, number, timed in measured(ways, prompts, args.tokens, args.repeats):
                 results.append((name, number, timed))
@@ -272,7 +270,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--execution", default="auto", help="of plain and self")
-    parser.add_argument("--skip", type=Path, help="skip config of self, which is left out without")
+    parser.add_argument(
+        "--skip", type=Path, help="of self, which drafts as without any set-up otherwise"
+    )
     parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="Spec-Bench otherwise")
     parser.add_argument("--count", type=int, default=6, help="prompts taken")
     parser.add_argument("--tokens", type=int, default=96, help="new ones of every text")

@@ -22,7 +22,11 @@ from layerskip.config import SkipConfig
 def test_every_way_is_timed_on_the_same_tokens():
     model = lively_model("llama")
     skip = SkipConfig.early_exit(3)
-    calls = [model.generate, ours(model, None, "fused"), ours(model, skip, "modules")]
+    calls = [
+        model.generate,
+        ours(model, "fused", enabled=False),
+        ours(model, "modules", skip=skip),
+    ]
     texts = [through_torch(call, prompt(5), 12) for call in calls]
     for timed in texts:
         assert timed.tokens == texts[0].tokens
