@@ -8,16 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from models import FAMILIES, VOCABULARY, Erratic, lively_model, ragged
+from models import FAMILIES, VOCABULARY, Erratic, Fickle, lively_model, ragged
 
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.decoding.controllers import CONTROLLERS, make_controller
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.model.sublayers import Sublayers
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
-seen: Counter[str] = Counter()
+OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])
+UNRULY = {"erratic": Erratic, "fickle": Fickle}
+DRAFTS = ("skip", "low", "lookup", "skip, lookup", "low, lookup", "two skips", "default")
+PLAIN = {"enabled": False}
+seen: Counter[Any] = Counter()
 
 SHAPES: tuple[dict[str, int], ...] = (
     {"num_hidden_layers": 2, "num_key_value_heads": 4},
@@ -40,31 +46,74 @@ def model_of(family: str, shape: int, window: int) -> Any:
     return lively_model(family, **overrides)
 
 
+class Two(LayerSkipDecoding):
+    """Drafts from two skip configs, which the doors do not take."""
+
+    def __init__(self, skip: SkipConfig, second: SkipConfig, **settings: Any) -> None:
+        super().__init__(skip, **settings)
+        self.second = second
+
+    def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
+        assert self.skip is not None
+        opened = Sublayers(model, self.execution)
+        controller = self.controller
+        if isinstance(controller, str):
+            controller = make_controller(
+                controller,
+                max_draft_length=self.max_draft_length,
+                costs=[COSTS, COSTS],
+                sampling=request.law.do_sample,
+            )
+        drafts = [skip.resolve(opened.num_layers) for skip in (self.skip, self.second)]
+        longest = self.max_draft_length or 9
+        return Decoder(opened, drafts, controller, request, max_draft_length=longest), COSTS
+
+
+def decoding(skips: tuple[SkipConfig, ...], **settings: Any) -> LayerSkipDecoding:
+    if len(skips) == 2:
+        return Two(*skips, **settings)
+    return LayerSkipDecoding(*skips, **settings)
+
+
 @st.composite
-def skips(draw: st.DrawFn, layers: int) -> SkipConfig:
-    if draw(st.booleans()):
-        return SkipConfig.early_exit(draw(st.integers(1, layers - 1)))
-    indices = st.sets(st.integers(0, 2 * layers - 1), max_size=layers + 1)
-    skipped = draw(indices)
+def skips(draw: st.DrawFn, layers: int, low: bool) -> SkipConfig:
+    some = st.lists(st.integers(0, layers - 1), unique=True).map(tuple)
+    rounded = None
+    if low:
+        which = {name: draw(st.none() | some) for name in ("attention", "mlp")}
+        bits: Any = draw(st.sampled_from([8, 4]))
+        rounded = LowPrecision(bits=bits, head=draw(st.booleans()), **which)
+    how = draw(st.sampled_from(["exit", "scattered", *(["none"] if low else [])]))
+    if how == "exit":
+        return SkipConfig(exit_layer=draw(st.integers(1, layers - 1)), low=rounded)
+    if how == "none":
+        return SkipConfig(low=rounded)
+    skipped = draw(st.sets(st.integers(0, 2 * layers - 1), max_size=layers + 1))
     return SkipConfig(
         attention=tuple(i // 2 for i in skipped if i % 2 == 0),
         mlp=tuple(i // 2 for i in skipped if i % 2),
+        low=rounded,
     )
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> dict[str, Any]:
+def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
     shape = draw(st.integers(0, len(SHAPES) - 1))
-    name = draw(st.sampled_from([*CONTROLLERS, "erratic"]))
+    layers = SHAPES[shape]["num_hidden_layers"]
+    name = draw(st.sampled_from([*CONTROLLERS, *UNRULY]))
+    lows = {"skip": [False], "low": [True], "two skips": [False, draw(st.booleans())]}
     return {
+        "drafts": drafts,
         "model": (draw(st.sampled_from(FAMILIES)), shape, draw(st.sampled_from([3, 7]))),
-        "skip": draw(skips(SHAPES[shape]["num_hidden_layers"])),
-        "controller": Erratic(draw(st.integers(0, 99))) if name == "erratic" else name,
+        "skips": tuple(draw(skips(layers, low)) for low in lows.get(drafts.split(", ")[0], [])),
+        "lookup": draw(st.sampled_from([True, OTHERS])) if "lookup" in drafts else None,
+        "controller": UNRULY[name](draw(st.integers(0, 99))) if name in UNRULY else name,
         "max_draft_length": draw(st.one_of(st.none(), st.integers(1, 9))),
         "execution": draw(st.sampled_from(["auto", "modules"])),
         "lengths": tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))),
         "text": draw(st.integers(0, 999)),
         "seed": draw(st.integers(0, 2**31)),
+        "rejection": draw(st.booleans()),
         "max_new_tokens": draw(st.integers(1, 14)),
         "eos_token_id": draw(
             st.one_of(st.none(), st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=25))
@@ -93,7 +142,8 @@ def check(case: dict[str, Any]) -> None:
     if "min_new_tokens" in how:
         how["min_new_tokens"] = min(how["min_new_tokens"], how["max_new_tokens"])
     drafting = {
-        "skip": case["skip"],
+        "skips": case["skips"],
+        "lookup": case["lookup"],
         "controller": case["controller"],
         "max_draft_length": case["max_draft_length"],
         "execution": case["execution"],
@@ -104,7 +154,7 @@ def check(case: dict[str, Any]) -> None:
         return model.generate(
             ids,
             attention_mask=mask,
-            custom_generate=LayerSkipDecoding(**settings),
+            custom_generate=decoding(**({"skips": ()} | settings)),
             return_dict_in_generate=True,
             do_sample=sample,
             **how,
@@ -120,35 +170,40 @@ def check(case: dict[str, Any]) -> None:
                 text = model.generate(i[m.bool()][None], do_sample=False, **how)
                 new = text[0, int(m.sum()) :].tolist()
                 assert got[row][ids.shape[1] :][: len(new)] == new
-        want = ours(False, {"enabled": False}).sequences.tolist()
+        want = ours(False, PLAIN).sequences.tolist()
     else:
         want = model.generate(ids, attention_mask=mask, do_sample=False, **how).tolist()
     assert got == want
 
-    sampled = ours(True, drafting | {"seed": case["seed"]})
-    plain = ours(True, {"seed": case["seed"]})
-    assert sampled.sequences.tolist() == plain.sequences.tolist()
+    drafting["seed"] = case["seed"]
+    if case["rejection"]:  # its text depends on the drafts, but on no way to compute them
+        drafting["acceptance"] = "rejection"
+        sampled, want = (ours(True, drafting | {"execution": way}) for way in ("fused", "modules"))
+    else:
+        sampled, want = (ours(True, how) for how in (drafting, {"seed": case["seed"]} | PLAIN))
+    assert sampled.sequences.tolist() == want.sequences.tolist()
 
-    seen["cases"] += 1
-    seen[case["model"][0]] += 1
+    for each in ("cases", case["model"][0], case["drafts"], case["rejection"]):
+        seen[each] += 1
     for out in (greedy, sampled):
-        seen["drafted"] += out.stats.num_draft_tokens
-        seen["accepted"] += out.stats.num_accepted_tokens
+        seen[case["drafts"], "drafted"] += out.stats.num_draft_tokens
+        seen[case["drafts"], "accepted"] += out.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_cases(count: int) -> None:
-    """The same cases every time by default, others every time under `-m slow`."""
+    """So many of each kind of drafts: the same ones by default, others every time when slow."""
     torch.manual_seed(0)
     seen.clear()
-    settings(
-        max_examples=count,
-        derandomize=count < 100,
-        database=None,
-        print_blob=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )(given(case=cases())(check))()
-    assert seen["cases"] >= count
-    assert all(seen[family] > 0 for family in FAMILIES)
-    assert 0.05 * seen["drafted"] < seen["accepted"] < 0.95 * seen["drafted"]
+    for number, drafts in enumerate(DRAFTS):
+        run = settings(
+            max_examples=count,
+            database=None,
+            print_blob=True,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )(given(case=cases(drafts))(check))
+        (seed(number)(run) if count == 10 else run)()
+        assert seen[drafts] >= count
+        assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
+    assert all(seen[each] > 0 for each in (*FAMILIES, False, True))
