@@ -23,6 +23,7 @@ from cost_records import MACHINES
 from models import lively_model
 from test_cli import document, process, refused, run, warned
 
+from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.environment import hardware
@@ -428,6 +429,26 @@ def wait_for(what: Callable[[], bool], child: subprocess.Popen | None = None) ->
         if child is not None and child.poll() is not None:
             pytest.fail(f"ended too soon: {child.communicate()}")
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("weights", "positions"), [(1e5, 1500), (7e7, 1000), (1.4e8, 500), (7e9, 256)]
+)
+def test_a_large_model_is_tried_on_fewer_positions(weights: float, positions: int) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight = torch.nn.Parameter(torch.empty(1).expand(int(weights)))
+    model.device = torch.device("cpu")  # type: ignore[assignment]
+    assert default_positions(model) == positions
+    model.device = torch.device("cuda")  # type: ignore[assignment]
+    assert default_positions(model) == 1500
+
+
+def test_positions_that_are_asked_for(searched: Search, tmp_path: Path) -> None:
+    """Whole texts of them; by default all, as the model is small."""
+    assert searched("--trials", 1, "--positions", 30).exit_code == 0
+    few = read_search(tmp_path / "out" / "search.json")["trace"]["texts"]
+    assert searched("--trials", 1, output=tmp_path / "all").exit_code == 0
+    assert few == 1 < read_search(tmp_path / "all" / "search.json")["trace"]["texts"]
 
 
 @pytest.fixture

@@ -52,6 +52,12 @@ TIMEOUT = 300.0
 """Seconds of trials where neither their number nor a time is given."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
+POSITIONS = 1500
+"""Tokens that drafts are tried on, where the model is small or on a GPU."""
+FEWEST_POSITIONS = 256
+WORK = 7e10
+"""Else so many that these and the model's weights have this product: a draft of all layers then
+takes some ten seconds on two cores. Few trials on many tokens find less than many on few."""
 
 
 def search(
@@ -103,8 +109,14 @@ def search(
         int, typer.Option(min=1, metavar="N", help="Processes that share the study here.")
     ] = 1,
     positions: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens that drafts are tried on, about.")
-    ] = 1500,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens that drafts are tried on, about.  [default: 1500; fewer of a large model "
+            "on a CPU]",
+        ),
+    ] = None,
     finalists: Annotated[
         int, typer.Option(min=1, metavar="N", help="Drafts to time at the end.")
     ] = 3,
@@ -132,9 +144,7 @@ def search(
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
     given = {path: SkipConfig.load(path) for path in skip or ()}
-    chosen, held_out = split_prompts(
-        spoken(given_prompts(prompts, loading.model), chat), positions // max_new_tokens
-    )
+    chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
     output.mkdir(parents=True, exist_ok=True)
@@ -155,6 +165,7 @@ def search(
     from layerskip.timing.threads import cpu_threads
 
     layers = loaded.model.config.num_hidden_layers
+    chosen = chosen[: max(1, (positions or default_positions(loaded.model)) // max_new_tokens)]
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
     asked_bits = named.get(bits, bits)
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
@@ -224,11 +235,18 @@ def _known_threads(output: Path, workers: int) -> int | None:
     return torch.get_num_threads() if workers > 1 else None
 
 
-def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to trace, about so many, and those to time finalists on; every kind in both.
+def default_positions(model: Any) -> int:
+    """How many tokens to try drafts on, so that a trial takes seconds; no clock says how many."""
+    if model.device.type != "cpu":
+        return POSITIONS
+    weights = sum(weight.numel() for weight in model.parameters())
+    return max(FEWEST_POSITIONS, min(POSITIONS, int(WORK / weights)))
 
-    The first prompts of each kind are held out: a third of all, HELD_OUT at most. The others are
-    taken in turn from every kind.
+
+def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to trace, in turn from every kind, and those to time finalists on.
+
+    The first prompts of each kind are held out: a third of all, HELD_OUT at most.
 
     Raises:
         ValueError: fewer than two prompts.
@@ -247,9 +265,8 @@ def split_prompts(prompts: Sequence[Prompt], texts: int) -> tuple[list[Prompt], 
         for own in kinds.values()
         if number < len(own)
     ]
-    held_out = in_turn[: max(1, min(HELD_OUT, len(prompts) // 3))]
-    traced = in_turn[len(held_out) :]
-    return traced[: max(1, texts)], held_out
+    count = max(1, min(HELD_OUT, len(prompts) // 3))
+    return in_turn[count:], in_turn[:count]
 
 
 def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
