@@ -22,7 +22,7 @@ from layerskip.decoding import draws
 from layerskip.decoding.controllers import CONTROLLERS, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, residual, stream_key, without
+from layerskip.decoding.laws import Law, accept_uniform, residual, stream_key, without
 from layerskip.decoding.lookup import NOTHING, Found, LookupRow, Offer
 from layerskip.decoding.rounds import DecodingStats
 from layerskip.model.sublayers import Sublayers
@@ -358,13 +358,25 @@ def test_looked_up_texts_follow_the_targets_law(mixed: bool) -> None:
     assert fits(texts) > LEVEL
 
 
-def test_a_peek_that_is_always_accepted_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup that knows the target's likeliest text does no harm but by a broken rule."""
+def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that knows the target's likeliest text does no harm by itself."""
     plain, _ = texts_of(())
-    likely = [max(range(5), key=[text[i] for text in plain].count) for i in range(NEW_TOKENS)]
+    columns = [[text[i] for text in plain] for i in range(NEW_TOKENS)]
+    likely = [max(range(5), key=column.count) for column in columns]
     texts, stats = texts_of(Peeking([likely]))
     assert stats.num_accepted_tokens < stats.num_draft_tokens
     assert fits(texts) > LEVEL
+    # the likely token where a number is small, else a rare one: do no harm by others' numbers
+    rare = [min(range(5), key=column.count) for column in columns]
+    places = range(len(PROMPT), len(PROMPT) + NEW_TOKENS)
+    for first in (TEXTS, 0):
+        peeks = []
+        for row in range(first, first + TEXTS):
+            small = accept_uniform([stream_key(row)] * NEW_TOKENS, places) < 0.5
+            peeks.append(torch.where(small, torch.tensor(likely), torch.tensor(rare)).tolist())
+        texts, stats = texts_of(Peeking(peeks))
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert (fits(texts) > LEVEL) is (first > 0)  # but by those that will accept them
     monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
     assert fits(texts) < LEVEL
