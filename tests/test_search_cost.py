@@ -123,6 +123,29 @@ def test_the_parts_are_what_the_clock_says(batch_size: int) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
 
 
+def test_low_precision_is_compared_with_plain_steps_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine at half its speed while low precision is timed does not make it dearer."""
+    machine = Machine()
+    quiet = machine.measure(bits=8)
+    run_low = cost._Sweeps._run_low
+
+    def at_half_speed(self: Any, watch: Any, *, kept: bool) -> None:
+        clocks = self, self.probe, watch
+        for each in clocks:
+            each.now = lambda: 2 * machine.time
+        run_low(self, watch, kept=kept)
+        for each in clocks:
+            each.now = machine.now
+
+    monkeypatch.setattr(cost._Sweeps, "_run_low", at_half_speed)
+    busy = machine.measure(bits=8)
+    for name in ("low_attention", "low_mlp", "low_head", "draft_rest", "passes"):
+        for here, there in zip(busy[name], quiet[name], strict=True):
+            assert here == pytest.approx(there)
+
+
 def test_trimmed_heads_are_timed_in_draft_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     views: list[int] = []

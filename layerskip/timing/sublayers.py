@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -163,7 +164,7 @@ def measure(
     low_heads = {} if bits is None else _disjoint_heads(opened, bits)
     # of a sweep, if all that is drafted were accepted
     growth = 2 * sum(counts) + len(heads) + len(low_heads) + 4
-    growth = max(growth, 3 * _TYPICAL_LENGTH + 4)
+    growth = max(growth, 4 * (_TYPICAL_LENGTH + 1) + 4)
     room = opened.max_positions - growth
     fitting = sorted({context for context in contexts if 1 <= context <= room})
     if not fitting:
@@ -268,7 +269,7 @@ class _Sweeps:
         self.draft_rests: list[float] = []
         # exact ones and, with bits, low ones
         self.trimmed: list[list[list[float]]] = [[[] for _ in some] for some in heads]
-        self.low_steps: list[float] = []
+        self.low_shares: list[float] = []  # of a plain step just behind, that a draft step takes
         self.low_parts: list[list[float]] = []  # 2L sublayers, head
         self.drafts: dict[int, list[float]] = defaultdict(list)  # a step's seconds, by exit layer
 
@@ -327,20 +328,31 @@ class _Sweeps:
             of_head.append(seconds)
 
     def _run_low(self, watch: Stopwatch, *, kept: bool) -> None:
-        """Two rounds of drafts with everything in low precision; in the second, parts are noted."""
+        """Rounds of drafts with everything in low precision; in one of them, parts are noted.
+
+        The others are compared with a plain step behind each: of few sweeps, on a machine whose
+        memory is faster now and then, the quickest drafts and the quickest steps are no pair.
+        """
         assert self.low is not None
         watch.length = _TYPICAL_LENGTH
         rounds = self._rounds(self.low, watch, _TYPICAL_LENGTH + 1)
-        for noting in (False, True):
+        for noting in (False, True, False):
+            watch.length = _TYPICAL_LENGTH
             self.probe.note(noting)
             start = self.now()
             next(rounds)
-            if kept and noting:
+            step = (watch.drafted - start) / _TYPICAL_LENGTH
+            if noting:
                 seconds, parts = self.probe.seconds(), 2 * self.layers + 1
                 verify = len(seconds) - parts
-                self.low_parts += [seconds[i : i + parts] for i in range(0, verify, parts)]
-            elif kept:
-                self.low_steps.append((watch.drafted - start) / _TYPICAL_LENGTH)
+                if kept:
+                    self.low_parts += [seconds[i : i + parts] for i in range(0, verify, parts)]
+                continue
+            watch.length = 0
+            start = self.now()
+            next(rounds)
+            if kept:
+                self.low_shares.append(step / (self.now() - start))
 
     def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
         self.probe.note(False)
@@ -390,7 +402,8 @@ class _Sweeps:
     def _low_summary(self, draft_rest: float) -> dict[str, Any]:
         """What is low: parts that add up to the typical draft step."""
         parts = [typical(part) for part in zip(*self.low_parts, strict=True)]
-        scale = max(0.0, typical(self.low_steps) - draft_rest) / sum(parts)
+        step = median(self.low_shares) * typical(self.passes[1])
+        scale = max(0.0, step - draft_rest) / sum(parts)
         *sublayers, head = [part * scale for part in parts]
         trimmed = [typical(times) * scale if times else head for times in self.trimmed[1]]
         return {
