@@ -240,8 +240,9 @@ struct Four {
   explicit Four(const int8_t* from) { std::copy_n(from, 4, x); }
 };
 
+// never inlined: unrolled a hundred times, loops of 64 steps take a compiler minutes
 template <bool DOTS, int BITS>
-inline Ints dots(Ints sums, const Ints& weights, const Four<DOTS>& x) {
+[[gnu::noinline]] Ints dots(Ints sums, const Ints& weights, const Four<DOTS>& x) {
   const uint8_t* bytes = weights.bytes();
   for (int r = 0; r < 16; ++r)
     for (int j = 0; j < 4; ++j) sums.v[r] += bytes[4 * r + j] * x.x[j];
