@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
+    from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
     from layerskip.decoding.lookup import Lookup
     from layerskip.decoding.rounds import DecodingStats
     from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
@@ -27,6 +27,7 @@ _HOME = {
     "Lookup": "layerskip.decoding.lookup",
     "LowPrecision": "layerskip.config",
     "SkipConfig": "layerskip.config",
+    "Trained": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.fingerprint",
@@ -43,6 +44,7 @@ __all__ = [
     "Lookup",
     "LowPrecision",
     "SkipConfig",
+    "Trained",
     "UnsupportedModelError",
     "decode",
     "fingerprint",

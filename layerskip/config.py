@@ -3,7 +3,8 @@
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
 2309.08168) are both a set of indices left out; of the others, a draft runs each exactly or in low
-precision. Only these choices count for equality and hash; the model they were searched on,
+precision. A draft may compute with trained weights of its own, too (`Trained`), which lie in a file
+beside this one. Only these choices count for equality and hash; the model they were searched on,
 decoding options, costs and notes travel with them.
 """
 
@@ -11,68 +12,33 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
+from layerskip.draft_weights import LowPrecision, Trained
 from layerskip.files import configs
 from layerskip.files.schema import (
     POSITIVE,
+    anything,
     flag,
     has,
+    index_set,
     integer,
     items,
     mapping,
     name_text,
     number,
     optional,
+    token_list,
 )
 
-SCHEMA = 2
+__all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
+
+SCHEMA = 3
 """Version of the JSON that `SkipConfig.save` writes; `load` reads this and older ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowPrecision:
-    """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
-
-    A set of layer indices, or None for every one that is not left out; what is left out anyway may
-    be in a set and does not count.
-
-    Raises:
-        TypeError, ValueError: a value has the wrong type or is out of range.
-    """
-
-    bits: Literal[8, 4] = 8
-    """Of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
-    attention: tuple[int, ...] | None = None
-    mlp: tuple[int, ...] | None = None
-    head: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", integer()(self.bits, "bits"))
-        if self.bits not in (8, 4):
-            raise ValueError(f"bits must be 8 or 4, got {self.bits}")
-        for name in ("attention", "mlp"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _index_set(name, value))
-        flag(self.head, "head")
-
-    def words(self, kept: int) -> str:
-        """What is low of a draft that keeps so many sublayers; of a resolved config."""
-        rounded = len(self.attention or ()) + len(self.mlp or ())
-        bits = f"in {self.bits} bits"
-        if rounded == kept:
-            return bits if self.head else f"{bits} but for the head"
-        what = [f"{rounded} sublayer{'s' * (rounded > 1)}"] * (rounded > 0) + [
-            "the head"
-        ] * self.head
-        return f"{' and '.join(what)} {bits}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +75,7 @@ class DecodingOptions:
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
             )
         if self.draft_vocabulary is not None:
-            tokens = _token_list("draft_vocabulary", self.draft_vocabulary)
+            tokens = token_list(self.draft_vocabulary, "draft_vocabulary")
             object.__setattr__(self, "draft_vocabulary", tokens)
 
 
@@ -135,6 +101,8 @@ class SkipConfig:
     """E: the draft runs layers 0..E-1 at most."""
     low: LowPrecision | None = None
     """What of the kept sublayers and the head runs in low precision; None: nothing."""
+    trained: Trained | None = None
+    """Weights trained for this draft, healed ones for what `low` rounds; None: the model's own."""
     num_layers: int | None = field(default=None, compare=False)
     """L of the model this was made for, if known; `resolve` refuses another."""
     model: str | None = field(default=None, compare=False)
@@ -148,11 +116,15 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         for name in ("attention", "mlp"):
-            object.__setattr__(self, name, _index_set(name, getattr(self, name)))
+            object.__setattr__(self, name, index_set(getattr(self, name), name))
         for name in ("exit_layer", "num_layers"):
             object.__setattr__(self, name, optional(integer(1))(getattr(self, name), name))
         if not isinstance(self.low, LowPrecision | None):
             raise TypeError(f"low must be LowPrecision, got {self.low!r}")
+        if not isinstance(self.trained, Trained | None):
+            raise TypeError(f"trained must be Trained, got {self.trained!r}")
+        if self.trained is not None and self.trained.kind == "healed" and self.low is None:
+            raise ValueError("healed weights correct what low rounds, and low rounds nothing")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):
@@ -168,7 +140,7 @@ class SkipConfig:
     @classmethod
     def layers(cls, indices: Iterable[int]) -> SkipConfig:
         """The draft leaves out whole layers: the attention and the MLP of each index."""
-        indices = _index_set("layers", indices)
+        indices = index_set(indices, "layers")
         return cls(attention=indices, mlp=indices)
 
     @classmethod
@@ -213,7 +185,7 @@ class SkipConfig:
             attention=tuple(attention),
             mlp=tuple(mlp),
             exit_layer=None,
-            low=self.low and _written_out(self.low, attention, mlp, range(num_layers)),
+            low=self.low and self.low.written_out(attention, mlp, num_layers),
             num_layers=num_layers,
         )
 
@@ -285,25 +257,28 @@ class SkipConfig:
             ValueError: the file is missing, is not JSON, or is not a skip config; says which.
         """
         file, content = configs.read(Path(path))
+        folder = file.absolute().parent
         try:
-            return cls.from_dict(content)
+            return cls.from_dict(content)._weights_at(lambda name: folder / name)
         except (TypeError, ValueError) as error:
             raise ValueError(f"skip config {file}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all.
+        """Write JSON to `path`, whole or not at all; trained weights by their way from there.
 
         Raises:
             OSError: the folder cannot be written.
             TypeError, ValueError: `notes` or `costs` hold something that is not JSON.
         """
-        configs.write(path, self.to_dict())
+        folder = Path(path).absolute().parent
+        moved = self._weights_at(lambda name: os.path.relpath(name, folder))
+        configs.write(path, moved.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: schema version, sets, and whatever else is known."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         known |= {"attention": list(self.attention), "mlp": list(self.mlp)}
-        for name in ("low", "decoding"):
+        for name in ("low", "trained", "decoding"):
             block = getattr(self, name)
             if block is not None:
                 known[name] = {
@@ -327,26 +302,41 @@ class SkipConfig:
                 f"schema must be {SCHEMA} or lower, got {schema}: written by a newer layerskip"
             )
         _check_keys("a skip config", values, cls)
-        if not values.keys() & {"attention", "mlp", "exit_layer", "low"}:
-            raise ValueError("a skip config must have attention, mlp, exit_layer or low, got none")
-        for name, block in (("low", LowPrecision), ("decoding", DecodingOptions)):
+        if not values.keys() & {"attention", "mlp", "exit_layer", "low", "trained"}:
+            raise ValueError(
+                "a skip config must have attention, mlp, exit_layer, low or trained, got none"
+            )
+        blocks = {"low": LowPrecision, "trained": Trained, "decoding": DecodingOptions}
+        for name, block in blocks.items():
             if values.get(name) is not None:
                 _check_keys(name, mapping(values[name], name), block)
+                has(**{f.name: anything for f in fields(block) if _required(f)})(values[name], name)
                 values[name] = block(**values[name])
         return cls(**values)
 
     def __repr__(self) -> str:
         sets = {"attention": self.attention, "mlp": self.mlp, "exit_layer": self.exit_layer}
         known: dict[str, object] = {name: value for name, value in sets.items() if value}
-        if self.low is None and [*known] == ["exit_layer"]:
+        bare = self.low is None and self.trained is None
+        if bare and [*known] == ["exit_layer"]:
             return f"SkipConfig.early_exit({self.exit_layer})"
-        if self.low is None and self.attention == self.mlp and [*known] == ["attention", "mlp"]:
+        if bare and self.attention == self.mlp and [*known] == ["attention", "mlp"]:
             return f"SkipConfig.layers({self.attention})"
         if self.low is not None:
-            if not known and self.low == LowPrecision(bits=self.low.bits):
+            everything = self.low == LowPrecision(bits=self.low.bits)
+            if not known and everything and self.trained is None:
                 return f"SkipConfig.low_precision({self.low.bits})"
             known["low"] = self.low
+        if self.trained is not None:
+            known["trained"] = self.trained
         return f"SkipConfig({', '.join(f'{name}={value}' for name, value in known.items())})"
+
+    def _weights_at(self, place: Callable[[str], str | Path]) -> SkipConfig:
+        """The same with the file of trained weights named in another way."""
+        if self.trained is None:
+            return self
+        named = Path(os.path.normpath(place(self.trained.weights))).as_posix()
+        return replace(self, trained=replace(self.trained, weights=named))
 
     def _depth(self, num_layers: int | None) -> int:
         if num_layers is None:
@@ -365,40 +355,8 @@ def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted([*(2 * layer for layer in attention), *(2 * layer + 1 for layer in mlp)]))
 
 
-def _written_out(
-    low: LowPrecision, attention: frozenset[int], mlp: frozenset[int], every: range
-) -> LowPrecision | None:
-    """`low` as sets without what is left out; None where that rounds nothing."""
-    low = replace(
-        low,
-        attention=tuple(set(every if low.attention is None else low.attention) - attention),
-        mlp=tuple(set(every if low.mlp is None else low.mlp) - mlp),
-    )
-    return low if low.head or low.attention or low.mlp else None
-
-
-def _integers(name: str, what: str, each: str, values: object) -> list[int]:
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of {what}, got {shown(values)}")
-    return [integer()(value, each) for value in values]
-
-
-def _index_set(name: str, values: object) -> tuple[int, ...]:
-    indices = sorted(_integers(name, "layer indices", f"{name} index", values))
-    for left, right in pairwise(indices):
-        if left == right:
-            raise ValueError(f"{name} indices must differ from each other, got {left} twice")
-    return tuple(indices)
-
-
-def _token_list(name: str, values: object) -> tuple[int, ...]:
-    tokens = tuple(_integers(name, "token ids", f"a token of {name}", values))
-    if not tokens:
-        raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
-    if len(set(tokens)) < len(tokens):
-        twice, _ = Counter(tokens).most_common(1)[0]
-        raise ValueError(f"{name} must hold no token twice, got {twice} again")
-    return tokens
+def _required(known: Field[Any]) -> bool:
+    return known.default is MISSING
 
 
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:

@@ -60,7 +60,7 @@ def test_skip_configs_from_before_are_read_the_same():
     )
     assert config.costs["verify"] == [1.0, 1.18, 1.31]
     before = json.loads((BEFORE / "skip.json").read_text())
-    assert config.to_dict() == {**before, "schema": 2}
+    assert config.to_dict() == {**before, "schema": 3}
     found = SkipConfig.load(BEFORE / "found-skip.json")
     assert found.decoding == DecodingOptions(enabled=False)
     assert found.notes["max_new_tokens"] == 16

@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
+from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
 
+TRAINED = Trained(
+    kind="healed", weights="/there/draft.safetensors", hash="0a" * 32, base="weights-0123abcd"
+)
 EVERYTHING = SkipConfig(
     attention=(3, 9),
     mlp=(4,),
     exit_layer=10,
     low=LowPrecision(bits=4, mlp=(9, 7), head=False),
+    trained=TRAINED,
     num_layers=12,
     model="someone/some-llama",
     model_hash="0123abcd",
@@ -53,6 +57,7 @@ def resolvable(draw: st.DrawFn) -> tuple[SkipConfig, int]:
         mlp=tuple(draw(layers)),
         exit_layer=exit_layer,
         low=draw(st.none() | low),
+        trained=draw(st.none() | st.just(replace(TRAINED, kind="heads"))),
     )
     return config, num_layers
 
@@ -101,7 +106,8 @@ def test_resolve_is_canonical_and_idempotent(case):
     assert resolved.num_layers == num_layers
     assert resolved.resolve(num_layers) == resolved
     assert resolved.skipped() == config.skipped(num_layers)
-    written_out = SkipConfig(attention=resolved.attention, mlp=resolved.mlp, low=resolved.low)
+    sets = {name: getattr(resolved, name) for name in ("attention", "mlp", "low", "trained")}
+    written_out = SkipConfig(**sets)
     assert written_out.resolve(num_layers) == resolved
     assert hash(written_out.resolve(num_layers)) == hash(resolved)
 
@@ -197,7 +203,7 @@ def test_skipping_nothing_is_legal():
 
 def test_only_the_sets_count_for_equality():
     low = LowPrecision(bits=4, mlp=(7, 9), head=False)
-    bare = SkipConfig(attention=(3, 9), mlp=(4,), exit_layer=10, low=low)
+    bare = SkipConfig(attention=(3, 9), mlp=(4,), exit_layer=10, low=low, trained=TRAINED)
     assert bare == EVERYTHING
     assert hash(bare) == hash(EVERYTHING)
     assert EVERYTHING.resolve(12).decoding == EVERYTHING.decoding
@@ -309,6 +315,48 @@ def test_low_precision_refuses(values, error, message):
         LowPrecision(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"kind": "eagle"}, ValueError, "kind must be one of healed, exit-block, .*, got 'eagle'"),
+        ({"weights": ""}, ValueError, "weights must not be empty"),
+        ({"base": None}, TypeError, "base must be a string, got None"),
+        ({"hash": "0A" * 32}, ValueError, "hash must be 64 hexadecimal digits"),
+        ({"hash": "0a"}, ValueError, "hash must be 64 hexadecimal digits, got '0a'"),
+    ],
+)
+def test_trained_refuses(values, error, message):
+    with pytest.raises(error, match=message):
+        replace(TRAINED, **values)
+
+
+def test_trained_weights_count_by_their_numbers_and_not_their_place(tmp_path):
+    skip = SkipConfig(low=LowPrecision(bits=4), trained=TRAINED)
+    moved = replace(skip, trained=replace(TRAINED, weights="elsewhere"))
+    assert (moved, hash(moved)) == (skip, hash(skip))
+    assert skip != replace(skip, trained=replace(TRAINED, hash="0b" * 32))
+    assert skip != replace(skip, trained=None)
+    assert skip.resolve(4).trained == skip.bare().trained == TRAINED
+    assert skip.shared_prefix(4) == 0
+    with pytest.raises(ValueError, match="healed weights correct what low rounds"):
+        replace(skip, low=None)
+
+
+def test_trained_weights_are_found_from_the_folder_of_the_config(tmp_path, monkeypatch):
+    weights = tmp_path / "a" / "draft.safetensors"
+    skip = SkipConfig(trained=replace(TRAINED, kind="heads", weights=str(weights)))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for folder, expected in [("a", "draft.safetensors"), ("b", "../a/draft.safetensors")]:
+        path = tmp_path / folder / "skip.json"
+        skip.save(path)
+        assert json.loads(path.read_text())["trained"]["weights"] == expected
+        assert SkipConfig.load(path).trained.weights == weights.as_posix()
+    monkeypatch.chdir(tmp_path / "a")
+    replace(skip, trained=replace(skip.trained, weights="draft.safetensors")).save("skip.json")
+    assert SkipConfig.load("skip.json").trained.weights == weights.as_posix()
+
+
 def test_depth_is_needed_until_resolved():
     with pytest.raises(ValueError, match="num_layers is not known"):
         SkipConfig.early_exit(2).kept()
@@ -339,7 +387,7 @@ def test_file_round_trip_keeps_everything(tmp_path):
     assert loaded.to_dict() == EVERYTHING.to_dict()
     assert loaded.decoding == EVERYTHING.decoding
     content = json.loads(path.read_text())
-    assert (content["schema"], content["low"]) == (2, {"bits": 4, "mlp": [7, 9], "head": False})
+    assert (content["schema"], content["low"]) == (3, {"bits": 4, "mlp": [7, 9], "head": False})
 
 
 @pytest.mark.parametrize(
@@ -347,6 +395,7 @@ def test_file_round_trip_keeps_everything(tmp_path):
     [
         ('{"schema": 1, "exit_layer": 3}', SkipConfig.early_exit(3)),
         ('{"schema": 2, "low": {}}', SkipConfig.low_precision()),
+        ('{"schema": 3, "mlp": [1], "trained": null}', SkipConfig(mlp=(1,))),
         ('{"low": {"bits": 4, "head": true}}', SkipConfig.low_precision(4)),
         ('{"mlp": [1], "low": null}', SkipConfig(mlp=(1,))),
     ],
@@ -404,9 +453,9 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
         ("[3, 9]", "must be a JSON object, got"),
         ("null", "must be a JSON object, got None"),
-        ("{}", "must have attention, mlp, exit_layer or low"),
-        ('{"schema": 1, "model": "x"}', "must have attention, mlp, exit_layer or low"),
-        ('{"schema": 3, "sets": []}', "schema must be 2 or lower, got 3: written by a newer"),
+        ("{}", "must have attention, mlp, exit_layer, low or trained"),
+        ('{"schema": 1, "model": "x"}', "must have attention, mlp, exit_layer, low or trained"),
+        ('{"schema": 4, "sets": []}', "schema must be 3 or lower, got 4: written by a newer"),
         ('{"schema": "1", "mlp": []}', "schema must be an integer, got '1'"),
         ('{"schema": 0, "mlp": []}', "schema must be 1 or more, got 0"),
         ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
@@ -419,6 +468,9 @@ def test_reads_draft_and_verify_files(tmp_path):
         ('{"low": []}', "low must be a JSON object"),
         ('{"low": {"int8": true}}', "low may have the keys bits, .*; got 'int8'"),
         ('{"low": {"bits": null}}', "bits must be an integer, got None"),
+        ('{"trained": []}', "trained must be a JSON object"),
+        ('{"trained": {"kind": "healed"}}', "trained.weights is missing"),
+        ('{"trained": {"code": "x"}}', "trained may have the keys kind, .*; got 'code'"),
         ('{"mlp": [], "decoding": []}', "decoding must be a JSON object"),
         ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
         ('{"mlp": [], "costs": 3}', "costs must be a JSON object, got 3"),

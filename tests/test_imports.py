@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom: the packages (and single files) of every floor. A file imports from its own
 # package and from floors below; packages of one floor do not see each other.
 FLOORS: list[set[str]] = [
-    {"config", "prompts", "shelf", "environment", "costs", "files"},  # words
+    {"config", "draft_weights", "prompts", "shelf", "environment", "costs", "files"},  # words
     {"model", "vocabulary"},
     {"decoding", "training"},
     {"timing"},
@@ -29,7 +29,8 @@ FLOORS: list[set[str]] = [
 ]
 # Within the words: what else there is of them that a room may use.
 WORDS = {
-    "config": {"files"},
+    "config": {"draft_weights", "files"},
+    "draft_weights": {"files"},
     "costs": {"config", "files"},
 }
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from operator import index
 from reprlib import repr as shown
 from typing import Any
@@ -144,6 +146,32 @@ def items(check: Check, length: int | None = None, *, least: int = 0) -> Check:
         return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
 
     return check_items
+
+
+def index_set(values: Any, name: str) -> tuple[int, ...]:
+    """Layer indices from 0, sorted, each once."""
+    indices = sorted(_integers(values, name, "layer indices", f"{name} index"))
+    for left, right in pairwise(indices):
+        if left == right:
+            raise ValueError(f"{name} indices must differ from each other, got {left} twice")
+    return tuple(indices)
+
+
+def token_list(values: Any, name: str) -> tuple[int, ...]:
+    """Token ids, at least one, each once, in their order."""
+    tokens = tuple(_integers(values, name, "token ids", f"a token of {name}"))
+    if not tokens:
+        raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise ValueError(f"{name} must hold no token twice, got {twice} again")
+    return tokens
+
+
+def _integers(values: Any, name: str, what: str, each: str) -> list[int]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of {what}, got {shown(values)}")
+    return [integer()(value, each) for value in values]
 
 
 def array(*shape: int, of: Check) -> Check:

@@ -1,0 +1,92 @@
+"""Whose weights a draft computes with: rounded ones, trained ones; knows no sublayers, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from reprlib import repr as shown
+from typing import Literal
+
+from layerskip.files.schema import flag, index_set, integer, name_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision:
+    """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
+
+    A set of layer indices, or None for every one that is not left out; what is left out anyway may
+    be in a set and does not count.
+
+    Raises:
+        TypeError, ValueError: a value has the wrong type or is out of range.
+    """
+
+    bits: Literal[8, 4] = 8
+    """Of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
+    attention: tuple[int, ...] | None = None
+    mlp: tuple[int, ...] | None = None
+    head: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", integer()(self.bits, "bits"))
+        if self.bits not in (8, 4):
+            raise ValueError(f"bits must be 8 or 4, got {self.bits}")
+        for name in ("attention", "mlp"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, index_set(value, name))
+        flag(self.head, "head")
+
+    def written_out(
+        self, attention: frozenset[int], mlp: frozenset[int], num_layers: int
+    ) -> LowPrecision | None:
+        """The same as sets without what a draft leaves out; None where that rounds nothing."""
+        every = range(num_layers)
+        low = replace(
+            self,
+            attention=tuple(set(every if self.attention is None else self.attention) - attention),
+            mlp=tuple(set(every if self.mlp is None else self.mlp) - mlp),
+        )
+        return low if low.head or low.attention or low.mlp else None
+
+    def words(self, kept: int) -> str:
+        """What is low of a draft that keeps so many sublayers; of a resolved config."""
+        rounded = len(self.attention or ()) + len(self.mlp or ())
+        bits = f"in {self.bits} bits"
+        if rounded == kept:
+            return bits if self.head else f"{bits} but for the head"
+        what = [f"{rounded} sublayer{'s' * (rounded > 1)}"] * (rounded > 0) + [
+            "the head"
+        ] * self.head
+        return f"{' and '.join(what)} {bits}"
+
+
+TRAINED = ("healed", "exit-block", "feature-block", "heads")
+"""Kinds of trained drafts: deltas on the rounded weights, or modules that the model lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Trained weights that a draft computes with, and whose they are.
+
+    "healed" ones correct the linears of the sublayers (and the head) that `low` rounds; the other
+    kinds are modules of their own, behind the draft's sublayers or in place of them.
+
+    Raises:
+        TypeError, ValueError: a value has the wrong type or is out of range.
+    """
+
+    kind: Literal["healed", "exit-block", "feature-block", "heads"]
+    weights: str = field(compare=False)
+    """The safetensors file; in JSON relative to the folder of the skip config's own file."""
+    hash: str
+    """SHA-256 of the file in 64 hexadecimal digits: these numbers, wherever they lie."""
+    base: str
+    """`fingerprint` of the model they were trained for; they are of no use to another."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in TRAINED:
+            raise ValueError(f"kind must be one of {', '.join(TRAINED)}, got {shown(self.kind)}")
+        for name in ("weights", "base"):
+            name_text(getattr(self, name), name)
+        if len(name_text(self.hash, "hash")) != 64 or set(self.hash) - set("0123456789abcdef"):
+            raise ValueError(f"hash must be 64 hexadecimal digits, got {shown(self.hash)}")
