@@ -27,6 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.controllers import Controller, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
@@ -278,6 +279,7 @@ class LayerSkipDecoding:
                 max_draft_length=self.max_draft_length,
                 threshold=self.threshold,
                 costs=[table or CostTable(1.0, (1.0,)) for table in costs],
+                priors=list(map(prior_acceptance, drafts)),
                 sampling=sampling,
             )
         longest = self.max_draft_length or LONGEST_DRAFT

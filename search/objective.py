@@ -18,6 +18,7 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.replay.chains import Survival
 from layerskip.replay.drafts import Replay, follow
@@ -67,7 +68,7 @@ def speedup(replay: Replay, costs: CostTable, how: DecodingOptions) -> float:
     if how.controller != "expected-gain":
         counts = count_rounds(replay, length, how.threshold or 0.0)
         return replay.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
-    adaptive = ExpectedGain(costs, length)
+    adaptive = ExpectedGain(costs, length, priors=[prior_acceptance(replay.skip)])
     rounds = chain.from_iterable(
         simulate(replay, adaptive, [text], max_draft_length=length)
         for text in range(len(replay.texts))

@@ -4,14 +4,16 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
 
+from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
 from layerskip.decoding import expected_gain
+from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.controllers import (
     CONTROLLERS,
     AdaptiveThreshold,
@@ -576,6 +578,38 @@ def round_of(
         ]
     for row in rows:
         controller.update(row, drafted, min(accepted[row], drafted))
+    return drafted
+
+
+def test_a_high_prior_drafts_far_at_once_and_is_corrected() -> None:
+    """The same whole model in 8 bits, known by its prior alone, and a draft that belies it."""
+    whole, part = SkipConfig.low_precision(8).resolve(6), SkipConfig.early_exit(2).resolve(6)
+    low = whole.low
+    priors = [prior_acceptance(draft) for draft in (whole, replace(part, low=low), part, None)]
+    assert priors[0] > priors[1] == priors[2] == priors[3]
+    assert prior_acceptance(SkipConfig.low_precision(4).resolve(6)) == priors[1]
+    costs, drafted = CostTable(0.3, (1.0, 1.05, 1.1, 1.15)), []
+    for prior in (priors[0], priors[1]):
+        controller = ExpectedGain(costs, priors=[prior])
+        drafted.append(0)
+        for _ in range(3):  # rounds of tokens as sure as can be, all accepted
+            count = play_chain(controller, 12)
+            controller.update(0, count, count)
+            drafted[-1] += count
+    assert drafted[0] > drafted[1]
+    controller = ExpectedGain(costs, priors=[priors[0]])
+    for _ in range(40):
+        controller.update(0, play_chain(controller, 12), 0)
+    assert play_chain(controller, 12) == 0
+
+
+def play_chain(controller: Controller, allowed: int) -> int:
+    """How many tokens a round drafts, each half sure."""
+    limit, drafted = controller.limit(0, allowed), 0
+    while drafted < limit and controller.draft_together([0]):
+        drafted += 1
+        if not controller.keep_drafting(0, 0.5):
+            break
     return drafted
 
 

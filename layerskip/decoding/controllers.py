@@ -236,14 +236,15 @@ def make_controller(
     max_draft_length: int | None = None,
     threshold: float | None = None,
     costs: CostTable | Sequence[CostTable],
+    priors: Sequence[float] | None = None,
     sampling: bool = False,
 ) -> Controller:
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
-    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs`, those of each
-    draft. Raises
-    ValueError for an unknown name and for settings out of range; warns where one has no effect.
+    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs` and `priors`
+    (see `acceptance.prior_acceptance`), those of each draft. Raises ValueError for an unknown name
+    and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
@@ -268,4 +269,4 @@ def make_controller(
         case "heuristic":
             return Heuristic(**length)
         case _:
-            return ExpectedGain(costs, **length)
+            return ExpectedGain(costs, priors=priors, **length)

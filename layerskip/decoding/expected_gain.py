@@ -6,27 +6,13 @@ See `controllers` for the protocol and for the published rules.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
+from layerskip.decoding.acceptance import PRIOR, Acceptance, Copies, bin_of
 from layerskip.decoding.lookup import Offer
 
-_BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
-_BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
-_BINS = len(_BIN_CENTRES)
-
-# The prior, and how many tokens it is worth. Drafts agree with their target oftener than a low
-# confidence says (the target may well choose the same token for the same weak reasons) and less
-# often than a high one says. The constants were tuned on simulated texts (see the tests) and on
-# development prompts of the shipped models, where no one of them matters much.
-_PRIOR_ACCEPTANCE = 0.75
-_PRIOR_WEIGHT = 12.0
-_PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
-_BIN_WEIGHT = 10.0
-_EVIDENCE_START = 1.0  # log odds
-_EVIDENCE_LIMIT = 6.0
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
@@ -35,100 +21,13 @@ _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per targe
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
-# Of looked-up tokens: up to how many tokens in common each prior goes, and the weight of one.
-_COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
-_COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
-_COPY_WEIGHT = 6.0
-_COPY_DECAY = 0.95  # per token told of
-
-
-class _Acceptance:
-    """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
-
-    `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
-    accounts of the draft, weighted by how well each predicted so far: confidences tell (the prior
-    line with its odds multiplied so that its level agrees with what was seen), or they tell nothing
-    (the same probability for all).
-    `next` is for a token not drafted yet. It is the mean of all: what the tokens before it say, its
-    place in the draft and the outcome of the last round predicted nothing more on real texts.
-    Callers tell only of tokens up to the first rejection: whether a later one would have been
-    accepted is not known.
-    """
-
-    def __init__(self) -> None:
-        self._bin_seen = [0.0] * _BINS
-        self._bin_accepted = [0.0] * _BINS
-        self._seen = self._accepted = 0.0  # all tokens
-        self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
-        self._evidence = _EVIDENCE_START  # log odds that confidences tell
-        self.estimate()
-
-    def estimate(self) -> None:
-        """Brings what is public up to date with what was observed."""
-        weight, prior = _PRIOR_WEIGHT, _PRIOR_ACCEPTANCE
-        lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
-        expected_lost = self._rated - self._rated_expected + weight * (1.0 - prior)
-        won = self._rated_accepted + weight * prior
-        expected_won = self._rated_expected + weight * prior
-        shift = (won / lost) / (expected_won / expected_lost)
-        self._level = won / (self._rated + weight)
-        self._line = [p * shift / (1.0 - p + p * shift) for p in _PRIOR_BY_BIN]
-        trust = 1.0 / (1.0 + math.exp(-self._evidence))
-        self.given_confidence = [
-            (accepted + _BIN_WEIGHT * (trust * line + (1.0 - trust) * self._level))
-            / (seen + _BIN_WEIGHT)
-            for accepted, seen, line in zip(
-                self._bin_accepted, self._bin_seen, self._line, strict=True
-            )
-        ]
-        self.next = (self._accepted + weight * prior) / (self._seen + weight)
-
-    def observe(self, confidence_bin: int | None, accepted: bool) -> None:
-        """Tells of one verified token; `estimate` makes it count."""
-        self._seen += 1
-        self._accepted += accepted
-        if confidence_bin is None:
-            return
-        line, level = self._line[confidence_bin], self._level
-        ratio = line / level if accepted else (1.0 - line) / (1.0 - level)
-        evidence = self._evidence + math.log(ratio)
-        self._evidence = max(-_EVIDENCE_LIMIT, min(_EVIDENCE_LIMIT, evidence))
-        self._bin_seen[confidence_bin] += 1
-        self._bin_accepted[confidence_bin] += accepted
-        self._rated += 1
-        self._rated_accepted += accepted
-        self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
-
-
-class _Copies:
-    """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
-
-    A token is judged by the tokens that the history and the looked-up text have in common before
-    it: the match, and what was drafted behind it. Every round tells, whatever was drafted, so that
-    the counts are forgotten: what a text copies changes.
-    """
-
-    def __init__(self) -> None:
-        self._won = [_COPY_WEIGHT * prior for prior in _COPY_PRIOR]
-        self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
-
-    def acceptance(self, common: int) -> float:
-        """That of a token behind so many in common, given that they stay."""
-        number = bisect_right(_COPY_EDGES, common)
-        return self._won[number] / self._seen[number]
-
-    def observe(self, common: int, accepted: bool) -> None:
-        number = bisect_right(_COPY_EDGES, common)
-        rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
-        self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
-        self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0
-
 
 class _Source:
     """One of the drafts: its prices, and what is known of it."""
 
-    def __init__(self, costs: CostTable, longest: int) -> None:
+    def __init__(self, costs: CostTable, longest: int, prior: float) -> None:
         self.costs = costs
+        self.prior = prior
         self.round_costs = [costs.round_cost(drafted) for drafted in range(longest + 1)]
         self.step_costs = [
             after - before
@@ -137,13 +36,12 @@ class _Source:
         length = optimal_draft_length(_HOPE, costs, longest)
         hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self.longest = longest if hope >= _LEAST_GAIN else 0
-        # from the prior
-        self.best = optimal_draft_length(_PRIOR_ACCEPTANCE, costs, longest)
+        self.best = optimal_draft_length(prior, costs, longest)  # if it is as expected
         self.reset(0.0)
 
     def reset(self, others: float) -> None:
         """Forget all, for a batch in which a row has so large a share of others."""
-        self.acceptance, self.copies = _Acceptance(), _Copies()
+        self.acceptance, self.copies = Acceptance(self.prior), Copies()
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
         # A probe is due at once: against the first draft only the prior could speak.
         self.probe_interval = self.first_interval
@@ -216,15 +114,29 @@ class ExpectedGain:
     Args:
         costs: of the draft; of several, one table for each, in their order. Where drafts are looked
             up, c is 0.
+        priors: of each draft, see `prior_acceptance`; the usual one by default.
+
+    Raises:
+        ValueError: not as many priors as costs.
     """
 
     needs_confidence = True
     signal = "margin"  # on real texts it tells acceptance better than the probability does
 
-    def __init__(self, costs: CostTable | Sequence[CostTable], max_draft_length: int = 12) -> None:
+    def __init__(
+        self,
+        costs: CostTable | Sequence[CostTable],
+        max_draft_length: int = 12,
+        *,
+        priors: Sequence[float] | None = None,
+    ) -> None:
         tables = [costs] if isinstance(costs, CostTable) else list(costs)
         self.max_draft_length = max_draft_length
-        self._sources = [_Source(table, max_draft_length) for table in tables]
+        expected = [PRIOR] * len(tables) if priors is None else priors
+        self._sources = [
+            _Source(table, max_draft_length, prior)
+            for table, prior in zip(tables, expected, strict=True)
+        ]
         self.reset(1)
 
     def reset(self, rows: int) -> None:
@@ -234,7 +146,7 @@ class ExpectedGain:
             source.reset(others)
         # of a looked-up draft nothing is hoped for in advance
         models = [source for source in self._sources if source.costs.draft > 0.0]
-        best = [(expected_tokens(_PRIOR_ACCEPTANCE, s.best), s.round_costs[s.best]) for s in models]
+        best = [(expected_tokens(s.prior, s.best), s.round_costs[s.best]) for s in models]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
         self._tokens, self._cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
@@ -280,7 +192,7 @@ class ExpectedGain:
         if math.isnan(confidence):
             return False
         state = self._rows[row]
-        confidence_bin = bisect_right(_BIN_EDGES, confidence)
+        confidence_bin = bin_of(confidence)
         state.bins.append(confidence_bin)
         state.survival *= self._taken.acceptance.given_confidence[confidence_bin]
         return True

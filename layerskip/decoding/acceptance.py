@@ -1,0 +1,133 @@
+"""How often drafted tokens are accepted, learned while decoding; knows no prices and no models.
+
+Priors say what is expected before anything was verified, and counts correct them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from layerskip.config import SkipConfig
+
+_BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
+_BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
+_BINS = len(_BIN_CENTRES)
+
+# The prior, and how many tokens it is worth. Drafts agree with their target oftener than a low
+# confidence says (the target may well choose the same token for the same weak reasons) and less
+# often than a high one says. The constants were tuned on simulated texts (see the tests) and on
+# development prompts of the shipped models, where no one of them matters much.
+PRIOR = 0.75
+_PRIOR_ROUNDED = 0.93  # of the whole model in 8 bits: .93 to .98 on real checkpoints
+_PRIOR_WEIGHT = 12.0
+_PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
+_BIN_WEIGHT = 10.0
+_EVIDENCE_START = 1.0  # log odds
+_EVIDENCE_LIMIT = 6.0
+
+# Of looked-up tokens: up to how many tokens in common each prior goes, and the weight of one.
+_COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
+_COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
+_COPY_WEIGHT = 6.0
+_COPY_DECAY = 0.95  # per token told of
+
+
+def prior_acceptance(draft: object) -> float:
+    """What is expected of a draft's tokens before any was verified.
+
+    Rounding to 8 bits alone hardly changes what a model says; of what is left out or rounded to
+    fewer bits, or of a draft that is no skip config, nothing is known.
+    """
+    if not isinstance(draft, SkipConfig) or draft.low is None or draft.low.bits != 8:
+        return PRIOR
+    return PRIOR if draft.skipped() else _PRIOR_ROUNDED
+
+
+def bin_of(confidence: float) -> int:
+    """Where `Acceptance` counts a token of that confidence."""
+    return bisect_right(_BIN_EDGES, confidence)
+
+
+class Acceptance:
+    """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
+
+    `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
+    accounts of the draft, weighted by how well each predicted so far: confidences tell (the prior
+    line with its odds multiplied so that its level agrees with what was seen), or they tell nothing
+    (the same probability for all).
+    `next` is for a token not drafted yet. It is the mean of all: what the tokens before it say, its
+    place in the draft and the outcome of the last round predicted nothing more on real texts.
+    Callers tell only of tokens up to the first rejection: whether a later one would have been
+    accepted is not known.
+    """
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._bin_seen = [0.0] * _BINS
+        self._bin_accepted = [0.0] * _BINS
+        self._seen = self._accepted = 0.0  # all tokens
+        self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
+        self._evidence = _EVIDENCE_START  # log odds that confidences tell
+        self.estimate()
+
+    def estimate(self) -> None:
+        """Brings what is public up to date with what was observed."""
+        weight, prior = _PRIOR_WEIGHT, self._prior
+        lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
+        # the line is that of a draft of the usual acceptance
+        expected_lost = self._rated - self._rated_expected + weight * (1.0 - PRIOR)
+        won = self._rated_accepted + weight * prior
+        expected_won = self._rated_expected + weight * PRIOR
+        shift = (won / lost) / (expected_won / expected_lost)
+        self._level = won / (self._rated + weight)
+        self._line = [p * shift / (1.0 - p + p * shift) for p in _PRIOR_BY_BIN]
+        trust = 1.0 / (1.0 + math.exp(-self._evidence))
+        self.given_confidence = [
+            (accepted + _BIN_WEIGHT * (trust * line + (1.0 - trust) * self._level))
+            / (seen + _BIN_WEIGHT)
+            for accepted, seen, line in zip(
+                self._bin_accepted, self._bin_seen, self._line, strict=True
+            )
+        ]
+        self.next = (self._accepted + weight * prior) / (self._seen + weight)
+
+    def observe(self, confidence_bin: int | None, accepted: bool) -> None:
+        """Tells of one verified token; `estimate` makes it count."""
+        self._seen += 1
+        self._accepted += accepted
+        if confidence_bin is None:
+            return
+        line, level = self._line[confidence_bin], self._level
+        ratio = line / level if accepted else (1.0 - line) / (1.0 - level)
+        evidence = self._evidence + math.log(ratio)
+        self._evidence = max(-_EVIDENCE_LIMIT, min(_EVIDENCE_LIMIT, evidence))
+        self._bin_seen[confidence_bin] += 1
+        self._bin_accepted[confidence_bin] += accepted
+        self._rated += 1
+        self._rated_accepted += accepted
+        self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
+
+
+class Copies:
+    """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
+
+    A token is judged by the tokens that the history and the looked-up text have in common before
+    it: the match, and what was drafted behind it. Every round tells, whatever was drafted, so that
+    the counts are forgotten: what a text copies changes.
+    """
+
+    def __init__(self) -> None:
+        self._won = [_COPY_WEIGHT * prior for prior in _COPY_PRIOR]
+        self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
+
+    def acceptance(self, common: int) -> float:
+        """That of a token behind so many in common, given that they stay."""
+        number = bisect_right(_COPY_EDGES, common)
+        return self._won[number] / self._seen[number]
+
+    def observe(self, common: int, accepted: bool) -> None:
+        number = bisect_right(_COPY_EDGES, common)
+        rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
+        self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
+        self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0
