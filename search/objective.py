@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
@@ -22,6 +23,7 @@ from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.replay.chains import Survival
 from layerskip.replay.drafts import Replay, follow
+from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
 from layerskip.search.study import Evaluation
@@ -124,6 +126,27 @@ class Objective:
         return self._ranks < size
 
     @cached_property
+    def _ceilings(self) -> list[Survival]:
+        """For each size, the share of starts whose next j tokens it has, j = 1, 2, ...
+
+        No draft agrees with a text beyond what it can draw.
+        """
+        found: list[Survival] = []
+        for size in self.sizes:
+            allowed = self.allowed(size)
+            if allowed is None:
+                found.append([1.0] * self.trace.draft_length)
+                continue
+            kept = []
+            for text, own in zip(self.trace.texts, allowed, strict=True):
+                following = F.pad(text.following, (0, self.trace.draft_length), value=NOTHING)
+                known = own[following.clamp_min(0)] & (following != NOTHING)  # (places,)
+                windows = known.unfold(0, self.trace.draft_length, 1)  # (starts, J)
+                kept.append(windows[: text.starts].long().cumprod(1).double())
+            found.append(torch.cat(kept).mean(0).tolist())
+        return found
+
+    @cached_property
     def _ranks(self) -> Tensor:
         """Rank of every token by the other texts than each, (texts, V)."""
         tokens = [text.tokens for text in self.trace.texts]
@@ -150,15 +173,22 @@ class Objective:
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
         tables = [self.costs(skip, size) for size in self.sizes]
-        limits = [_Limit(table, self.trace.draft_length) for table in tables]
+        limits = [
+            _Limit(table, self.trace.draft_length, ceiling)
+            for table, ceiling in zip(tables, self._ceilings, strict=True)
+        ]
+
+        def enough(survivals: Sequence[Survival]) -> list[bool]:
+            pairs = list(zip(limits, survivals, strict=True))
+            best = max(_promise(survival, limit.costs) for limit, survival in pairs)
+            return [limit(survival, best) for limit, survival in pairs]
+
         each = follow(
             self.trace,
             skip,
             [self.allowed(size) for size in self.sizes],
             max(limit.longest for limit in limits),
-            enough=lambda survivals: all(
-                limit(survival) for limit, survival in zip(limits, survivals, strict=True)
-            ),
+            enough=enough,
         )
         # which size: by the best fixed length, that any controller's is near
         promises = [_promise(r.survival, table) for r, table in zip(each, tables, strict=True)]
@@ -195,22 +225,27 @@ class _Limit:
     """Says how far drafts are worth following.
 
     What a fixed length emits (`_promise`) is known as far as was followed; behind it, survival can
-    only fall. Where no longer draft could be faster than plain decoding or the best shorter one,
-    whatever controller stops it, following ends.
+    only fall, and never was above its ceiling. Where no longer draft could be faster than plain
+    decoding or the best known one, whatever controller stops it, following ends.
+
+    Args:
+        ceiling: what survival cannot exceed at each step, whatever drafts.
     """
 
-    def __init__(self, costs: CostTable, longest: int) -> None:
+    def __init__(self, costs: CostTable, longest: int, ceiling: Survival | None = None) -> None:
         self.costs = costs
         self.most = longest
-        perfect = [(g + 1) / costs.round_cost(g) for g in range(1, longest + 1)]
-        # where drafts that are always right lose to plain decoding, one step tells enough
-        self.longest = longest if max(perfect) > 1.0 else 1
+        self.ceiling = [1.0] * longest if ceiling is None else ceiling
+        # where the best of drafts would lose to plain decoding, one step tells enough
+        self.longest = longest if _promise(self.ceiling, costs) > 1.0 else 1
 
-    def __call__(self, survival: Survival) -> bool:
-        tokens, best = 1.0 + sum(survival), max(1.0, _promise(survival, self.costs))
-        known, last = len(survival), survival[-1]
-        possible = (
-            (tokens + (length - known) * last) / self.costs.round_cost(length)
-            for length in range(known + 1, self.most + 1)
+    def __call__(self, survival: Survival, best: float = 0.0) -> bool:
+        """Whether it is enough; `best` is the promise of the best of other drafts."""
+        best = max(1.0, best, _promise(survival, self.costs))
+        possible = [min(each, survival[-1]) for each in self.ceiling[len(survival) : self.most]]
+        tokens = list(accumulate(possible, initial=1.0 + sum(survival)))[1:]
+        promises = (
+            emitted / self.costs.round_cost(len(survival) + further)
+            for further, emitted in enumerate(tokens, 1)
         )
-        return MARGIN * max(possible, default=0.0) <= best
+        return MARGIN * max(promises, default=0.0) <= best

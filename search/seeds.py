@@ -75,7 +75,7 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
     counts, few = _counts(space), FEW if space.bits else ()
     switches = space.leaving_out
     most = min(len(switches), max([*counts, *few], default=0))
-    nearest = cosine_sets(hidden.double(), switches, most)
+    nearest = cosine_sets(hidden, switches, most)
     low = {
         f"{space.bits}-bits-cosine-{count}": space.low_mask(nearest[count])
         for count in few
@@ -85,7 +85,7 @@ def from_hidden_states(space: Space, hidden: torch.Tensor) -> dict[str, int]:
 
 
 @torch.no_grad()
-def hidden_states(trace: Trace, tokens: int = 512) -> torch.Tensor:
+def hidden_states(trace: Trace, tokens: int = 128) -> torch.Tensor:
     """What enters every sublayer, and leaves the last, at places spread over a trace's texts.
 
     Returns:

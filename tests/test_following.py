@@ -74,7 +74,7 @@ def traced(case: str) -> Trace:
 
 def followed_alone(trace: Trace, skip: SkipConfig, *length: int, enough: Any = None) -> Replay:
     """A draft that can draw every token; `enough` is told its survival."""
-    alone = None if enough is None else lambda each: enough(each[0])
+    alone = None if enough is None else lambda each: [enough(each[0])]
     return follow(trace, skip, [None], *length, enough=alone)[0]
 
 
@@ -137,7 +137,7 @@ def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str)
     assert survivals == sorted(survivals, reverse=True)
     assert survivals[0] > survivals[1] > survivals[2]
     told = []
-    ended = follow(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or True)
+    ended = follow(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or [True] * 4)
     if skip in ("an odd prefix", "no prefix"):  # the others are exits
         assert [played.draft_length for played in ended] == [1] * 4
         assert [len(survival) for survival in told[0]] == [1] * 4

@@ -111,13 +111,16 @@ def rounded_inputs(x: Tensor) -> Tensor:
     return torch.cat(made, -1)
 
 
+def native_matrix(copy: Rounded, bias: Tensor | None) -> Any:
+    rows, columns = copy.shape
+    how = {"bits": copy.bits, "rows": rows, "columns": columns}
+    return extension.extension().Matrix(copy.numbers, copy.scales, bias, **how)
+
+
 def native_head(copy: Rounded, bias: Tensor | None, size: Tensor, signs: Tensor) -> Tensor:
     """A native product of inputs `signs * size` (n, C): what a norm makes of signs, exactly."""
     module = extension.extension()
-    plan = module.Plan()
-    rows, columns = copy.shape
-    how = {"bits": copy.bits, "rows": rows, "columns": columns}
-    matrix = module.Matrix(copy.numbers, copy.scales, bias, **how)
+    plan, matrix = module.Plan(), native_matrix(copy, bias)
     head = plan.head(before=module.Norm(size, 0.0, False), matrix=matrix, softcap=0.0)
     return plan.run(signs[None].to(size.dtype), [head], [], [], [], [])[0].double()  # type: ignore[no-any-return]
 
@@ -152,6 +155,10 @@ def test_native_products_of_integers(bits: int, dtype: torch.dtype, threads: int
             for count in range(1, 20):  # a token's numbers do not depend on those beside it
                 got = native_head(copy, bias, size, signs[:count])
                 assert torch.equal(got, all_of_them[:count])
+            inputs = (signs.to(dtype) * size)[None]  # (1, n, C)
+            apart = extension.extension().wide_products(native_matrix(copy, bias), inputs)
+            assert apart.dtype is dtype
+            assert torch.equal(apart[0].double(), all_of_them)
             exact = x @ wide.T + added
             finer = max(finer, ((exact - want).abs() - bound * scale).max().item())
     finally:
@@ -200,8 +207,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512 without dots"])
 def test_other_vectors_give_the_same_numbers(capability: str) -> None:
     vectors = capability.partition(" ")[0]
-    known = torch.backends.cpu.get_cpu_capability().lower()
-    if vectors != "default" and known not in (vectors, "avx512"):
+    if vectors != "default" and vectors not in extension.status().lower():
         pytest.skip(f"no {vectors}")
     start = ["-c", WITHOUT] if "without" in capability else ["-m", "pytest"]
     tests = [sys.executable, *start, "-n0", "-q", "-W", "default", __file__, "-k", AGAIN]

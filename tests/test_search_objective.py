@@ -176,7 +176,11 @@ def compared(case: str, configs: int, seed: int, trace: Trace) -> tuple[int, int
             costs = Objective(trace, record).costs(skip)
             limit = _Limit(costs, trace.draft_length)
             short = follow(
-                trace, skip, [None], limit.longest, enough=lambda each, limit=limit: limit(each[0])
+                trace,
+                skip,
+                [None],
+                limit.longest,
+                enough=lambda each, limit=limit: [limit(each[0])],
             )[0]
             if short.draft_length == trace.draft_length:
                 continue

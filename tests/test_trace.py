@@ -130,7 +130,7 @@ def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
         assert text.prompt == LENGTHS[number]
         assert text.tokens[text.prompt :][: text.emitted].tolist() == new
         # the whole pass draws the target's tokens again
-        assert torch.equal(text.exits.tokens[-1][:-1], text.following[:-1])
+        assert torch.equal(trace.exits[text.number].tokens[-1][:-1], text.following[:-1])
         if text.emitted == NEW and new[-1] not in eos:  # cut by length: there is more to look at
             assert text.emitted < len(text.tokens) - text.prompt <= NEW + LENGTH
     lengths = [text.emitted for text in trace.texts]

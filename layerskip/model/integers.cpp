@@ -264,15 +264,13 @@ struct Inputs {
   float* scales;
   int32_t* starts;
 
-  // In a room for `tokens` times `room` bytes, of which those of tokens before take theirs.
+  // In a room of `inputs_bytes` a token, of which tokens before take theirs.
   Inputs(void* base, int64_t units, int64_t before, int64_t tokens) {
-    uint8_t* at = static_cast<uint8_t*>(base) + before * room(units);
+    uint8_t* at = static_cast<uint8_t*>(base) + before * inputs_bytes(units * UNIT);
     numbers = reinterpret_cast<int8_t*>(at);
     scales = reinterpret_cast<float*>(at + tokens * units * UNIT);
     starts = reinterpret_cast<int32_t*>(scales + tokens * units);
   }
-
-  static constexpr int64_t room(int64_t units) { return units * (UNIT + 12); }
 };
 
 }  // namespace

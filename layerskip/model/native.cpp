@@ -217,6 +217,60 @@ const S* numbers(const std::optional<Tensor>& tensor) {
   return tensor ? numbers<S>(*tensor) : nullptr;
 }
 
+// Some rows of the product with a rounded matrix, counted from its row `begin` on, of inputs that
+// were rounded for it; `weight` is where they lie, and `then` what is read after them.
+template <typename S, typename O>
+void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
+                     void* inputs, int64_t tokens, const uint8_t* then, O* out, int64_t stride) {
+  const BFloat16* scales = numbers<BFloat16>(matrix.scales);
+  const S* bias = numbers<S>(matrix.bias);
+  const auto write = [&](int64_t t, int64_t row, const float* sums) {
+    const int64_t here = std::min(integers::BLOCK, mine.last - row);
+    for (int64_t i = 0; i < here; ++i) {
+      const int64_t at = begin + row + i;
+      float value = scales ? sums[i] * static_cast<float>(scales[at]) : sums[i];
+      if (bias) value += static_cast<float>(bias[at]);
+      out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
+    }
+  };
+  integers::product(matrix.bits, weight, mine.first, mine.last, matrix.columns(), tokens, inputs,
+                    then, write);
+}
+
+// Products of inputs (..., columns) with a rounded matrix, (..., rows), in the numbers that a pass
+// has: for passes too wide for one call.
+template <typename S>
+Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
+  const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
+  const Tensor x = given.to(at::kFloat).contiguous();
+  const Tensor room = at::empty({tokens * integers::inputs_bytes(columns)}, at::kByte);
+  integers::round_inputs(matrix.bits, numbers<float>(x), columns, tokens, room.data_ptr());
+  std::vector<int64_t> shape = given.sizes().vec();
+  shape.back() = rows;
+  const Tensor out = at::empty(shape, given.options());
+  const uint8_t* base = numbers<uint8_t>(matrix.weight);
+  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
+  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+    const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};
+    const uint8_t* weight = base + mine.first * matrix.row_bytes();
+    const uint8_t* then = weight + (last - first) * integers::BLOCK * matrix.row_bytes();
+    rounded_product<S>(matrix, 0, mine, weight, room.data_ptr(), tokens, then,
+                       static_cast<S*>(out.data_ptr()), rows);
+  });
+  return out;
+}
+
+Tensor wide_products(const Matrix& matrix, const Tensor& given) {
+  const pybind11::gil_scoped_release released;
+  require(matrix.bits, "only rounded weights have products of their own in wide passes");
+  require(given.dim() > 0 && given.size(-1) == matrix.columns() && given.device().is_cpu(),
+          "inputs must be (..., ", matrix.columns(), ") on the CPU, got ", given.sizes());
+  if (given.scalar_type() == at::kFloat) return rounded_products<float>(matrix, given);
+  require(given.scalar_type() == at::kBFloat16, "inputs must be float32 or bfloat16, got ",
+          given.scalar_type());
+  return rounded_products<BFloat16>(matrix, given);
+}
+
 // out = norm(x), of one token or head of some width; may be x itself
 template <typename S>
 void normalise(const Norm& norm, const S* weight, const float* x, int64_t width, float* out) {
@@ -582,26 +636,15 @@ class Pass {
     const bool more = me.done < pieces_.size();
     const uint8_t* then = more ? begins(me, pieces_[me.done])
                                : weight + (mine.last - mine.first) * matrix.row_bytes();
-    const S* bias = numbers<S>(matrix.bias);
-    if (bias) bias += piece.first;
     if (!matrix.bits) {
+      const S* bias = numbers<S>(matrix.bias);
+      if (bias) bias += piece.first;
       const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
       product(rows, bias, mine.first, mine.last, columns, me.packed, tokens_, out, stride,
               reinterpret_cast<const S*>(then));
       return;
     }
-    const BFloat16* scales = numbers<BFloat16>(matrix.scales);
-    if (scales) scales += piece.first;
-    const auto write = [&](int64_t t, int64_t row, const float* sums) {
-      const int64_t here = std::min(integers::BLOCK, mine.last - row);
-      for (int64_t i = 0; i < here; ++i) {
-        float value = scales ? sums[i] * static_cast<float>(scales[row + i]) : sums[i];
-        if (bias) value += static_cast<float>(bias[row + i]);
-        out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
-      }
-    };
-    integers::product(matrix.bits, weight, mine.first, mine.last, columns, tokens_, me.packed, then,
-                      write);
+    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, tokens_, then, out, stride);
   }
 
   void work(Worker& me) {
@@ -794,6 +837,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
+  module.def("wide_products", &wide_products);
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),

@@ -26,7 +26,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
-from layerskip.model.products import Function, plain
+from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
 LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
@@ -119,6 +119,22 @@ class Native(Lean):
         if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
             return lean  # up does not begin with a block
         return self._native(sublayer, lean, bits)
+
+    def _low_linear(self, bits: int) -> Linear:
+        """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
+
+        def linear(weight: Tensor, bias: Tensor | None) -> Function:
+            matrix, widened = self._rounded(weight, bias, bits), super(Native, self)._low_linear
+            wide = self.extension.wide_products
+
+            def apply(x: Tensor) -> Tensor:
+                if x.requires_grad:  # there are no native gradients
+                    return widened(bits)(weight, bias)(x)
+                return wide(matrix, x)  # type: ignore[no-any-return]
+
+            return apply
+
+        return linear
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         own = self.model.model.lm_head if rows is None else rows
@@ -235,9 +251,11 @@ class Native(Lean):
         return self._norm(module) if self.model.family.sandwich else None
 
     def _matrix(self, module: nn.Linear | TrimmedHead, bits: int | None) -> Any:
-        weight, bias = module.weight, module.bias
         if bits is None:
-            return self.extension.Matrix(weight, bias)
+            return self.extension.Matrix(module.weight, module.bias)
+        return self._rounded(module.weight, module.bias, bits)
+
+    def _rounded(self, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
         copy = self.copies.of(weight, bits, packed=True)
         rows, columns = copy.shape
         how = {"bits": bits, "rows": rows, "columns": columns}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.laws import gumbel_noise
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Pass
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
 from layerskip.replay.trace import Text, Trace
@@ -27,11 +27,12 @@ from layerskip.replay.trace import Text, Trace
 Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
 Survival = Sequence[float]
 Vocabularies = Sequence[Tensor | None]  # tokens to draw on each text, (texts, V) bool; None: all
-Enough = Callable[[Sequence[Survival]], bool]
+Enough = Callable[[Sequence[Survival]], Sequence[bool]]
 
 _GROUPS = (16, 8, 4)  # chains that share one copy of their text's keys and values; copies cost, too
 _CHAINS = 512  # of one pass, at most
 _LOGITS = 2**24  # elements of one pass's logits, or of noise made at once, at most
+_TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of them stays in caches
 _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
 
@@ -75,9 +76,6 @@ class Chains:
         layers = skip.shared_prefix() // 2  # whole ones, which the trace has been through
         first = 2 * layers if follow else 0
         model = trace.model
-        if model.execution == "native":
-            # its wide passes are lean ones, and copies packed for its own are unpacked at each
-            model = Sublayers(model.model, "fused")
         self.blocks = [*model.blocks[first : skip.shared_prefix()], *model.draft(skip)]
         if follow and layers:
             self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
@@ -98,7 +96,10 @@ class Chains:
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
     def run(self, enough: Enough | None = None) -> list[Drafts]:
-        """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing."""
+        """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing.
+
+        Some of the W end sooner, where it is enough.
+        """
         shape = len(self.chains), self.steps
         drafts = [
             Drafts(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
@@ -111,16 +112,24 @@ class Chains:
         vocabulary = self.trace.model.vocabulary
         together = max(1, min(_CHAINS, _LOGITS // vocabulary) // _GROUPS[0])
         parts = -(-len(groups) // together)
-        steps = self.steps
+        lengths = [self.steps] * len(drafts)
         for part in range(parts):  # each has chains from all over the texts
-            steps = self._run(torch.tensor(groups[part::parts]), steps, drafts, enough)
+            lengths = self._run(torch.tensor(groups[part::parts]), lengths, drafts, enough)
             enough = None  # the first part has decided for all
-        return [Drafts(*(table[:, :steps] for table in each)) for each in drafts]
+        return [
+            Drafts(*(table[:, :length] for table in each))
+            for each, length in zip(drafts, lengths, strict=True)
+        ]
 
     def _run(
-        self, layout: Tensor, steps: int, drafts: Sequence[Drafts], enough: Enough | None
-    ) -> int:
-        """Fill in the drafts of chains (B, G); returns after how many steps it was enough."""
+        self,
+        layout: Tensor,
+        lengths: Sequence[int],
+        drafts: Sequence[Drafts],
+        enough: Enough | None,
+    ) -> list[int]:
+        """Fill in the drafts of chains (B, G), so many steps of each; returns how many of each."""
+        lengths, steps = list(lengths), max(lengths)
         trace, model = self.trace, self.trace.model
         texts, starts = self.text[layout[:, 0]], self.place[layout]  # (B,), (B, G)
         cache = ChainCache(trace.cache, texts.to(model.device), starts.to(model.device), steps)
@@ -146,9 +155,11 @@ class Chains:
             at = _Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
             shared = None if noise is None else noise.at(step, numbers)
             wanted = tokens = trace.following[rows]  # (B G,)
-            for mine, allowed, gone, survival in zip(
-                drafts, self.vocabularies, left, survivals, strict=True
+            for number, (mine, allowed, gone, survival) in enumerate(
+                zip(drafts, self.vocabularies, left, survivals, strict=True)
             ):
+                if step >= lengths[number]:
+                    continue
                 drawn = self._draw(raw, at, allowed, gone[numbers], shared)
                 tokens = drawn.tokens.cpu()
                 mine.tokens[flat, step] = tokens
@@ -160,16 +171,20 @@ class Chains:
                 survival.append(int((gone == 0).sum()) / len(begun))
             # behind `NOTHING` anything will do
             fed[numbers, step + 1] = (wanted if self.follow else tokens).clamp_min(0)
-            if enough is not None and enough(survivals):
-                return step + 1
+            if enough is not None:
+                over = [step + 1 if done else steps for done in enough(survivals)]
+                lengths = list(map(min, lengths, over))
+            going_on = [number for number, length in enumerate(lengths) if step + 1 < length]
+            if not going_on:
+                break
             if self.follow:
-                alive = (left == 0).any(0)  # (A,)
+                alive = (left[going_on] == 0).any(0)  # (A,)
                 if not alive.any():
                     break
-                if int(alive.sum()) <= _REGROUP * layout.numel() and step + 1 < steps:
+                if int(alive.sum()) <= _REGROUP * layout.numel():
                     kept = begun[alive].tolist()
                     layout, cache = self._regrouped(layout, kept, cache, steps, step + 1)
-        return steps
+        return lengths
 
     def _histories(self, chains: Tensor, fed: Tensor) -> Histories:
         """What each of some chains has seen, having fed tokens (N, any)."""
@@ -192,8 +207,18 @@ class Chains:
             noise: Gumbel noise that drafts share with their texts, (N, V), under that rule.
         """
         trace, histories = self.trace, at.histories
+        texts = self.text[at.chains]
+        if not trace.rejection and histories is None:
+            tiles = []
+            size = max(1, _TILE // raw.shape[1]) if raw.device.type == "cpu" else len(raw)
+            for first in range(0, len(raw), size):
+                some = slice(first, first + size)
+                own = None if allowed is None else allowed[texts[some]].to(raw.device)
+                shared = None if noise is None else noise[some]
+                tiles.append(draw(trace.law, narrowed(raw[some], own), shared, None))
+            return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
         if allowed is not None:
-            raw = narrowed(raw, allowed[self.text[at.chains]].to(raw.device))
+            raw = narrowed(raw, allowed[texts].to(raw.device))
         if not trace.rejection:
             return draw(trace.law, raw, noise, histories)
 
@@ -205,7 +230,7 @@ class Chains:
         beside = Beside(
             trace.following[at.rows].to(raw.device),
             trace.likelihoods[at.rows].to(raw.device),
-            [trace.texts[text].key for text in self.text[at.chains].tolist()],
+            [trace.texts[text].key for text in texts.tolist()],
             at.places.tolist(),
             left.tolist(),
         )

@@ -108,8 +108,8 @@ def follow(
         vocabularies: of W drafts, each of every text, (texts, V) bool; None: all tokens.
         draft_length: tokens drafted from each start; the trace's by default.
         enough: told the survival of each (of each step so far, the share of a sample of the starts
-            that still agree), says whether longer drafts are of no interest; the replays then end
-            there.
+            that still agree), says of each whether longer drafts are of no interest; its replay
+            then ends there.
 
     Raises:
         ValueError: a draft length that the trace does not know all places for, or a skip config

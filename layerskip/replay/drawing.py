@@ -101,7 +101,8 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     tokens, margins = with_margin(scores if noise is None else scores + noise)
-    return Drawn(tokens, _confidences(raw, tokens), margins, scores.argmax(-1))
+    likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
+    return Drawn(tokens, _confidences(raw, tokens), margins, likeliest)
 
 
 def propose(

@@ -89,7 +89,7 @@ def agreement(trace: Trace) -> list[dict[str, Any]]:
     confidence, and how many matched.
     """
     following = torch.cat([text.following[: text.starts] for text in trace.texts])  # (N,)
-    tables = zip(*(text.exits for text in trace.texts), strict=True)  # by kind, then by text
+    tables = zip(*trace.exits, strict=True)  # by kind, then by text
     drafted, sure, _, likeliest = (
         torch.cat([t[:, : text.starts] for t, text in zip(table, trace.texts, strict=True)], dim=1)
         for table in tables

@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -55,8 +55,6 @@ class Text:
         prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
         emitted: tokens the request emits, EOS included.
         key: of the text's noise stream.
-        exits: entry (e - 1, i) is what an exit after layer e proposes having seen the text up to
-            and with emitted token i, (L, T - prompt) each; the last row is the target's own.
         likelihoods: under the rejection rule, the probability of the token behind each emitted one
             under the target's law, (T - prompt,) float32; else NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
@@ -67,7 +65,6 @@ class Text:
     prompt: int
     emitted: int
     key: int
-    exits: Drawn
     likelihoods: Tensor
     states: Tensor
 
@@ -133,27 +130,57 @@ class Trace:
         """Likelihood of each of `following`, (P,)."""
         return torch.cat([text.likelihoods for text in self.texts])
 
+    @cached_property
+    def exits(self) -> list[Drawn]:
+        """What every exit proposes on each text, (L, T - prompt) each.
+
+        Entry (e - 1, i) is of an exit after layer e that has seen the text up to and with emitted
+        token i; the last row is the target's own. Many products with the head: made when asked for.
+        """
+        return [self._along(text, text.states) for text in self.texts]
+
     def proposed(self, text: Text, layer: int, allowed: Tensor | None = None) -> Drawn:
         """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
 
         Args:
             allowed: the tokens that it can draw on each text, (texts, V) bool; all by default.
         """
-        if allowed is None:
-            return Drawn(*(table[layer - 1] for table in text.exits))
-        device, states = self.model.device, text.states
-        drawn, _ = _along(
-            self.model,
-            self.law,
-            text.tokens.to(device),
-            text.prompt,
-            text.key,
-            states[layer - 1 : layer],
-            states[-1],
-            allowed[text.number].to(device),
-            rejection=self.rejection,
-        )
+        if allowed is None and "exits" in vars(self):
+            return Drawn(*(table[layer - 1] for table in self.exits[text.number]))
+        drawn = self._along(text, text.states[layer - 1 : layer], allowed)
         return Drawn(*(table[0] for table in drawn))
+
+    @torch.no_grad()
+    def _along(self, text: Text, states: Tensor, allowed: Tensor | None = None) -> Drawn:
+        """What states of L exits (L, N, H) propose at the N places of a text, (L, N) each."""
+        model, law = self.model, self.law
+        if allowed is not None:
+            allowed = allowed[text.number].to(model.device)
+        tokens, following, likelihoods = (
+            each.to(model.device) for each in (text.tokens, text.following, text.likelihoods)
+        )
+        drawn: list[list[Tensor]] = [[] for _ in Drawn._fields]  # by kind, by chunk (L, places)
+        for places in _chunks(len(following), model.vocabulary):
+            first = text.prompt + 1
+            seen = range(first + places.start, first + places.stop)  # before the one drawn
+            keys = [text.key] * len(seen)
+            histories = [tokens[:length] for length in seen] if law.reads_history else None
+            raws = (  # (N, V) each
+                narrowed(model.logits(layer_states[None, places])[0], allowed)
+                for layer_states in states
+            )
+            if self.rejection:
+                p = softmax_law(scores_at(law, _own(model, text.states, places), histories))
+                beside = Beside(following[places], likelihoods[places], keys, seen)
+                layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
+            else:
+                noise = None
+                if law.do_sample:
+                    noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
+                layers = [draw(law, raw, noise, histories) for raw in raws]
+            for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
+                kind.append(torch.stack(tables).cpu())
+        return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
 
     def rotary(self, slots: int) -> Any:
         """Angles of so many places, for drafts of any text."""
@@ -303,68 +330,31 @@ def _read(
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
         after.append(hidden[0, prompt:])  # (N, H)
     states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
-    exits, likelihoods = _along(
-        model, law, tokens, prompt, key, states, states[-1], rejection=rejection
-    )
+    likelihoods = torch.full((len(tokens) - prompt,), float("nan"))
+    if rejection:
+        following = F.pad(tokens[prompt + 1 :], (0, 1))  # (N,)
+        for places in _chunks(len(following), model.vocabulary):
+            seen = range(prompt + places.start + 1, prompt + places.stop + 1)
+            histories = [tokens[:length] for length in seen] if law.reads_history else None
+            p = softmax_law(scores_at(law, _own(model, states, places), histories))  # (N, V)
+            likelihoods[places] = p.gather(1, following[places, None])[:, 0].cpu()
     return Text(
         number=number,
         tokens=tokens.cpu(),
         prompt=prompt,
         emitted=emitted,
         key=key,
-        exits=exits,
         likelihoods=likelihoods,
         states=states,
     )
 
 
-def _along(
-    model: Sublayers,
-    law: Law,
-    tokens: Tensor,
-    prompt: int,
-    key: int,
-    states: Tensor,
-    target: Tensor,
-    allowed: Tensor | None = None,
-    *,
-    rejection: bool,
-) -> tuple[Drawn, Tensor]:
-    """What hidden states propose at the N places of a text.
+def _chunks(places: int, vocabulary: int) -> Iterator[slice]:
+    """So many places in parts, for logits that take little room."""
+    size = max(16, _LOGITS // vocabulary)
+    return (slice(first, min(first + size, places)) for first in range(0, places, size))
 
-    Args:
-        states: of L exits, (L, N, H); `target`: of the whole model, (N, H).
-        allowed: the tokens that can be drawn, (V,) bool, or None for all.
 
-    Returns:
-        The proposals of each exit, (L, N) each; and, under the rejection rule, the text's
-        likelihoods, (N,), else NaN.
-    """
-    count = len(tokens) - prompt
-    following = F.pad(tokens[prompt + 1 :], (0, 1), value=NOTHING)  # (N,)
-    likelihoods = torch.full((count,), float("nan"), device=model.device)
-    drawn: list[list[Tensor]] = [[] for _ in Drawn._fields]  # by kind, then by chunk (L, places)
-    chunk = max(16, _LOGITS // model.vocabulary)
-    for first in range(0, count, chunk):
-        places = slice(first, min(first + chunk, count))
-        seen = range(prompt + places.start + 1, prompt + places.stop + 1)  # before the one drawn
-        keys = [key] * len(seen)
-        histories = [tokens[:length] for length in seen] if law.reads_history else None
-        raws = (  # (N, V) each
-            narrowed(model.logits(layer_states[None, places])[0], allowed)
-            for layer_states in states
-        )
-        if rejection:
-            own = model.logits(target[None, places])[0]
-            p = softmax_law(scores_at(law, own, histories))  # (N, V)
-            likelihoods[places] = p.gather(1, following[places, None].clamp_min(0))[:, 0]
-            beside = Beside(following[places], likelihoods[places], keys, seen)
-            layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
-        else:
-            noise = None
-            if law.do_sample:
-                noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
-            layers = [draw(law, raw, noise, histories) for raw in raws]
-        for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
-            kind.append(torch.stack(tables).cpu())
-    return Drawn(*(torch.cat(kind, dim=1) for kind in drawn)), likelihoods.cpu()
+def _own(model: Sublayers, states: Tensor, places: slice) -> Tensor:
+    """The target's raw logits (N, V) at some places, from the states of all layers."""
+    return model.logits(states[-1:, places])[0]
