@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import LOOKUP, Round, Run, rounds_of, typical
+from layerskip.analysis.runs import Round, Run, longest_drafts, rounds_of, typical
 from layerskip.analysis.tables import ALL, acceptance_of
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
@@ -40,8 +40,8 @@ class _Unit:
 def price(run: Run, method: str, batch_size: int, costs: CostTable) -> dict[str, _Unit]:
     """Every unit's rounds of a method, priced; all repeats together.
 
-    Rows of a batch draft in lockstep, so that a round costs what its longest draft does, and plain
-    decoding takes as many steps as its longest row has tokens after the first.
+    A round costs what its longest draft does, and plain decoding takes as many steps as its longest
+    row has tokens after the first.
     """
     units: dict[str, _Unit] = {}
     for record in run.records:
@@ -54,13 +54,9 @@ def price(run: Run, method: str, batch_size: int, costs: CostTable) -> dict[str,
         name = "\n".join(record["prompts"])
         unit = units.setdefault(name, _Unit(record["category"] or "other"))
         unit.steps += steps
-        names = run.sources(method)
-        froms = rounds.get("sources") or [None] * len(rounds["drafted"])
         unit.cost += sum(
-            costs.verify_cost(max(row) + 1)
-            if source is not None and names[source] == LOOKUP
-            else costs.round_cost(max(row))
-            for row, source in zip(rounds["drafted"], froms, strict=True)
+            costs.verify_cost(drafted + 1) if looked_up else costs.round_cost(drafted)
+            for drafted, looked_up in longest_drafts(run.methods[method], rounds)
         )
         unit.rounds += rounds_of(record)
     return units

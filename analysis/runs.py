@@ -238,14 +238,30 @@ def rounds_of(record: dict[str, Any]) -> list[Round]:
     rounds = record.get("rounds")
     if rounds is None:
         return []
-    sources = rounds.get("sources") or [None] * len(rounds["drafted"])
     counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
     rows = (
         Round(*row, source)
-        for round_, source in zip(counts, sources, strict=True)
+        for round_, source in zip(counts, _sources_of(rounds), strict=True)
         for row in zip(*round_, strict=True)
     )
     return [row for row in rows if row.emitted > 0]
+
+
+def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Of each round of a record: what its longest row drafted, and whether that was looked up.
+
+    Rows draft in lockstep, so that a round costs what its longest draft does.
+    """
+    names = method.get("sources") or ()
+    return [
+        (max(row), source is not None and names[source] == LOOKUP)
+        for row, source in zip(rounds["drafted"], _sources_of(rounds), strict=True)
+    ]
+
+
+def _sources_of(rounds: dict[str, Any]) -> list[int | None]:
+    """The number of the method's source that each round drafted from; older files do not say."""
+    return rounds.get("sources") or [None] * len(rounds["drafted"])
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import LOOKUP, PHASES, Round, Run, typical
+from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, typical
 from layerskip.costs.ratios import ratio_of_totals
 
 ALL = "all"
@@ -249,8 +249,7 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
         return float(whole * (max(record["new_tokens"]) - max(record["first_tokens"])))
     if record["rounds"] is None:
         return 0.0
-    drafted, draft = record["rounds"]["drafted"], 0.0
-    froms = record["rounds"].get("sources") or [None] * len(drafted)
+    draft = 0.0
     if method["kind"] == "self":
         skipped, low = method["skipped"], method.get("low")
         rounded = weights.get("low", {}).get(str(low["bits"])) if low else weights
@@ -263,14 +262,8 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
         kept = method.get("draft_vocabulary") or weights["vocabulary"]
         head = rounded["head"] if low and low["head"] else head
         draft += head * kept / weights["vocabulary"]
-    names = method.get("sources") or ()
-    return float(
-        sum(
-            # rows draft in lockstep
-            whole + (0 if source is not None and names[source] == LOOKUP else max(each) * draft)
-            for each, source in zip(drafted, froms, strict=True)
-        )
-    )
+    drafts = longest_drafts(method, record["rounds"])
+    return float(sum(whole + (not looked_up) * drafted * draft for drafted, looked_up in drafts))
 
 
 def losslessness(run: Run) -> pd.DataFrame:

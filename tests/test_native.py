@@ -589,7 +589,7 @@ class Compiler:
         self.calls += 1
         time.sleep(0.2)
         if self.library is not None:
-            shutil.copy(self.library, command[-1])
+            shutil.copy(self.library, command[3])  # the folder
         return subprocess.CompletedProcess(command, self.code, "", "")
 
 

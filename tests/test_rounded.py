@@ -207,7 +207,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512 without dots"])
 def test_other_vectors_give_the_same_numbers(capability: str) -> None:
     vectors = capability.partition(" ")[0]
-    if vectors != "default" and vectors not in extension.status().lower():
+    known = torch.backends.cpu.get_cpu_capability().lower()
+    if vectors != "default" and known not in (vectors, "avx512"):
         pytest.skip(f"no {vectors}")
     start = ["-c", WITHOUT] if "without" in capability else ["-m", "pytest"]
     tests = [sys.executable, *start, "-n0", "-q", "-W", "default", __file__, "-k", AGAIN]

@@ -138,7 +138,7 @@ def _build(folder: Path) -> None:
         sys.stderr.write("building the native passes for this machine, once, half a minute ...\n")
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, scratch],
+            [sys.executable, "-m", __name__, scratch, *flags()],
             env={**os.environ, "PATH": _path()},
             capture_output=True,
             text=True,
@@ -169,11 +169,11 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(told[0].split())[:300]
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder: Path, options: list[str]) -> None:
     """Compile in a folder and try what came out: the child's part."""
     sources = [str(_SOURCE), str(_SOURCE.with_name("integers.cpp"))]
     module = cpp_extension.load(
-        NAME, sources, extra_cflags=flags(), build_directory=str(folder), verbose=False
+        NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False
     )
     plan = module.Plan()
     norm = module.Norm(torch.ones(40), 1e-6, False)
@@ -182,4 +182,4 @@ def _compile(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]))
+    _compile(Path(sys.argv[1]), sys.argv[2:])
