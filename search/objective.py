@@ -167,9 +167,8 @@ class Objective:
 
     def _evaluate(self, skip: SkipConfig) -> Evaluation:
         costs = self.costs(skip)
-        if (
-            not skip.skipped() and skip.low is None
-        ):  # plain decoding by another name, whatever the clock says
+        # plain decoding by another name, whatever the clock says
+        if not skip.skipped() and skip.low is None:
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
         tables = [self.costs(skip, size) for size in self.sizes]

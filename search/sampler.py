@@ -191,11 +191,8 @@ class SublayerSampler(BaseSampler):
 
 def _exit_name(space: Space, mask: int) -> str:
     chosen = space.params(mask)
-    return (
-        f"{space.bits}-bits-exit-{chosen['exit']}"
-        if chosen.get("low")
-        else f"exit-{chosen['exit']}"
-    )
+    name = f"exit-{chosen['exit']}"
+    return f"{space.bits}-bits-{name}" if chosen.get("low") else name
 
 
 def _set(study: Study, trial: FrozenTrial, name: str, value: Any) -> None:

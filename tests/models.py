@@ -1,4 +1,4 @@
-"""Tiny random models, one per supported family, and prompts; knows nothing of this library."""
+"""Tiny random models, one per supported family, prompts, and controllers of no sense."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
 
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.lookup import Offer
@@ -197,3 +198,17 @@ class Fickle(Erratic):
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
         self.told.append((draft, row, known, right))
+
+
+class LowRank(nn.Module):
+    """What an adapter library puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.weight = base.weight  # adapters show the base's weight as their own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from models import (
     FEW_FAMILIES,
     VOCABULARY,
     Erratic,
+    LowRank,
     lively_model,
     prompt,
     ragged,
@@ -1004,20 +1005,6 @@ def test_other_dtypes_give_the_same_text_but_for_near_ties(family: str, dtype: t
     assert len(gaps) <= (0 if dtype == torch.float32 else 3)  # of 6 texts
     for out in (greedy, sampled):
         assert out.stats.num_draft_tokens > out.stats.num_accepted_tokens > 0
-
-
-class LowRank(nn.Module):
-    """What an adapter library puts in a linear layer's place."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
-        self.weight = base.weight  # adapters show the base's weight as their own
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
 
 
 def check_exact(model: Any, **settings: Any) -> None:

@@ -194,7 +194,7 @@ def test_greedy_tokens_are_the_librarys(family: str) -> None:
             assert got.stats.sources[0].num_draft_tokens > 0
 
 
-def test_sources_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_counted() -> None:
     drafts = MIXTURES["two lookups, exit, scattered"]
     run = generate(drafts, Fickle(3), eos=frozenset({4}), sample=True)
     rounds = run.played

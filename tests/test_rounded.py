@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from agreement import assert_agree, pairs
-from models import FAMILIES, FEW_FAMILIES, VOCABULARY, WINDOW, lively_model, prompt, ragged
+from models import (
+    FAMILIES,
+    FEW_FAMILIES,
+    VOCABULARY,
+    WINDOW,
+    LowRank,
+    lively_model,
+    prompt,
+    ragged,
+)
 from models import tiny_model as tiny
 from torch import Tensor, nn
 
@@ -241,7 +250,8 @@ def test_lean_sublayers_are_those_of_modules(family: str, bits: int, dtype: torc
         assert_agree(lowered(model, "modules", bits), Sublayers(model, "fused"), rows=2)
 
 
-OFF = {8: 0.03, 4: 0.03}
+OFF = 0.03
+"""Share of the largest number by which native outputs may be off: inputs are rounded, too."""
 
 
 @pytest.mark.usefixtures("built")
@@ -258,21 +268,21 @@ def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.
         for ragged_rows in (False, True)
         for want, got in pairs(*opened, rows=3, ragged=ragged_rows)
     ]
-    assert 0 < max(off) < OFF[bits]
+    assert 0 < max(off) < OFF
     exact = Sublayers(tiny(family, dtype=dtype, seed=1), "native")
     others = [
         ((got - want).abs().max() / want.abs().max()).item()
         for want, got in pairs(opened[0], exact, rows=3)
     ]
-    assert max(others) > 3 * OFF[bits]
+    assert max(others) > 3 * OFF
 
 
 @pytest.mark.usefixtures("built")
-def test_gate_and_up_that_begin_with_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_and_up_that_begin_with_no_block() -> None:
     model = tiny("phi3", dtype=torch.float32, intermediate_size=40)
     fused, native = (lowered(model, execution, 8) for execution in ("fused", "native"))
     off = [(got - want).abs().max() / want.abs().max() for want, got in pairs(fused, native)]
-    assert max(off) < OFF[8]
+    assert max(off) < OFF
 
 
 @pytest.mark.usefixtures("built")
@@ -298,10 +308,9 @@ def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
     skip = SkipConfig(attention=(4,), low=low)
     blocks = opened.draft(skip)
     assert len(blocks) == 12 - 1 - 5 + 1  # without the prefix and what is left out, and the head
-    exact = {5: 6, 7: 7, 9: 8, 10: 10, 11: 11}
     kept = [index for index in range(5, 12) if index != 8]
     same = [block is opened.blocks[index] for block, index in zip(blocks, kept, strict=False)]
-    assert same == [index not in (5, 6, 9) for index in kept], exact
+    assert same == [index not in (5, 6, 9) for index in kept]
     assert blocks[-1] is opened.draft_head
     assert opened.draft(skip)[0] is blocks[0]
     few = opened.trimmed([3, 50, 7, 96])
@@ -415,26 +424,13 @@ class Quantised(nn.Linear):
     """Not a plain linear."""
 
 
-class Adapted(nn.Module):
-    """As adapters wrap a linear."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = linear
-        self.down = nn.Linear(linear.in_features, 2, bias=False, dtype=linear.weight.dtype)
-        self.up = nn.Linear(2, linear.out_features, bias=False, dtype=linear.weight.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
-
-
 @torch.no_grad()
 def test_adapted_quantised_and_hooked_modules() -> None:
     model = tiny("llama")
     mlp = model.model.layers[2].mlp
     quantised = Quantised(32, 48, bias=False, dtype=torch.float64).eval()
     mlp.gate_proj = quantised
-    mlp.up_proj = Adapted(mlp.up_proj).eval()
+    mlp.up_proj = LowRank(mlp.up_proj).eval()
     seen: list[Any] = []
     mlp.down_proj.register_forward_hook(lambda *call: seen.append(call))
     opened = Sublayers(model)

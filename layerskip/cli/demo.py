@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +14,7 @@ from layerskip.cli.options import (
     MaxNewTokens,
     Quiet,
     Seed,
+    by_source,
     counts,
     open_model,
     open_passes,
@@ -168,17 +168,13 @@ def _why(found: SideBySide, drafts: Drafts) -> dict[str, Any]:
     }
 
 
-def _shares(sources: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['num_drafts']} {each['name']}" for each in sources)
-
-
 def _why_table(why: dict[str, Any]) -> str:
     rows = [("drafts", why["draft"])]
     if not why["num_drafts"]:
         rows.append(("drafting", "turned itself off: it would not have paid here"))
     else:
         rows += [
-            *([("drafts by source", _shares(why["sources"]))] if len(why["sources"]) > 1 else []),
+            *([("drafts by source", by_source(why))] if len(why["sources"]) > 1 else []),
             ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
             ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
         ]

@@ -21,6 +21,7 @@ from layerskip.cli.options import (
     Quiet,
     Sampling,
     Threshold,
+    by_source,
     counts,
     open_model,
     open_passes,
@@ -105,9 +106,10 @@ def generate(
             if not drafts:
                 warn_idle(drafting, "without drafts")
             settings |= {"skip": drafts.skip, "lookup": drafts.lookup, "enabled": enabled}
-            # once, and not part of the times below
-            talk.progress("measuring what drafting costs here")
-            generate_tokens(loaded.model, unpadded(inputs[0]), max_new_tokens=1, seed=0, **settings)
+            if enabled:
+                talk.progress("measuring what drafting costs here")  # once, not in the times below
+                first = unpadded(inputs[0])
+                generate_tokens(loaded.model, first, max_new_tokens=1, seed=0, **settings)
         for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
             if len(prompts) > 1 and (stream or not as_json):
@@ -173,8 +175,7 @@ def _summary(result: dict[str, Any]) -> str:
         f"{result['tokens_per_second']:.1f} tokens/s"
     )
     if result["num_drafts"]:
-        several = [f"{each['num_drafts']} {each['name']}" for each in result["sources"]]
-        by = f" ({', '.join(several)})" if len(several) > 1 else ""
+        by = f" ({by_source(result)})" if len(result["sources"]) > 1 else ""
         words += (
             f"; {result['num_drafts']} drafts{by} of {result['num_draft_tokens']} tokens, accepted "
             f"{result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), mean acceptance "

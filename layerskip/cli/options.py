@@ -227,6 +227,11 @@ def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def by_source(counted: dict[str, Any]) -> str:
+    """How often each source of `counts` drafted."""
+    return ", ".join(f"{each['num_drafts']} {each['name']}" for each in counted["sources"])
+
+
 def open_model(loading: Loading, talk: Talk) -> Loaded:
     talk.progress("importing torch and transformers")
     from layerskip.checkpoints import load

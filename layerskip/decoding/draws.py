@@ -204,7 +204,7 @@ class Draws:
                 stays, token = self._reject(drafts, some, scores)
                 accepted.append(stays)
             else:
-                token = self._draw(scores, some, TARGET)
+                token = self._draw(scores, some)
             drawn.append(token)
             if keep:
                 kept.append(scores)
@@ -226,9 +226,9 @@ class Draws:
             lengths = [self.width + len(self.emitted[row]) + offset for row, offset in some]
             yield self.law.scores(raw[first : first + few], self.history, rows, lengths), some
 
-    def _draw(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
-        """Draw a token at each position, (N,)."""
-        return largest(self._noisy(scores, positions, purpose))
+    def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
+        """Draw the target's token at each position, (N,)."""
+        return largest(self._noisy(scores, positions, TARGET))
 
     def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
         """Scores (N, V), their noise added, whose largest is drawn at each position."""
@@ -264,6 +264,8 @@ class Draws:
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)
+        if not (drafts.steps or any(drafts.tokens)):  # a plain step
+            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions)
         if drafts.steps:
             at = drafts.at(positions)
             index = on_device(at, p.device)  # (N,)
@@ -282,7 +284,7 @@ class Draws:
         drafted = token >= 0  # (N,)
         rest = without(p, here) if q is None else residual(p, q)  # (N, V)
         final = torch.where(drafted[:, None], rest, p)
-        return drafted & lucky, self._draw(final.log(), positions, TARGET)
+        return drafted & lucky, self._draw(final.log(), positions)
 
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:

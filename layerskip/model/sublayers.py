@@ -159,10 +159,6 @@ class Sublayers(Architecture):
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
         return self.head(hidden, None)
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` of a draft, (B, T, V): -inf for tokens outside of a trimmed vocabulary."""
-        return self.draft_head(hidden, None)
-
     def trimmed(self, tokens: Sequence[int]) -> Sublayers:
         """The same opened model, with drafts that can draw these tokens only, but for less.
 
