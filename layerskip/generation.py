@@ -266,6 +266,7 @@ class LayerSkipDecoding:
             drafts.append(skip)
             if self.draft_vocabulary is not None:
                 opened = opened.trimmed(self.draft_vocabulary)
+            opened.draft(skip)  # what cannot be had is refused before anything is decoded
         if not drafts:
             return self._plain(opened, request), None
         brought = self.costs

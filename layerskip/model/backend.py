@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.rounded import Deltas
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type (cos, sin) of every position of a call, each (1, S, R)."""
@@ -63,8 +64,8 @@ class Backend(ABC):
     blocks: Sequence[Block]
 
     @abstractmethod
-    def low(self, sublayer: int, bits: int) -> Block:
-        """A sublayer with weights rounded to so many bits, 8 or 4 (see `rounded`).
+    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+        """A sublayer with weights rounded to so many bits, 8 or 4 (see `rounded`), healed or not.
 
         Raises:
             ValueError: its weights can be rounded only by changing the model's modules.

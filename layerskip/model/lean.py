@@ -27,7 +27,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, foreign_hooks
 from layerskip.model.joined import together
 from layerskip.model.products import Function, Linear, best_linear, matrices
-from layerskip.model.rounded import copies_of
+from layerskip.model.rounded import Deltas, copies_of
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,8 +54,8 @@ class Lean(Backend):
             self._block(sublayer, self.linear) for sublayer in range(model.num_sublayers)
         )
 
-    def low(self, sublayer: int, bits: int) -> Block:
-        block: Block = self._block(sublayer, self._low_linear(bits), apart=True)
+    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+        block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
@@ -74,9 +74,9 @@ class Lean(Backend):
         how: dict[str, Any] = {"sandwich": sandwich, "eager": self.model.eager, "apart": apart}
         return attention(layer, window, kind, linear=linear, **how)
 
-    def _low_linear(self, bits: int) -> Linear:
+    def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            return self.copies.of(weight, bits, packed=self.packed).linear(bias)
+            return self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
 
         return linear
 

@@ -7,7 +7,9 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, device_of
 from layerskip.model.products import Function, plain
-from layerskip.model.rounded import Copies, copies_of, linears
+from layerskip.model.rounded import Deltas, Rounded, copies_of, linears
 
 
 class Rotary:
@@ -50,8 +52,8 @@ class Modules(Backend):
         self.layers = list(model.each_layer())
         self.blocks = tuple(self._block(sublayer) for sublayer in range(model.num_sublayers))
 
-    def low(self, sublayer: int, bits: int) -> Block:
-        return self._block(sublayer, bits)
+    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+        return self._block(sublayer, partial(self.copies.of, bits=bits, deltas=deltas))
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.model.lm_head
@@ -61,7 +63,7 @@ class Modules(Backend):
         elif rows is not None:
             project, scatter = plain(rows.weight, rows.bias), rows.spread
         elif bits is not None:
-            project = _twin(whole, self.copies, bits, "lm_head")
+            project = twin(whole, partial(self.copies.of, bits=bits), "lm_head")
         chain = [norm, project, softcap(self.model.softcap), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
@@ -72,13 +74,13 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables)
 
-    def _block(self, sublayer: int, bits: int | None = None) -> Block:
+    def _block(self, sublayer: int, rounded: Callable[[Tensor], Rounded] | None = None) -> Block:
         number = sublayer // 2
         layer, window, kind = self.layers[number]
         name = "mlp" if sublayer % 2 else "self_attn"
         module = getattr(layer, name)
-        if bits is not None:
-            module = _twin(module, self.copies, bits, f"layer {number} {name}")
+        if rounded is not None:
+            module = twin(module, rounded, f"layer {number} {name}")
         if sublayer % 2:
             return self._mlp(layer, module)
         return self._attention(layer, module, window, kind)
@@ -125,16 +127,16 @@ def _on(device: torch.device, function: Function | None = None) -> Function:
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
-def _twin(module: Any, copies: Copies, bits: int, name: str) -> Any:
+def twin(module: Any, rounded: Callable[[Tensor], Rounded], name: str) -> Any:
     """A module with rounded linears: copied shallowly on the way to them, all else its own.
 
     Weights swapped inside of the module itself would be seen by other threads that call it.
     """
     chosen = {id(linear) for _, linear in linears(module)}
 
-    def twin(each: Any, path: str) -> Any:
+    def copied(each: Any, path: str) -> Any:
         low = id(each) in chosen
-        parts = {key: twin(part, f"{path}.{key}") for key, part in each._modules.items()}
+        parts = {key: copied(part, f"{path}.{key}") for key, part in each._modules.items()}
         if not low and all(part is parts[key] for key, part in each._modules.items()):
             return each
         if "forward" in vars(each):
@@ -145,7 +147,7 @@ def _twin(module: Any, copies: Copies, bits: int, name: str) -> Any:
         made = copy(each)
         made._modules = parts
         if low:
-            made.forward = copies.of(each.weight, bits).linear(each.bias)
+            made.forward = rounded(each.weight).linear(each.bias)
         return made
 
-    return twin(module, name)
+    return copied(module, name)

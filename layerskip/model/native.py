@@ -10,7 +10,7 @@ rotary width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
@@ -27,7 +27,7 @@ from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.products import Function, Linear, plain
-from layerskip.model.rounded import ROWS
+from layerskip.model.rounded import ROWS, Deltas
 
 LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
 """Tokens of one pass, all rows together, up to which native passes are faster than BLAS."""
@@ -56,6 +56,10 @@ def refusal(model: Architecture) -> str | None:
 def warn_refusal(reason: str) -> None:
     """Say, once, that there are no native passes."""
     warnings.warn(f"passes take the lean path: {reason}", stacklevel=2)
+
+
+Matrix = Callable[[nn.Linear], Any]
+"""Makes what the native passes read of a linear: its weight, exact or rounded."""
 
 
 class NativeBlock:
@@ -108,28 +112,29 @@ class Native(Lean):
         self.plan = self.extension.Plan()
         self._kinds = list(dict.fromkeys(model.layer_types))
         self.blocks = tuple(
-            self._native(sublayer, lean, None) for sublayer, lean in enumerate(self.blocks)
+            self._native(sublayer, lean, self._exact) for sublayer, lean in enumerate(self.blocks)
         )
         attention = model.layers[0].self_attn
         self._heads = (_kv_heads(attention), attention.head_dim)
 
-    def low(self, sublayer: int, bits: int) -> Block:
-        lean = super().low(sublayer, bits)
+    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+        lean = super().low(sublayer, bits, deltas)
         joined = getattr(self.layers[sublayer // 2][0].mlp, "gate_up_proj", None)
         if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
             return lean  # up does not begin with a block
-        return self._native(sublayer, lean, bits)
+        return self._native(sublayer, lean, partial(self._low, bits=bits, deltas=deltas))
 
-    def _low_linear(self, bits: int) -> Linear:
+    def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
 
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            matrix, widened = self._rounded(weight, bias, bits), super(Native, self)._low_linear
+            matrix = self._rounded(weight, bias, bits, deltas)
+            widened = super(Native, self)._low_linear(bits, deltas)
             wide = self.extension.wide_products
 
             def apply(x: Tensor) -> Tensor:
                 if x.requires_grad:  # there are no native gradients
-                    return widened(bits)(weight, bias)(x)
+                    return widened(weight, bias)(x)
                 return wide(matrix, x)  # type: ignore[no-any-return]
 
             return apply
@@ -140,7 +145,7 @@ class Native(Lean):
         own = self.model.model.lm_head if rows is None else rows
         number = self.plan.head(
             before=self._norm(self.model.decoder.norm),
-            matrix=self._matrix(own, bits),
+            matrix=self._exact(own) if bits is None else self._low(own, bits),
             softcap=self.model.softcap or 0.0,
         )
         after = None if rows is None else rows.spread
@@ -194,14 +199,14 @@ class Native(Lean):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, sublayer: int, lean: Block, bits: int | None) -> NativeBlock:
+    def _native(self, sublayer: int, lean: Block, matrix: Matrix) -> NativeBlock:
         layer, window, kind = self.layers[sublayer // 2]
         if sublayer % 2:
-            return NativeBlock(self, self._mlp(layer, bits), lean)
-        number = self._attention(layer, window, self._kinds.index(kind), bits)
+            return NativeBlock(self, self._mlp(layer, matrix), lean)
+        number = self._attention(layer, window, self._kinds.index(kind), matrix)
         return NativeBlock(self, number, lean, layer.self_attn.layer_idx)
 
-    def _attention(self, layer: Any, window: int | None, angles: int, bits: int | None) -> int:
+    def _attention(self, layer: Any, window: int | None, angles: int, matrix: Matrix) -> int:
         module = layer.self_attn
         joined = hasattr(module, "qkv_proj")
         names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
@@ -210,8 +215,8 @@ class Native(Lean):
         number: int = self.plan.attention(
             before=self._norm(layer.input_layernorm),
             after=self._after(layer.post_attention_layernorm),
-            inputs=[self._matrix(getattr(module, name), bits) for name in names],
-            output=self._matrix(module.o_proj, bits),
+            inputs=[matrix(getattr(module, name)) for name in names],
+            output=matrix(module.o_proj),
             q_norm=self._norm(getattr(module, "q_norm", None)),
             k_norm=self._norm(getattr(module, "k_norm", None)),
             heads=module.o_proj.weight.shape[1] // module.head_dim,
@@ -225,7 +230,7 @@ class Native(Lean):
         )
         return number
 
-    def _mlp(self, layer: Any, bits: int | None) -> int:
+    def _mlp(self, layer: Any, matrix: Matrix) -> int:
         module, sandwich = layer.mlp, self.model.family.sandwich
         joined = hasattr(module, "gate_up_proj")
         names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
@@ -234,8 +239,8 @@ class Native(Lean):
                 layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
             ),
             after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
-            inputs=[self._matrix(getattr(module, name), bits) for name in names],
-            output=self._matrix(module.down_proj, bits),
+            inputs=[matrix(getattr(module, name)) for name in names],
+            output=matrix(module.down_proj),
             gelu=lean.activation(_activation(module)) is not F.silu,
         )
         return number
@@ -250,13 +255,16 @@ class Native(Lean):
     def _after(self, module: Any) -> Any:
         return self._norm(module) if self.model.family.sandwich else None
 
-    def _matrix(self, module: nn.Linear | TrimmedHead, bits: int | None) -> Any:
-        if bits is None:
-            return self.extension.Matrix(module.weight, module.bias)
-        return self._rounded(module.weight, module.bias, bits)
+    def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
+        return self.extension.Matrix(module.weight, module.bias)
 
-    def _rounded(self, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
-        copy = self.copies.of(weight, bits, packed=True)
+    def _low(self, module: nn.Linear | TrimmedHead, bits: int, deltas: Deltas | None = None) -> Any:
+        return self._rounded(module.weight, module.bias, bits, deltas)
+
+    def _rounded(
+        self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
+    ) -> Any:
+        copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
         rows, columns = copy.shape
         how = {"bits": bits, "rows": rows, "columns": columns}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)

@@ -8,7 +8,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import SkipConfig
+from layerskip.config import SkipConfig, Trained
 from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
 from layerskip.model.cache import RowCache
@@ -27,7 +27,8 @@ from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
-from layerskip.model.rounded import linears, rounded_bytes
+from layerskip.model.rounded import Deltas, linears, paired, rounded_bytes
+from layerskip.model.trained import trained_weights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
 ASKED = "as asked for"
@@ -102,7 +103,9 @@ class Sublayers(Architecture):
         self.draft_head = self.head
         self.draft_vocabulary = self.vocabulary
         self._rows: TrimmedHead | None = None
-        self._low: dict[tuple[int | None, int], Block] = {}  # by sublayer (or None: head) and bits
+        # by sublayer (or None: head), bits and hash of what heals it
+        self._low: dict[tuple[int | None, int, str | None], Block] = {}
+        self._opened: dict[str, Deltas] = {}  # by hash
         self._drafts: dict[SkipConfig, tuple[tuple[int, bool], ...]] = {}
 
     def describe(self) -> str:
@@ -214,28 +217,47 @@ class Sublayers(Architecture):
         """A sublayer in low precision, or the draft's head."""
         assert skip.low is not None
         bits = skip.low.bits
-        block = self._low.get((sublayer, bits))
+        healing = None if sublayer is None else skip.trained
+        key = (sublayer, bits, None if healing is None else healing.hash)
+        block = self._low.get(key)
         if block is None:
             backend = self.backend
             if sublayer is None:
                 block = backend.head(self._rows, bits)
             else:
-                block = backend.low(sublayer, bits)
-            self._low[sublayer, bits] = block
+                deltas = None if healing is None else self._deltas(healing)
+                block = backend.low(sublayer, bits, deltas)
+            self._low[key] = block
         return block
+
+    def _deltas(self, trained: Trained) -> Deltas:
+        """What heals the linears of the sublayers, checked once for each opening."""
+        if trained.hash not in self._opened:
+            weights = {
+                name: linear.weight
+                for name, linear in self.named_linears(range(self.num_sublayers))
+            }
+            found = trained_weights(self.model, trained)
+            self._opened[trained.hash] = Deltas(trained.hash, paired(found, weights))
+        return self._opened[trained.hash]
+
+    def named_linears(
+        self, sublayers: Iterable[int] | None = None
+    ) -> Iterator[tuple[str, nn.Linear]]:
+        """The linears that can be rounded, of some sublayers or all, and their names."""
+        for index in range(self.num_sublayers) if sublayers is None else sublayers:
+            part = "mlp" if index % 2 else "self_attn"
+            for name, linear in linears(getattr(self.layers[index // 2], part)):
+                yield f"layers.{index // 2}.{part}.{name}", linear
 
     def low_bytes(self, skip: SkipConfig) -> int:
         """Memory that the rounded weights of a draft take, or would take."""
         skip = skip.resolve(self.num_layers)
         if skip.low is None:
             return 0
-        modules = [
-            self.layers[index // 2].mlp if index % 2 else self.layers[index // 2].self_attn
-            for index in skip.rounded()
-        ]
+        weights = [linear.weight for _, linear in self.named_linears(skip.rounded())]
         if skip.low.head and self._rows is None:
-            modules.append(self.model.lm_head)
-        weights = [linear.weight for each in modules for _, linear in linears(each)]
+            weights += [linear.weight for _, linear in linears(self.model.lm_head)]
         if skip.low.head and self._rows is not None:
             weights.append(self._rows.weight)
         bits, packed = skip.low.bits, self.backend.packed

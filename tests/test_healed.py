@@ -1,0 +1,227 @@
+"""Healed drafts: deltas before rounding, whose file is checked, and texts that stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FEW_FAMILIES, lively_model, prompt, ragged
+from models import tiny_model as tiny
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+
+import layerskip
+from layerskip import LowPrecision, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import make_controller
+from layerskip.decoding.laws import Law
+from layerskip.generation import generate
+from layerskip.model import extension
+from layerskip.model.rounded import copies_of, rounded
+from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.trained import save_trained
+from layerskip.replay.drafts import replay
+from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.trace import take_trace
+
+RANK = 3
+EVERYTHING = range(12)
+
+
+def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
+    """Random ones for every linear of a tiny model, each about so large as a share of a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, linear in Sublayers(model).named_linears(EVERYTHING):
+        rows, columns = linear.weight.shape
+        scale = size * linear.weight.detach().float().std() / RANK**0.5
+        found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()
+        found[f"{name}.b"] = (torch.randn(rows, RANK, generator=generator) * scale).half()
+    return found
+
+
+def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:
+    """A healed draft of a tiny model without its layer 3, exact up to layer 1."""
+    low = LowPrecision(bits=bits, attention=(1, 2, 4, 5), mlp=(1, 2, 4, 5), head=False)  # type: ignore[arg-type]
+    trained = save_trained(folder / "draft.safetensors", deltas(model, size), "healed", model)
+    return SkipConfig(attention=(3,), mlp=(3,), low=low, trained=trained).resolve(6)
+
+
+def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
+    """Of a draft, over a prompt, (B, T, V)."""
+    cache = model.new_cache(*ids.shape)
+    cache.place([0] * ids.shape[0], ids.shape[1])
+    step = Pass(model, cache, model.rotary(ids.shape[1], ids.shape[1]))
+    hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
+    return model.finish_draft(hidden, step, skip)
+
+
+@torch.no_grad()
+def with_deltas_in_its_weights(family: str, found: dict[str, Tensor]) -> Any:
+    """The tiny model that healed copies are copies of."""
+    model = tiny(family)
+    for name, linear in Sublayers(model).named_linears(EVERYTHING):
+        # copies are of float64 weights here, as this one is
+        linear.weight += found[f"{name}.b"].double() @ found[f"{name}.a"].double()
+    return model
+
+
+@pytest.mark.parametrize("family", FEW_FAMILIES)
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_a_healed_sublayer_is_the_rounded_one_of_a_healed_weight(
+    family: str, execution: str, tmp_path: Path
+) -> None:
+    model, ids = tiny(family), prompt(9)
+    skip = healed(model, tmp_path)
+    other = with_deltas_in_its_weights(family, deltas(model))
+    with torch.no_grad():
+        got = logits(Sublayers(model, execution), skip, ids)
+        plain = replace(skip, trained=None)
+        opened = Sublayers(other, execution)
+        # the shared prefix runs exactly, so that it is the unhealed one
+        exact = Sublayers(model, execution)
+        opened.blocks = (*exact.blocks[:2], *opened.blocks[2:])
+        want = logits(opened, plain, ids)
+        unhealed = logits(Sublayers(model, execution), plain, ids)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert (got - unhealed).abs().max() > 0.01  # and healing does something
+    assert skip.shared_prefix() == 2
+
+
+def test_copies_are_shared_by_openings_and_told_apart_by_what_heals_them(tmp_path: Path) -> None:
+    model = tiny("llama")
+    skip = healed(model, tmp_path)
+    opened = Sublayers(model, "fused")
+    opened.draft(skip)
+    once = copies_of(model).nbytes
+    assert once == opened.low_bytes(skip)
+    Sublayers(model, "fused").draft(skip)
+    assert copies_of(model).nbytes == once
+    opened.draft(replace(skip, trained=None))
+    assert copies_of(model).nbytes == 2 * once
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_the_text_is_the_same_whatever_heals_the_draft(
+    execution: str, do_sample: bool, tmp_path: Path
+) -> None:
+    model = lively_model("llama")
+    ids, mask = ragged((5, 9, 2))
+    inputs: dict[str, Any] = {"inputs": {"input_ids": ids, "attention_mask": mask}}
+    inputs |= {"do_sample": do_sample, "max_new_tokens": 24}
+    how: dict[str, Any] = {"seed": 3, "execution": execution, "controller": "fixed"}
+    plain = generate(model, **inputs, **how, enabled=False)
+    for size in (0.01, 3.0):  # deltas that hardly matter, and ones that make nonsense
+        skip = healed(model, tmp_path, size=size)
+        found = generate(model, **inputs, **how, skip=skip, max_draft_length=3)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert found.stats is not None
+        accepted = found.stats.num_accepted_tokens / found.stats.num_draft_tokens
+        assert (accepted > 0.4) == (size < 1)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_simulated_rounds_are_those_of_decoding(sample: bool, tmp_path: Path) -> None:
+    model, ids = lively_model("gemma2"), prompt(7)
+    skip = healed(model, tmp_path, bits=4, size=0.3)
+    law = Law([TemperatureLogitsWarper(0.8)] if sample else [], do_sample=sample, rows=1)
+    trace = take_trace(model, [ids[0]], max_new_tokens=30, law=law, draft_length=4)
+    costs = CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
+    how: dict[str, Any] = {"do_sample": sample, "temperature": 0.8, "seed": 0, "costs": costs}
+    real = layerskip.decode(model, ids, skip=skip, max_new_tokens=30, **how)
+    want = [SimulatedRound(r.drafted, r.accepted, (len(r.tokens[0]),), r.source) for r in real][1:]
+    for draft, same in [(skip, True), (replace(skip, trained=None), False)]:
+        controller = make_controller("expected-gain", costs=costs, sampling=sample)
+        assert (list(simulate(replay(trace, draft), controller)) == want) == same
+
+
+@torch.no_grad()
+def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
+    if extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    model, ids = tiny("llama", dtype=torch.float32), prompt(9)
+    skip = healed(model, tmp_path, size=0.3)
+    opened = Sublayers(model, "native")
+    healthy = logits(Sublayers(model, "fused"), skip, ids)
+    sick = logits(Sublayers(model, "fused"), replace(skip, trained=None), ids)
+    off = (logits(opened, skip, ids) - healthy).abs().max()
+    # whose inputs are rounded, too
+    assert off < 0.2 * (sick - healthy).abs().max()
+
+
+def damaged(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "cut off":
+        path.write_bytes(data[:-40])
+    else:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "cannot read the trained draft .*: No such file"),
+        ("cut off", "is cut off or changed"),
+        ("changed", "is cut off or changed"),
+    ],
+)
+def test_a_file_that_is_not_the_one_is_refused(how: str, message: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    skip = healed(model, tmp_path)
+    generate(model, prompt(5), skip=skip, max_new_tokens=2)
+    damaged(tmp_path / "draft.safetensors", how)
+    with pytest.raises(ValueError, match=message) as caught:
+        generate(model, prompt(5), skip=skip, max_new_tokens=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_base_is_refused_and_so_is_a_changed_one(tmp_path: Path) -> None:
+    model = tiny("llama")
+    skip = healed(model, tmp_path)
+    with pytest.raises(ValueError, match="belongs to a model with other weights") as caught:
+        generate(tiny("llama", seed=1), prompt(5), skip=skip, max_new_tokens=2)
+    assert "\n" not in str(caught.value)
+    generate(model, prompt(5), skip=skip, max_new_tokens=2)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="belongs to a model with other weights"):
+        generate(model, prompt(5), skip=skip, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers.9.mlp.up_proj.a": torch.ones(3, 32)}, "a weight 'layers.9.mlp.up_proj' that"),
+        ({"layers.1.mlp.up_proj.b": torch.ones(47, 3)}, r"up_proj do not fit a weight \(48, 32\)"),
+        ({"layers.1.mlp.up_proj.a": torch.ones(4, 32)}, r"up_proj do not fit a weight \(48, 32\)"),
+    ],
+)
+def test_deltas_that_fit_no_weight_are_refused(
+    change: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    model = tiny("llama")
+    path = tmp_path / "draft.safetensors"
+    trained = save_trained(path, deltas(model) | change, "healed", model)
+    skip = SkipConfig(low=LowPrecision(), trained=trained)
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt(5), skip=skip, max_new_tokens=2)
+
+
+def test_deltas_are_added_before_rounding_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, inner, outer = (
+        torch.randn(shape, generator=generator) for shape in ((70, 96), (2, 96), (70, 2))
+    )
+    want = rounded(weight + outer @ inner, 4)
+    for chunk in (1 << 20, 96 * 33):
+        monkeypatch.setattr("layerskip.model.rounded._CHUNK", chunk)
+        got = rounded(weight, 4, delta=(inner, outer))
+        off = (got.widened(torch.float32) - want.widened(torch.float32)).abs()
+        assert (off > 1e-5).float().mean() < 1e-3  # but for ties of the last bits
+        assert got.nbytes == want.nbytes
