@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -30,6 +31,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.laws import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.rounds import Round
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
 from layerskip.model.extension import refusal
@@ -399,6 +401,34 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
         assert words in result.stdout
     shown = result.stdout.rpartition("The same text?")[2].splitlines()[:-1]
     assert max(map(len, shown)) <= 60
+
+
+def test_demo_of_looked_up_drafts(folder, tmp_path):
+    """They cost nothing, and nothing bounds them."""
+    flags = ("demo", folder, "--max-new-tokens", 8, "--json")
+    result = run(*flags, "--low-precision", "none")
+    found = document(result)
+    assert (found["draft_cost"], found["bound"]) == (None, None)
+    assert found["verify_cost"] >= 1
+    assert "1/c" not in result.stdout
+    costs = {"draft": 0.2, "verify": [1.0, 1.1, 1.2]}
+    replace(SkipConfig.early_exit(3), costs=costs).save(tmp_path / "skip.json")
+    result = run(*flags, "--skip", tmp_path / "skip.json", "--lookup", columns=60)
+    found = document(result)
+    assert (found["draft_cost"], found["bound"]) == (0.2, None)
+    assert re.search(r"no draft of its own beats 1/c +5\.0x", result.stdout)
+
+
+def test_demo_prices_rounds_by_what_they_drafted_from():
+    nothing = {"accepted": (0,), "confidences": ((),), "finished": (False,)}
+    rounds = [
+        Round(number, ((3,) * tokens,), (drafted,), source=source, **nothing)
+        for number, (tokens, drafted, source) in enumerate([(1, 0, None), (3, 2, 0), (2, 2, 1)])
+    ]
+    timed = SimpleNamespace(decoded=SimpleNamespace(rounds=[rounds[0], *rounds]))
+    fastest, costs = {"self": [timed]}, CostTable(0.25, (1.0, 1.1, 1.5))
+    found = demo.SideBySide(fastest, None, costs, ["lookup", "sublayers"])
+    assert found.predicted_speedup == pytest.approx(6 / (1.0 + 1.5 + (2 * 0.25 + 1.5)))
 
 
 def test_demo_counts_the_fastest_repeat_by_its_own_tokens(monkeypatch):

@@ -39,12 +39,15 @@ class SideBySide:
             others in every repeat, and may end sooner.
         comparison: of self-speculation with plain decoding, every time; a prompt's first
             difference counts.
-        costs: what the controller decided with; None where it needed no costs.
+        costs: what the controller decided with, of the model's own draft if it has one; None where
+            it needed no costs.
+        sources: what drafts came from, as rounds number them.
     """
 
     fastest: dict[str, list[Timed]]
     comparison: Comparison
     costs: CostTable | None
+    sources: Sequence[str]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -82,8 +85,13 @@ class SideBySide:
         """Tokens per target step over the rounds, at the cost table's prices; None without one."""
         if self.costs is None or not self.rounds:
             return None
-        emitted = sum(len(round_.tokens[0]) for round_ in self.rounds)
-        return emitted / sum(self.costs.round_cost(round_.drafted[0]) for round_ in self.rounds)
+        cost = 0.0
+        for round_ in self.rounds:
+            (drafted,) = round_.drafted
+            looked_up = round_.source is not None and self.sources[round_.source] == "lookup"
+            cost += self.costs.verify_cost(drafted + 1)
+            cost += 0.0 if looked_up else drafted * self.costs.draft
+        return sum(len(round_.tokens[0]) for round_ in self.rounds) / cost
 
 
 def _count(timed: Timed) -> int:
@@ -145,4 +153,4 @@ def side_by_side(
         for name, each in tries.items()
     }
     texts = [timed.decoded.tokens[0] for timed in fastest["plain"]]
-    return SideBySide(fastest, Comparison.of(texts, differences), costs)
+    return SideBySide(fastest, Comparison.of(texts, differences), costs, speculative.sources)

@@ -156,14 +156,15 @@ def _why(found: SideBySide, drafts: Drafts) -> dict[str, Any]:
     """The numbers behind the speedup, JSON values."""
     stats, costs = found.stats, found.costs
     drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
+    own = None if costs is None or drafts.skip is None else costs.draft
     return {
         "draft": drafts.words,
         "speedup": found.tokens_per_second["self"] / found.tokens_per_second["plain"],
         **counts(stats, drafts.names),
-        "draft_cost": None if costs is None else costs.draft,
+        "draft_cost": own,
         "verify_tokens": drafted + 1,
         "verify_cost": None if costs is None else costs.verify_cost(drafted + 1),
-        "bound": None if costs is None else 1 / costs.draft,
+        "bound": None if own is None or drafts.lookup else 1 / own,
         "predicted_speedup": found.predicted_speedup,
     }
 
@@ -178,12 +179,15 @@ def _why_table(why: dict[str, Any]) -> str:
             ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
             ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
         ]
-    if why["draft_cost"] is not None:
-        rows += [
-            ("draft step, c", f"{why['draft_cost']:.3f} target steps"),
-            (f"verify pass, v({why['verify_tokens']})", f"{why['verify_cost']:.2f} target steps"),
-            ("no draft beats 1/c", f"{why['bound']:.1f}x"),
-        ]
+    own = why["draft_cost"]
+    if own is not None:
+        rows.append(("draft step, c", f"{own:.3f} target steps"))
+    if why["verify_cost"] is not None:
+        verify = f"verify pass, v({why['verify_tokens']})"
+        rows.append((verify, f"{why['verify_cost']:.2f} target steps"))
+    if own is not None:  # looked-up drafts cost nothing, so that nothing bounds them
+        bound = "no draft beats 1/c" if why["bound"] else "no draft of its own beats 1/c"
+        rows.append((bound, f"{1 / own:.1f}x"))
     if why["predicted_speedup"] is not None:
         rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
     rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
