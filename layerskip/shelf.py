@@ -15,6 +15,10 @@ SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
 """Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
 SPEC_BENCH = _SHELF / "spec-bench" / "prompts.jsonl"
 """Questions of Spec-Bench, the first turns: four of each of nine categories."""
+COPYING = _SHELF / "copying.jsonl"
+"""Requests whose answers copy: summaries, retrieval, edits of code; three of each, for chats."""
+NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
+"""Samples of prompts by the names that they have on the command line."""
 
 
 def shipped(name: str) -> Path:

@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from sample_prompts import main, sample
 
+from layerskip.cli.options import read_given
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import SPEC_BENCH
+from layerskip.shelf import COPYING, NAMED_PROMPTS, SPEC_BENCH
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -118,6 +120,26 @@ def test_the_shipped_sample_of_spec_bench():
     terms = (SPEC_BENCH.parent / "README.md").read_text()
     assert all(f"`{category}`" in terms for category in counts)
     assert "Copyright (c) 2021 OpenAI" in terms
+
+
+def test_the_shipped_requests_to_copy():
+    """Each brings the text to copy from, which is most of it."""
+    prompts = read_prompts(COPYING)
+    assert Counter(prompt.category for prompt in prompts) == {
+        "summarise": 3,
+        "retrieval": 3,
+        "editing": 3,
+    }
+    for prompt in prompts:
+        text, _, request = prompt.text.rpartition("\n\n")
+        assert len(text) > 2 * len(request) > 0
+
+
+def test_a_file_of_ones_own_goes_before_a_sample_of_its_name(tmp_path, monkeypatch):
+    assert read_given(Path("copying")) == read_prompts(NAMED_PROMPTS["copying"])
+    monkeypatch.chdir(tmp_path)
+    Path("copying").write_text("Once\n")
+    assert [prompt.text for prompt in read_given(Path("copying"))] == ["Once"]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10])

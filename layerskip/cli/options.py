@@ -19,7 +19,7 @@ import typer
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import SHIPPED, SHIPPED_PROMPTS, SPEC_BENCH
+from layerskip.shelf import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
@@ -31,7 +31,8 @@ Prompts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Prompts; spec-bench are 36 questions.  [default: those shipped with the model]",
+        help="Prompts; spec-bench are 36 questions, copying 9 requests whose answers copy.  "
+        "[default: those shipped with the model]",
     ),
 ]
 Chat = Annotated[
@@ -285,15 +286,15 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     if model not in SHIPPED:
         raise ValueError(
             "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
-            f"a few dozen of them, or spec-bench (only {' and '.join(SHIPPED)} come with prompts)"
+            f"a few dozen of them, or {' or '.join(NAMED_PROMPTS)} (only "
+            f"{' and '.join(SHIPPED)} come with prompts)"
         )
     return shipped_prompts(None)
 
 
 def read_given(path: Path) -> list[Prompt]:
-    """The prompts of a file, or of the sample that is called spec-bench."""
-    named = str(path) == "spec-bench" and not path.exists()
-    return read_prompts(SPEC_BENCH if named else path)
+    """The prompts of a file, or of the sample of that name."""
+    return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
 
 
 def spoken(prompts: Sequence[Prompt], chat: bool) -> list[Prompt]:
