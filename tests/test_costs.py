@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -70,9 +72,9 @@ def opened() -> Sublayers:
     return Sublayers(lively_model("llama"))
 
 
-def _one(tables: list[CostTable] | None) -> CostTable:
-    assert tables is not None
-    (table,) = tables
+def _one(times: costs._Times | None) -> CostTable:
+    assert times is not None
+    (table,) = times.tables()
     return table
 
 
@@ -109,7 +111,7 @@ def test_several_drafts_are_measured_together(
     monkeypatch.setattr(Session, "draft_step", dearer)
     found = measure(opened, [LOOKUP, SKIP, LOOKUP], request(), now=clock)
     assert found is not None
-    looked_up, own, again = found
+    looked_up, own, again = found.tables()
     assert looked_up == again
     assert looked_up.draft == 0.0
     assert len(looked_up.verify) == 16
@@ -174,9 +176,15 @@ def test_tables_are_measured_once_for_each_kind_of_call(
 ) -> None:
     calls: list[Any] = []
 
-    def count(model: Sublayers, drafts: Any, asked: Request) -> list[CostTable]:
+    def count(model: Sublayers, drafts: Any, asked: Request) -> costs._Times:
         calls.append(drafts)
-        return [CostTable(0.1 * (len(calls) + 1), (1.0,), "measured") for _ in drafts]
+        numbers = range(len(drafts))
+        return costs._Times(
+            rounds={(draft, length): [10.0, 10.0] for draft in numbers for length in (0, 4)},
+            steps={draft: [0.1 * (len(calls) + 1)] for draft in numbers},
+            weights=[1.0 for _ in drafts],
+            base=0,
+        )
 
     monkeypatch.setattr(costs, "measure", count)
     model = Sublayers(lively_model("llama"))
@@ -198,6 +206,76 @@ def test_tables_are_measured_once_for_each_kind_of_call(
     assert len({table.draft for (table,) in [first, *others]}) == 7
     assert len(cost_tables(model, [LOOKUP, SKIP], request())) == 2
     assert len(calls) == 2 + len(others)
+
+
+class Disturbed:
+    """A clock's draft steps and verify passes that other work slows down, so many at first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, drafts: int, passes: int) -> None:
+        self.now = 0.0
+        self.factors = random.Random(3)
+        self.left = {"draft_step": drafts, "verify": passes}
+        for name in self.left:
+            monkeypatch.setattr(Session, name, self._slower(name, getattr(Session, name)))
+
+    def _slower(self, name: str, whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def slower(session: Session, tokens: Tensor, *rest: Any) -> Tensor:
+            if name == "verify":
+                seconds = VERIFY[1 + max(offset for _, offset in rest[0])]
+            else:
+                seconds = DRAFT
+            self.left[name] -= 1
+            # by another factor each time, as other work comes and goes
+            self.now += seconds * (self.factors.uniform(2, 9) if self.left[name] >= 0 else 1.0)
+            return whole(session, tokens, *rest)
+
+        return slower
+
+
+STEPS = 1 + 2 + 4 + 8  # of a sweep
+RIGHT = DRAFT / VERIFY[1]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "passes"), [(0, 0), (3 * STEPS, 0), (3 * STEPS, 3 * 6)], ids=["none", "steps", "all"]
+)
+@torch.no_grad()
+def test_sweeps_go_on_while_other_work_shows(
+    opened: Sublayers, monkeypatch: pytest.MonkeyPatch, drafts: int, passes: int
+) -> None:
+    """A table of two disturbed sweeps would turn drafting off; of more it is right."""
+    other = Disturbed(monkeypatch, drafts=drafts, passes=passes)
+    monkeypatch.setattr(costs, "_BUDGET", 1.0)
+    monkeypatch.setattr(costs, "_PATIENCE", 1.0)
+    hasty = measure(opened, [SKIP], request(), now=lambda: other.now)
+    monkeypatch.setattr(costs, "_PATIENCE", 1e9)
+    other.left = {"draft_step": drafts, "verify": passes}
+    patient = measure(opened, [SKIP], request(), now=lambda: other.now)
+    assert hasty is not None
+    assert patient is not None
+    assert hasty.disturbed() == bool(drafts)
+    assert not patient.disturbed()
+    # where two of a kind agree, they are right, nearly
+    assert _one(patient).draft == pytest.approx(RIGHT, rel=costs._REPEATED - 1)
+    assert (len(patient.steps[0]) > 2) == bool(drafts)
+    if drafts and not passes:
+        assert _one(hasty).draft > 2 * RIGHT
+
+
+@torch.no_grad()
+def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Disturbed(monkeypatch, drafts=2 * STEPS, passes=0)
+    monkeypatch.setattr(costs, "_BUDGET", 1.0)
+    monkeypatch.setattr(costs, "_PATIENCE", 1.0)
+    monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: other.now))
+    model = Sublayers(lively_model("llama"))
+    calls = [cost_tables(model, [SKIP], request()) for _ in range(3)]
+    assert calls[0][0].draft > 2 * RIGHT
+    assert calls[1][0].draft == pytest.approx(RIGHT)
+    assert calls[2] is calls[1]
+    other.left["draft_step"] = 10**9  # for good: then it is left at that
+    late = [cost_tables(model, [SKIP], request((4,))) for _ in range(6)]
+    assert late[-1] is late[-2] is late[costs._CALLS - 1] is not late[costs._CALLS - 2]
 
 
 def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:

@@ -1,8 +1,9 @@
 """What a draft step and a verify pass cost on this machine, in target steps; the only clock.
 
 Cost tables are measured once per process for each (model, drafts, batch, kind of law), by timing
-the phases of real rounds of fixed length, for a fraction of a second. Where no clock may decide
-(the rejection rule's text depends on the draft lengths) the analytic table of weights serves.
+the phases of real rounds of fixed length, for a fraction of a second; for longer, and again by the
+next calls, where other work on the machine shows in the times. Where no clock may decide (the
+rejection rule's text depends on the draft lengths) the analytic table of weights serves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,10 +36,15 @@ _TYPICAL_LENGTH = 4  # of the drafts that c is read off
 _SWEEPS = 12  # half as many leave twice the spread
 _CONTEXT = 32  # tokens of the prompt that are used, at most
 _BUDGET = 0.3  # seconds after which no further sweep starts, behind the second
+_PATIENCE = 4  # times as long where times are disturbed
+_REPEATED = 1.25  # times the quickest, the second quickest is on a machine that is left alone
+_DEAR = 2.0  # times what its weights say, a draft step costs on a machine that is left alone
+_CALLS = 4  # that measure, at most, while times are disturbed
 
-_tables: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[CostTable]]] = (
-    weakref.WeakKeyDictionary()
-)
+# by kind of call: its times, the tables made of them, and how many calls measured
+_tables: weakref.WeakKeyDictionary[
+    nn.Module, dict[Any, tuple[_Times | None, list[CostTable], int]]
+] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -99,13 +105,65 @@ class _EchoRow(LookupRow):
         return Found([0] * longest, 1)
 
 
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of rounds, by draft and tokens drafted, and of their draft steps, by draft."""
+
+    rounds: dict[tuple[int, int], list[float]]
+    steps: dict[int, list[float]]
+    weights: Sequence[float]
+    """c of each draft by its weights alone."""
+    base: int
+    """The draft whose rounds were timed at several lengths."""
+
+    def disturbed(self) -> bool:
+        """Whether other work on the machine shows.
+
+        Times then do not repeat: that work only ever adds, so that the quickest two of each kind
+        are alike on a machine that is left alone. Or all of one kind met it: a draft step takes far
+        longer than its weights say. That may be true, where products are slow; then nothing is lost
+        but the time to look twice.
+        """
+        kinds = [sorted(times) for times in self.rounds.values()]
+        if any(second > _REPEATED * first for first, second, *_ in kinds):
+            return True
+        plain = typical(self.rounds[self.base, 0])
+        return any(
+            typical(times) > _DEAR * self.weights[draft] * plain
+            for draft, times in self.steps.items()
+            if times
+        )
+
+    def joined(self, other: _Times) -> _Times:
+        """With what another call took of the same kinds."""
+        return replace(
+            self,
+            rounds={key: times + other.rounds[key] for key, times in self.rounds.items()},
+            steps={key: times + other.steps[key] for key, times in self.steps.items()},
+        )
+
+    def tables(self) -> list[CostTable]:
+        """The table of each draft."""
+        seconds = {key: typical(times) for key, times in self.rounds.items()}
+        step = seconds[self.base, 0]
+        costs = [typical(times) if times else 0.0 for times in self.steps.values()]
+        totals = {length: each for (draft, length), each in seconds.items() if draft == self.base}
+        first = _table(costs[self.base], totals)
+        return [
+            _like(first, cost, seconds[draft, _TYPICAL_LENGTH], step)
+            if draft != self.base and (draft, _TYPICAL_LENGTH) in seconds
+            else first
+            for draft, cost in enumerate(costs)
+        ]
+
+
 def measure(
     model: Sublayers,
     drafts: Sequence[SkipConfig | Lookup],
     request: Request,
     *,
     now: Callable[[], float] = time.perf_counter,
-) -> list[CostTable] | None:
+) -> _Times | None:
     """Time draft steps and verify passes on a short context of the request's first prompt.
 
     Every phase includes its law (without a user's own processors), its draw and the transfer to
@@ -119,7 +177,8 @@ def measure(
         now: the clock, in seconds.
 
     Returns:
-        A table for each draft, or None where the model's positions leave no room to measure.
+        Times, of which `tables()` makes a table for each draft; None where the model's positions
+        leave no room to measure.
     """
     rows = request.input_ids.shape[0]
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:_CONTEXT]  # (T,)
@@ -156,8 +215,12 @@ def measure(
     decoder = Decoder(model, timed, watch, probe, max_draft_length=max(lengths) + 1)
     rounds = decoder.rounds()
     next(rounds)
-    steps: dict[int, list[float]] = {number: [] for number in range(len(drafts))}
-    totals: dict[tuple[int, int], list[float]] = {each: [] for each in order}
+    times = _Times(
+        rounds={each: [] for each in order},
+        steps={number: [] for number in range(len(drafts))},
+        weights=[analytic(model, draft).draft for draft in drafts],
+        base=base,
+    )
     for draft in drafts:
         if isinstance(draft, SkipConfig):
             model.draft(draft)  # copies of weights are no part of a pass
@@ -168,20 +231,15 @@ def measure(
             watch.looked_up = looked_up[watch.draft]
             start = now()
             next(rounds)
-            totals[each].append(now() - start)
+            times.rounds[each].append(now() - start)
             if watch.length == _TYPICAL_LENGTH and not watch.looked_up:
-                steps[watch.draft].append((watch.drafted - start) / watch.length)
-        if sweep and now() - started > _BUDGET:  # the first one meets what is still to be made
+                times.steps[watch.draft].append((watch.drafted - start) / watch.length)
+        taken = now() - started
+        # the first sweep meets what is still to be made
+        enough = _BUDGET if sweep and not times.disturbed() else _PATIENCE * _BUDGET
+        if sweep and taken > enough:
             break
-    seconds = {each: typical(times) for each, times in totals.items()}
-    costs = [typical(steps[number]) if steps[number] else 0.0 for number in range(len(drafts))]
-    first = _table(costs[base], {length: seconds[base, length] for length in (0, *lengths)})
-    return [
-        first
-        if number == base or looks
-        else _like(first, costs[number], seconds[number, _TYPICAL_LENGTH], seconds[base, 0])
-        for number, looks in enumerate(looked_up)
-    ]
+    return times
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -272,7 +330,11 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
 def cost_tables(
     model: Sublayers, drafts: Sequence[SkipConfig | Lookup], request: Request
 ) -> list[CostTable]:
-    """The measured tables, measured at the first call in this process and remembered."""
+    """The measured tables, measured at the first call in this process and remembered.
+
+    While times are disturbed the next calls, too, measure, and what all of them took counts
+    together: a long-lived process does not go on with what one bad moment said.
+    """
     law: Law = request.law
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
@@ -284,7 +346,10 @@ def cost_tables(
     key = (which, rows, law.do_sample, names, place)
     with _lock:
         known = _tables.setdefault(model.model, {})
-        if key not in known:
+        times, tables, calls = known.get(key, (None, [], 0))
+        if not tables or (times is not None and calls < _CALLS and times.disturbed()):
             found = measure(model, drafts, request)
-            known[key] = found or [analytic(model, draft) for draft in drafts]
-        return known[key]
+            times = found if times is None or found is None else times.joined(found)
+            tables = times.tables() if times else [analytic(model, draft) for draft in drafts]
+            known[key] = times, tables, calls + 1
+        return tables
