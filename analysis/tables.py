@@ -260,7 +260,9 @@ def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[st
             if layer not in skipped[kind]:
                 draft += rounded["sublayers"][i] if low and layer in low[kind] else size
         kept = method.get("draft_vocabulary") or weights["vocabulary"]
-        head = rounded["head"] if low and low["head"] else head
+        if low and low["head"]:  # as the rest, or in bits of its own
+            bits = low["bits"] if low["head"] is True else low["head"]
+            head = weights["low"].get(str(bits), rounded)["head"]
         draft += head * kept / weights["vocabulary"]
     drafts = longest_drafts(method, record["rounds"])
     return float(sum(whole + (not looked_up) * drafted * draft for drafted, looked_up in drafts))

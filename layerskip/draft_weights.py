@@ -24,7 +24,8 @@ class LowPrecision:
     """Of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
     attention: tuple[int, ...] | None = None
     mlp: tuple[int, ...] | None = None
-    head: bool = True
+    head: bool | Literal[8, 4] = True
+    """Whether the head is rounded, too: to as many bits as the rest (True), or to so many."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", integer()(self.bits, "bits"))
@@ -34,7 +35,17 @@ class LowPrecision:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, index_set(value, name))
-        flag(self.head, "head")
+        if isinstance(self.head, bool) or self.head not in (8, 4):
+            flag(self.head, "head")
+        elif self.head == self.bits:
+            object.__setattr__(self, "head", True)
+
+    @property
+    def head_bits(self) -> int | None:
+        """Of the head; None where it is exact."""
+        if isinstance(self.head, bool):
+            return self.bits if self.head else None
+        return self.head
 
     def written_out(
         self, attention: frozenset[int], mlp: frozenset[int], num_layers: int
@@ -52,11 +63,14 @@ class LowPrecision:
         """What is low of a draft that keeps so many sublayers; of a resolved config."""
         rounded = len(self.attention or ()) + len(self.mlp or ())
         bits = f"in {self.bits} bits"
-        if rounded == kept:
+        apart = self.head_bits not in (None, self.bits)
+        if rounded == kept and not apart:
             return bits if self.head else f"{bits} but for the head"
-        what = [f"{rounded} sublayer{'s' * (rounded > 1)}"] * (rounded > 0) + [
-            "the head"
-        ] * self.head
+        sublayers = f"{rounded} sublayer{'s' * (rounded > 1)}" if rounded < kept else "sublayers"
+        if apart:
+            of_head = f"the head in {self.head_bits}"
+            return f"{sublayers} {bits}, {of_head}" if rounded else f"{of_head} bits"
+        what = [sublayers] * (rounded > 0) + ["the head"] * bool(self.head)
         return f"{' and '.join(what)} {bits}"
 
 

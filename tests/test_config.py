@@ -50,7 +50,7 @@ def resolvable(draw: st.DrawFn) -> tuple[SkipConfig, int]:
         bits=st.sampled_from([8, 4]),
         attention=rounded,
         mlp=rounded,
-        head=st.booleans(),
+        head=st.sampled_from([True, False, 8, 4]),
     )
     config = SkipConfig(
         attention=tuple(draw(layers)),
@@ -157,6 +157,10 @@ def test_low_precision():
         (SkipConfig(low=LowPrecision(mlp=())), "4 sublayers and the head in 8 bits"),
         (SkipConfig(low=LowPrecision(mlp=(2,), attention=(), head=False)), "1 sublayer in 8 bits"),
         (SkipConfig(low=LowPrecision(mlp=(), attention=())), "the head in 8 bits"),
+        (SkipConfig(low=LowPrecision(bits=4, head=8)), "sublayers in 4 bits, the head in 8"),
+        (SkipConfig(low=LowPrecision(mlp=(), head=4)), "4 sublayers in 8 bits, the head in 4"),
+        (SkipConfig(low=LowPrecision(mlp=(), attention=(), head=4)), "the head in 4 bits"),
+        (SkipConfig(low=LowPrecision(bits=4, head=4)), "in 4 bits"),
     ],
 )
 def test_low_precision_in_words(skip, words):
@@ -305,6 +309,7 @@ def test_decoding_options_refuse(values, error, message):
         ({"bits": True}, TypeError, "bits must be an integer, got True"),
         ({"bits": 8.0}, TypeError, "bits must be an integer, got 8.0"),
         ({"head": None}, TypeError, "head must be true or false, got None"),
+        ({"head": 6}, TypeError, "head must be true or false, got 6"),
         ({"attention": 3}, TypeError, "attention must be a list of layer indices, got 3"),
         ({"mlp": (3, 3)}, ValueError, "mlp indices must differ from each other, got 3 twice"),
         ({"mlp": (-1,)}, ValueError, "mlp index must be 0 or more, got -1"),
@@ -398,6 +403,7 @@ def test_file_round_trip_keeps_everything(tmp_path):
         ('{"schema": 3, "mlp": [1], "trained": null}', SkipConfig(mlp=(1,))),
         ('{"low": {"bits": 4, "head": true}}', SkipConfig.low_precision(4)),
         ('{"mlp": [1], "low": null}', SkipConfig(mlp=(1,))),
+        ('{"low": {"bits": 4, "head": 8}}', SkipConfig(low=LowPrecision(bits=4, head=8))),
     ],
 )
 def test_files_old_and_new(tmp_path, text, expected):

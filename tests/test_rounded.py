@@ -33,7 +33,6 @@ from layerskip.model.rounded import Rounded, copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 
 BITS = (8, 4)
-MOST = {8: 127, 4: 7}
 
 
 @pytest.fixture
@@ -55,20 +54,18 @@ def weight_of(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def steps_of(weight: Tensor, bits: int) -> Tensor:
-    """The largest that half a step may be at each number, (R, C)."""
-    if bits == 8:
-        groups = weight.abs().amax(1, keepdim=True).expand_as(weight)
-    else:
-        parts = [part.abs().amax(1, keepdim=True).expand_as(part) for part in weight.split(32, 1)]
-        groups = torch.cat(parts, 1)
-    return groups / MOST[bits] / 2 * (1 + 2**-8 * MOST[bits])  # scales are bfloat16 numbers
+    """The most that rounding may change each number by, (R, C); scales are bfloat16 numbers."""
+    if bits == 8:  # half a step
+        return weight.abs().amax(1, keepdim=True).expand_as(weight) / 127 / 2 * (1 + 2**-8 * 127)
+    parts = [part.abs().amax(1, keepdim=True).expand_as(part) for part in weight.split(32, 1)]
+    return torch.cat(parts, 1) / 7 * (1 + 2**-8 * 7)  # numbers end at -8 and at 7
 
 
 @pytest.mark.parametrize(
     ("shape", "bits", "dtype"),
     [*product(((1, 1), (16, 64), (17, 65), (40, 200)), BITS, (torch.bfloat16, torch.float64))],
 )
-def test_numbers_are_rounded_by_half_a_step_in_both_layouts(
+def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(
     shape: tuple[int, int], bits: int, dtype: torch.dtype
 ) -> None:
     weight = weight_of(*shape).to(dtype)

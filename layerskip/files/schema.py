@@ -212,7 +212,12 @@ def has(**checks: Check) -> Check:
 def low_sets(value: Any, name: str) -> None:
     """What a draft runs in low precision, in a file: sets written out; None or missing: nothing."""
     sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
-    optional(has(bits=integer(1), **sets, head=flag))(value, name)
+    optional(has(bits=integer(1), **sets, head=_head))(value, name)
+
+
+def _head(value: Any, name: str) -> None:
+    if isinstance(value, bool) or value not in (8, 4):
+        flag(value, name)
 
 
 COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()

@@ -1,7 +1,7 @@
 """Weights in low precision, and products with them; knows no sublayers, passes or skip policies.
 
-Rounded symmetrically: to 8 bits, -127 to 127, with one scale for a row, or to 4 bits, -7 to 7, with
-one scale for every 32 columns of a row; scales are bfloat16 numbers. Copies are made once for a
+Rounded to 8 bits, -127 to 127, with one scale for a row, or to 4 bits, -8 to 7, with one scale of
+either sign for every 32 columns of a row; scales are bfloat16 numbers. Copies are made once for a
 model and kept beside it for as long as it lives: all its decodings share them, whoever opens it.
 
 A copy belongs to the numbers it was made from. Whenever the model is opened, its weights are
@@ -33,6 +33,9 @@ from layerskip.model.products import Function
 
 GROUP = 32
 """Columns that share a scale in 4 bits."""
+LARGEST = (-8.6, -8.0, -7.4, 7.0)
+"""What the largest number of such a group may become: of the scales that this gives, the one that
+loses least is taken. On SmolLM2 six tenths of the squared error of 7 alone; 50 scales: .57."""
 ROWS = 16
 """Rows of a block of packed numbers. `integers.h` says how they lie."""
 _UNIT = 64  # columns that lie together
@@ -134,12 +137,24 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Numbers, (R, C) or, of 4 bits, (R, G, 32); and their scales (R,) or (R, G)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    if bits == 4:
-        exact = _filled(exact, GROUP).unflatten(1, (-1, GROUP))  # (R, G, 32)
-    most = 127 if bits == 8 else 7
-    scales = (exact.abs().amax(-1) / most).bfloat16()  # (R,) or (R, G)
+    if bits == 8:
+        scales = (exact.abs().amax(-1) / 127).bfloat16()  # (R,)
+        return _numbers(exact, scales, -127, 127).to(torch.int8), scales
+    groups = _filled(exact, GROUP).unflatten(1, (-1, GROUP))  # (R, G, 32)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]  # (R, G)
+    best, least = largest, torch.full_like(largest, float("inf"))
+    for number in LARGEST:
+        scales = (largest / number).bfloat16()
+        off = _numbers(groups, scales, -8, 7).mul_(scales[..., None].to(groups)).sub_(groups)
+        squares = off.square_().sum(-1)  # (R, G)
+        best, least = torch.where(squares < least, scales, best), torch.minimum(squares, least)
+    best = best.bfloat16()
+    return _numbers(groups, best, -8, 7).to(torch.int8), best
+
+
+def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
     by = torch.where(scales == 0, 1, scales.to(exact.dtype))[..., None]
-    return (exact / by).round_().clamp_(-most, most).to(torch.int8), scales
+    return (exact / by).round_().clamp_(low, high)
 
 
 def _filled(tensor: Tensor, multiple: int) -> Tensor:

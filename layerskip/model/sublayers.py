@@ -210,13 +210,14 @@ class Sublayers(Architecture):
         blocks: list[Block] = []
         for index, rounded in self._drafts[skip]:
             blocks.append(self._rounded(index, skip) if rounded else self.blocks[index])
-        whole = skip.low is None or not skip.low.head
+        whole = skip.low is None or skip.low.head_bits is None
         return [*blocks, self.draft_head if whole else self._rounded(None, skip)]
 
     def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
         """A sublayer in low precision, or the draft's head."""
         assert skip.low is not None
-        bits = skip.low.bits
+        bits = skip.low.bits if sublayer is not None else skip.low.head_bits
+        assert bits is not None
         healing = None if sublayer is None else skip.trained
         key = (sublayer, bits, None if healing is None else healing.hash)
         block = self._low.get(key)

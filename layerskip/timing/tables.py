@@ -281,8 +281,8 @@ def analytic(model: Sublayers, draft: SkipConfig | Lookup) -> CostTable:
         return CostTable(0.0, (1.0,), "analytic")
     skip = draft.resolve(model.num_layers)
     whole, rounded = model.weight_bytes(), set(skip.rounded())
-    low = whole if skip.low is None else model.weight_bytes(skip.low.bits)
-    head = low["head"] if skip.low is not None and skip.low.head else whole["head"]
+    bits, head_bits = (None, None) if skip.low is None else (skip.low.bits, skip.low.head_bits)
+    low, head = model.weight_bytes(bits), model.weight_bytes(head_bits)["head"]
     read = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
         head * model.draft_vocabulary / model.vocabulary
     ]
