@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -165,8 +166,9 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the build ended by signal {-done.returncode}"
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line] or lines[-1:] or ["no message"]
-    return " ".join(told[0].split())[:300]
+    # a compiler's, or with a capital an assembler's; not an exception's name
+    told = [line for line in lines if re.search(r"\b[eE]rror:", line)] or lines[-1:]
+    return " ".join((told or ["no message"])[0].split())[:300]
 
 
 def _compile(folder: Path, options: list[str]) -> None:

@@ -157,7 +157,7 @@ inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
     __m256i sums = to.v[i];
     if constexpr (DOTS) {
 #ifdef KNOWS_AVX_VNNI
-      asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights.v[i]), "x"(x.bytes));
+      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights.v[i]), "x"(x.bytes));
 #endif
       return sums;
     } else if constexpr (BITS == 4) {
