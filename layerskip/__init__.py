@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from layerskip.model.joined import joined
     from layerskip.model.wrappers import UnsupportedModelError
     from layerskip.shelf import shipped
+    from layerskip.vocabulary import check_vocabularies
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOME = {
     "SkipConfig": "layerskip.config",
     "Trained": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
+    "check_vocabularies": "layerskip.vocabulary",
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.fingerprint",
     "generate": "layerskip.generation",
@@ -46,6 +48,7 @@ __all__ = [
     "SkipConfig",
     "Trained",
     "UnsupportedModelError",
+    "check_vocabularies",
     "decode",
     "fingerprint",
     "generate",

@@ -16,6 +16,7 @@ from transformers.utils import logging as chatter
 from layerskip.config import SkipConfig
 from layerskip.model.families import FAMILIES
 from layerskip.model.joined import join
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.prompts import Prompt
 from layerskip.shelf import MADE, SHIPPED, made, shipped
@@ -39,6 +40,10 @@ class Loaded:
         if path is None or not path.exists():
             return None
         return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
+
+    def opened(self, execution: str) -> Sublayers:
+        """The model opened up."""
+        return Sublayers(self.model, execution)
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""

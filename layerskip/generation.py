@@ -28,8 +28,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.acceptance import prior_acceptance
+from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Controller, make_controller
-from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
@@ -86,10 +87,12 @@ class LayerSkipDecoding:
 
     Args:
         skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without a
-            skip config and `lookup` drafts need no set-up: they are looked up, and the model drafts
-            in 8 bits where that is fast (see `layerskip.defaults`).
+            skip config, `lookup` and `assistant` drafts need no set-up: they are looked up, and the
+            model drafts in 8 bits where that is fast (see `layerskip.defaults`).
         lookup: whether drafts are also looked up in each row's own history (or, given a `Lookup`,
-            in other texts, too); where there is a skip config, rounds draft from either.
+            in other texts, too); where there are other drafts, rounds take any of them.
+        assistant: a second model, or one opened as `Sublayers`, that drafts, too. It must mean the
+            same by every token: `layerskip.check_vocabularies` compares tokenizers.
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
@@ -116,6 +119,7 @@ class LayerSkipDecoding:
         skip: SkipConfig | str | os.PathLike[str] | None = None,
         *,
         lookup: bool | Lookup | None = None,
+        assistant: Any = None,
         controller: str | Controller | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
@@ -155,7 +159,8 @@ class LayerSkipDecoding:
         looks_up = stored.lookup if lookup is None else lookup
         self.lookup = Lookup() if looks_up is True else looks_up or None
         self.enabled = wanted is not False
-        self.automatic = skip is None and self.lookup is None
+        self.assistant = assistant
+        self.automatic = skip is None and self.lookup is None and assistant is None
         if self.automatic and lookup is None:
             self.lookup = Lookup()
         if draft_memory is not None and not self.automatic:
@@ -257,7 +262,9 @@ class LayerSkipDecoding:
         sampling = request.law.do_sample
         if not self.enabled:
             return self._plain(opened, request), None
-        drafts: list[SkipConfig | Lookup] = [] if self.lookup is None else [self.lookup]
+        drafts: list[Draft] = [] if self.lookup is None else [self.lookup]
+        if self.assistant is not None:
+            drafts.append(self._assistant(opened))
         own = unprepared(opened, self.draft_memory).skip if self.automatic else self.skip
         if own is not None:
             skip = own.resolve(opened.num_layers)
@@ -270,7 +277,7 @@ class LayerSkipDecoding:
         if not drafts:
             return self._plain(opened, request), None
         brought = self.costs
-        if brought is None and own is not None:
+        if brought is None and own is not None and self.assistant is None:
             brought = stored(own, opened, request.input_ids.shape[0])
         costs = self._tables(opened, drafts, request, brought)
         controller = self.controller
@@ -286,6 +293,15 @@ class LayerSkipDecoding:
         longest = self.max_draft_length or LONGEST_DRAFT
         return Decoder(opened, drafts, controller, request, max_draft_length=longest), costs[-1]
 
+    def _assistant(self, target: Sublayers) -> Assistant:
+        """The second model, opened, that may draw the draft vocabulary only."""
+        given = self.assistant
+        opened = given if isinstance(given, Sublayers) else Sublayers(given, self.execution)
+        if self.draft_vocabulary is None:
+            return Assistant(opened)
+        both = min(opened.vocabulary, target.vocabulary)
+        return Assistant(opened.trimmed([token for token in self.draft_vocabulary if token < both]))
+
     @staticmethod
     def _plain(model: Sublayers, request: Request) -> Decoder:
         nothing = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
@@ -294,14 +310,14 @@ class LayerSkipDecoding:
     def _tables(
         self,
         model: Sublayers,
-        drafts: Sequence[SkipConfig | Lookup],
+        drafts: Sequence[Draft],
         request: Request,
         brought: CostTable | None,
     ) -> Sequence[CostTable | None]:
         """The costs of each draft; None where nobody asks for them."""
         if brought is not None:
             free = replace(brought, draft=0.0)
-            return [brought if isinstance(draft, SkipConfig) else free for draft in drafts]
+            return [free if isinstance(draft, Lookup) else brought for draft in drafts]
         if self.controller != DEFAULT_CONTROLLER:
             return [None] * len(drafts)
         if request.rejection and request.law.do_sample:
@@ -360,7 +376,7 @@ def generate(
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
             raise ValueError(
-                "assistant_model is not supported: the model drafts for itself; leave it out"
+                "assistant_model is the library's own way; give assistant= for a second model here"
             )
         output = model.generate(
             **given,

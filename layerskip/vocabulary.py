@@ -1,12 +1,14 @@
-"""Which tokens a draft should be able to draw: the frequent ones; knows no model and no head.
+"""Which tokens a draft should be able to draw, and whether two models mean the same by them.
 
-Few tokens make up most of any text: a draft that reads only the frequent tokens' rows of the head
-costs less and proposes nearly the same (FR-Spec, arXiv 2502.14856).
+Knows no model and no head. Few tokens make up most of any text: a draft that reads only the
+frequent tokens' rows of the head costs less and proposes nearly the same (FR-Spec, arXiv
+2502.14856).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,3 +45,28 @@ def ranked(
         raise ValueError(f"ends must be tokens in 0..{vocabulary - 1}, got {sorted(first)}")
     counts[first] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)
+
+
+def check_vocabularies(tokenizer: Any, other: Any) -> None:
+    """Refuse a second model's tokenizer that means something else by any token.
+
+    Either may have tokens behind the last one of the other, which no draft has then.
+
+    Args:
+        tokenizer, other: of `transformers`, the target's and the second model's.
+
+    Raises:
+        ValueError: they differ, and where first.
+    """
+    ours, theirs = (
+        {token: text for text, token in each.get_vocab().items()} for each in (tokenizer, other)
+    )
+    last = min(max(ours), max(theirs))
+    wrong = [token for token in range(last + 1) if ours.get(token) != theirs.get(token)]
+    if wrong:
+        first = wrong[0]
+        raise ValueError(
+            f"the second model has another vocabulary: {len(wrong)} of {last + 1} tokens differ, "
+            f"the first is {first}, {ours.get(first)!r} here and {theirs.get(first)!r} there; "
+            "an assistant needs the same tokenizer"
+        )

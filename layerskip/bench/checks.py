@@ -21,8 +21,9 @@ from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.bench.methods import Engine, Peer, Task
 from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
+from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.passes import Session
@@ -102,6 +103,7 @@ def check(
     skip: SkipConfig | None,
     *,
     lookup: bool | Lookup = False,
+    assistant: Sublayers | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     seed: int = 0,
@@ -113,9 +115,9 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip, lookup: what drafts come from, as for `LayerSkipDecoding`. Of a skip config's
-            `decoding` block only the draft vocabulary counts: every round drafts a fixed length, so
-            that drafts are checked also where they would not pay.
+        skip, lookup, assistant: what drafts come from, as for `LayerSkipDecoding`. Of a skip
+            config's `decoding` block only the draft vocabulary counts: every round drafts a fixed
+            length, so that drafts are checked also where they would not pay.
         max_new_tokens: tokens decoded from each prompt.
         temperature: of the sampled parts, on the plain softmax otherwise.
         seed: of the sampled parts; the result is a function of it.
@@ -135,9 +137,11 @@ def check(
     prompts = [ids.to(opened.device) for ids in prompts]
     sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
     note("greedy, against transformers")
-    greedy = compare(model, prompts, skip, Task(max_new_tokens, execution=execution), lookup=lookup)
+    greedily = Task(max_new_tokens, execution=execution)
+    drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
+    greedy = compare(model, prompts, skip, greedily, **drafts)
     note("coupled sampling, against plain decoding")
-    coupled = compare(model, prompts, skip, sampled, lookup=lookup)
+    coupled = compare(model, prompts, skip, sampled, **drafts)
     note("the sampled law")
     if skip is not None and skip.draft_vocabulary is not None:
         opened = opened.trimmed(skip.draft_vocabulary)
@@ -146,12 +150,14 @@ def check(
     with torch.no_grad():
         pairs = [(batch.input_ids, text) for batch, text in zip(few, texts, strict=True)]
         # what is looked up has no law of its own: any draft's will do
-        laws = law_tests(opened, pairs, skip or ANY, temperature=temperature, seed=seed)
+        own = skip or ANY if assistant is None else Assistant(assistant)
+        laws = law_tests(opened, pairs, own, temperature=temperature, seed=seed)
     note("the cache")
     with torch.no_grad():
-        drafts: list[SkipConfig | Lookup] = [Lookup()] if lookup else []
-        drafts += [] if skip is None else [skip]
-        cache_error = _cache_error(opened, prompts[0], drafts, max_new_tokens)
+        every: list[Draft] = [Lookup()] if lookup else []
+        every += [] if assistant is None else [Assistant(assistant)]
+        every += [] if skip is None else [skip]
+        cache_error = _cache_error(opened, prompts[0], every, max_new_tokens)
     after = _fingerprint(model)
     changed = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
@@ -173,6 +179,7 @@ def compare(
     task: Task,
     *,
     lookup: bool | Lookup = False,
+    assistant: Sublayers | None = None,
 ) -> Comparison:
     """Decoding with drafts, prompts (1, T), against the text that it must give.
 
@@ -180,7 +187,8 @@ def compare(
     the task samples. Every round drafts a fixed length, also where drafts would not pay.
     """
     own = None if skip is None else skip.bare()
-    drafting = Engine(model, task, "self", own, lookup=lookup, controller="fixed")
+    drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
+    drafting = Engine(model, task, "self", own, controller="fixed", **drafts)
     judge = Judge(model, task, [Engine(model, task), Peer(model, task), drafting])
     texts: list[list[int]] = []
     differences = {}
@@ -196,7 +204,7 @@ def compare(
 
 
 def _cache_error(
-    model: Sublayers, ids: Tensor, drafts: Sequence[SkipConfig | Lookup], max_new_tokens: int
+    model: Sublayers, ids: Tensor, drafts: Sequence[Draft], max_new_tokens: int
 ) -> float:
     """Largest deviation of keys and values after greedy decoding from a fresh prefill."""
     request = Request(

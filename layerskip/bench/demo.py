@@ -104,6 +104,7 @@ def side_by_side(
     skip: SkipConfig | None,
     *,
     lookup: bool | Lookup = False,
+    assistant: Any = None,
     max_new_tokens: int,
     seed: int,
     execution: str = "auto",
@@ -120,7 +121,7 @@ def side_by_side(
     """
     task = Task(max_new_tokens, True, temperature=TEMPERATURE, seed=seed, execution=execution)
     batches = one_by_one(prompts)
-    speculative = Engine(model, task, "self", skip, lookup=lookup)
+    speculative = Engine(model, task, "self", skip, lookup=lookup, assistant=assistant)
     methods: list[Method] = [
         Peer(model, task, name="transformers"),
         Engine(model, task),

@@ -19,6 +19,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.followers import Drafter
 from layerskip.decoding.laws import Law, softmax_law, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.cache import RowCache
@@ -155,7 +156,7 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
 def law_tests(
     model: Sublayers,
     texts: Sequence[tuple[Tensor, list[int]]],
-    skip: SkipConfig,
+    source: SkipConfig | Drafter,
     *,
     temperature: float,
     seed: int,
@@ -168,7 +169,7 @@ def law_tests(
     laws = []
     for ids, text in texts:
         for part in dict.fromkeys((max(1, len(text) // 3), max(1, 2 * len(text) // 3))):
-            laws.append(_record(model, [*ids[0].tolist(), *text[:part]], skip))
+            laws.append(_record(model, [*ids[0].tolist(), *text[:part]], source))
     tests = {}
     for rule in ("coupled", "rejection"):
         p_values = []
@@ -187,14 +188,20 @@ def law_tests(
     return tests
 
 
-def _record(model: Sublayers, tokens: list[int], skip: SkipConfig) -> tuple[Tensor, Tensor]:
+def _record(
+    model: Sublayers, tokens: list[int], source: SkipConfig | Drafter
+) -> tuple[Tensor, Tensor]:
     """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
 
     Of a large vocabulary the tokens that either law finds most probable.
     """
     ids = torch.tensor(tokens)
-    resolved = skip.resolve(model.num_layers)
-    session = Session(model, [resolved], [ids[:-1]], max_new_tokens=2, max_draft_length=1)
+    if isinstance(source, SkipConfig):
+        source = source.resolve(model.num_layers)
+    prompt, emitted = [ids[:-1]], [tokens[-1:]]
+    session = Session(
+        model, [source], prompt, max_new_tokens=2, max_draft_length=1, emitted=emitted
+    )
     session.prefill()
     last = ids[-1:].to(model.device)  # (1,)
     draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)

@@ -113,9 +113,10 @@ class Engine:
     """This engine: plain decoding, or self-speculation where there is something to draft from.
 
     Attributes:
-        skip, lookup: what drafts come from; without both it decodes plainly.
+        skip, lookup, assistant: what drafts come from; without any it decodes plainly.
         controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
         draft: what the draft is called.
+        named: what the assistant is called.
         costs: by batch size, what the controller decides with; without an entry it is measured
             at the first call.
         prices: the header's `costs`: by batch size, what was measured.
@@ -127,6 +128,8 @@ class Engine:
     skip: SkipConfig | None = None
     _: KW_ONLY
     lookup: bool | Lookup = False
+    assistant: Any = None
+    named: str | None = None
     controller: str | None = None
     max_draft_length: int | None = None
     threshold: float | None = None
@@ -136,7 +139,7 @@ class Engine:
     one_row = False
 
     def __post_init__(self) -> None:
-        self.kind = "plain" if self.skip is None and not self.lookup else "self"
+        self.kind = "self" if self.sources else "plain"
         stored = (self.skip and self.skip.decoding) or DecodingOptions()
         self.controller = self.controller or stored.controller or DEFAULT_CONTROLLER
         self.max_draft_length = self.max_draft_length or stored.max_draft_length
@@ -145,8 +148,9 @@ class Engine:
     @property
     def sources(self) -> list[str]:
         """What its drafts come from, in the order in which rounds number them."""
-        lookups = ["lookup"] if self.lookup else []
-        return lookups if self.skip is None else [*lookups, "sublayers"]
+        found = ["lookup"] if self.lookup else []
+        found += [] if self.assistant is None else ["assistant"]
+        return found if self.skip is None else [*found, "sublayers"]
 
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
@@ -162,6 +166,7 @@ class Engine:
             "draft_vocabulary": None,
         }
         labels = ["lookup"] if self.lookup else []
+        labels += [] if self.assistant is None else [f"assistant {self.named}"]
         if self.skip is not None:
             skip = self.skip.resolve(num_layers)
             labels.append(skip_label(self.skip, skip))
@@ -180,6 +185,7 @@ class Engine:
             "label": f"{' and '.join(labels)}, {self.controller}",
             "draft": self.draft,
             "sources": self.sources,
+            "assistant": self.named,
             **own,
             "controller": self.controller,
             "max_draft_length": self.max_draft_length,
@@ -220,6 +226,7 @@ class Engine:
             **{
                 "skip": self.skip,
                 "lookup": self.lookup,
+                "assistant": self.assistant,
                 "controller": self.controller,
                 "max_draft_length": self.max_draft_length,
                 "threshold": self.threshold,

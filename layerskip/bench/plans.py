@@ -125,6 +125,7 @@ class Source:
     label: str
     skip: SkipConfig | None = None
     lookup: bool | Lookup = False
+    assistant: Loaded | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Plan:
         given: Sequence[tuple[str, SkipConfig]],
         lookup: bool | Lookup | None,
         default: SkipConfig | None,
+        assistant: Loaded | None,
     ) -> list[Source]:
         """What the methods of this engine draft from.
 
@@ -152,6 +154,7 @@ class Plan:
             lookup: whether, and in which other texts, "self" looks drafts up; None: as its skip
                 config says, and where there is none it does.
             default: the model's own draft where none is given, if it has one.
+            assistant: the second model of "self-assistant".
         """
         found = []
         if "self" in kinds and given:
@@ -168,6 +171,8 @@ class Plan:
             found.append(Source("self-lookup", "lookup", lookup=lookup or True))
         if "self-8bit" in kinds:
             found.append(Source("self-8bit", "8-bit", SkipConfig.low_precision(8)))
+        if "self-assistant" in kinds:
+            found.append(Source("self-assistant", "assistant", assistant=assistant))
         if "self-exit" in kinds:
             exit_ = self._decided("self-exit", None) or self.best_exit
             found.append(Source("self-exit", f"exit-{exit_.exit_layer}", exit_))
@@ -225,7 +230,7 @@ class Plan:
             methods.append(
                 Peer(model, task, "generate-prompt-lookup", options=copied, details=told)
             )
-        if assistant is not None:
+        if "generate-assistant" in kinds and assistant is not None:
             second, name = {"assistant_model": assistant.model}, {"assistant": assistant.name}
             methods.append(Peer(model, task, "generate-assistant", options=second, details=name))
         alone = [m.name for m in methods if m.one_row]
@@ -237,12 +242,15 @@ class Plan:
         """One method for every source and controller, with names that tell them apart."""
         found: dict[str, Engine] = {}
         for source in sources:
+            second = source.assistant
             for controller in options.controllers:
                 each = Engine(
                     self.loaded.model,
                     self.task,
                     skip=source.skip,
                     lookup=source.lookup,
+                    assistant=second and second.opened(self.task.execution),
+                    named=None if second is None else second.name,
                     controller=controller,
                     max_draft_length=options.max_draft_length,
                     draft=source.label,
@@ -359,7 +367,9 @@ def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -
     own = None if method.skip is None else method.skip.bare()
     for size in sorted({batch.rows for batch in batches}):
         few = calibration(batches, size)
-        bare = Engine(method.model, task, skip=own, lookup=method.lookup)
+        bare = Engine(
+            method.model, task, skip=own, lookup=method.lookup, assistant=method.assistant
+        )
         measured = bare.generate(few[0], max_new_tokens=1)
         assert measured.costs is not None
         steps = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +34,8 @@ from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import RunWriter, key_of, read_unfinished
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
-METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-exit", "generate-assistant")
+ASSISTED = ("self-assistant", "generate-assistant")
+METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-exit", *ASSISTED)
 
 
 def benchmark(
@@ -84,9 +84,6 @@ def benchmark(
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Seed = 0,
-    assistant: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Second model, of generate-assistant.")
-    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Prompts of each category, at most.")
     ] = None,
@@ -104,14 +101,14 @@ def benchmark(
     """
     _check_names("--method", method, METHODS)
     _check_names("--controller", controller, CONTROLLERS)
-    kinds = _kinds(method, assistant)
+    kinds = _kinds(method, sources.assistant)
     sampling.check()
     if trace and sampling.do_sample and sampling.acceptance == "rejection":
         raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if "self" not in kinds:
-        idle = {} if "self-lookup" in kinds else sources.idle
+        idle = {} if "self-lookup" in kinds else sources.idle | {"assistant": None}
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
     text = sources.text()
     sizes = sorted(set(batch_size or [1]))
@@ -122,9 +119,7 @@ def benchmark(
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
 
-    second = None
-    if "generate-assistant" in kinds and assistant is not None:
-        second = open_model(replace(loading, model=assistant), talk)
+    second = sources.second(loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import make_batches
     from layerskip.bench.plans import Drafting, Plan, make_header
@@ -163,9 +158,11 @@ def benchmark(
             [(name, sources.rounded(each)) for name, each in given],
             sources.looked_up(text, loaded, talk),
             default,
+            second,
         )
         for source in drafts:
-            told = sources.words(source.skip, bool(source.lookup), opened, talk)
+            assisted = source.assistant is not None
+            told = sources.words(source.skip, bool(source.lookup), assisted, opened, talk)
             talk.say(f"{source.kind} drafts: {told}")
         options = Drafting(controller or [None], max_draft_length, threshold)
         methods = plan.methods(kinds, drafts, options, second)
@@ -228,11 +225,11 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
     kinds = set(given or DEFAULT_METHODS) | {"plain"}
     if assistant is not None:
         if given is None:
-            kinds.add("generate-assistant")
-        elif "generate-assistant" not in kinds:
-            warn_idle({"assistant": assistant}, "without --method generate-assistant")
-    elif "generate-assistant" in kinds:
-        raise ValueError("--method generate-assistant needs a second model; give --assistant MODEL")
+            kinds |= {*ASSISTED}
+        elif not kinds & {*ASSISTED}:
+            warn_idle({"assistant": assistant}, f"without --method {' or '.join(ASSISTED)}")
+    elif asked := [name for name in ASSISTED if name in kinds]:
+        raise ValueError(f"--method {asked[0]} needs a second model; give --assistant MODEL")
     return kinds
 
 

@@ -53,13 +53,15 @@ def check(
     given, text = draft.given(), sources.text()
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
+    second = sources.second(loading, loaded, talk)
 
     from layerskip.bench.checks import check as check_tokens
     from layerskip.checkpoints import encode
 
     with open_passes(loaded, loading, talk) as opened:
         passes = opened.describe()
-        drafts = choose(given, sources, text, loaded, opened, talk)
+        other = None if second is None else second.opened(loading.execution)
+        drafts = choose(given, sources, text, loaded, opened, talk, other)
         if not drafts:
             raise ValueError(f"there are no drafts to check: {drafts.words}; name a skip config")
         talk.say(f"drafts: {drafts.words}")
@@ -68,6 +70,7 @@ def check(
             [encode(loaded.tokenizer, each) for each in chosen],
             drafts.skip,
             lookup=drafts.lookup,
+            assistant=drafts.assistant,
             max_new_tokens=max_new_tokens,
             seed=seed,
             execution=loading.execution,

@@ -55,6 +55,7 @@ def demo(
     given, text = draft.given(), sources.text()
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
+    second = sources.second(loading, loaded, talk)
 
     from layerskip.bench.checks import compare
     from layerskip.bench.demo import REPEATS, TEMPERATURE, side_by_side
@@ -66,7 +67,8 @@ def demo(
     timed = inputs[::2]  # one of each kind
     with open_passes(loaded, loading, talk) as opened:
         passes, threads = opened.describe(), opened.threads
-        drafts = choose(given, sources, text, loaded, opened, talk)
+        other = None if second is None else second.opened(loading.execution)
+        drafts = choose(given, sources, text, loaded, opened, talk, other)
         if not drafts:
             raise ValueError(f"there are no drafts to show: {drafts.words}; name a skip config")
         talk.say(f"drafts: {drafts.words}")
@@ -78,6 +80,7 @@ def demo(
             timed,
             drafts.skip,
             lookup=drafts.lookup,
+            assistant=drafts.assistant,
             max_new_tokens=max_new_tokens,
             seed=seed,
             execution=loading.execution,
@@ -86,16 +89,12 @@ def demo(
         )
         length, execution = min(max_new_tokens, _DEMO_CHECK_TOKENS), loading.execution
         talk.progress("checking greedy text against transformers")
-        greedy = compare(
-            loaded.model,
-            inputs,
-            drafts.skip,
-            Task(length, execution=execution),
-            lookup=drafts.lookup,
-        )
+        beside: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
+        greedily = Task(length, execution=execution)
+        greedy = compare(loaded.model, inputs, drafts.skip, greedily, **beside)
         talk.progress("checking sampled text against plain decoding")
         sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
-        coupled = compare(loaded.model, inputs, drafts.skip, sampled, lookup=drafts.lookup)
+        coupled = compare(loaded.model, inputs, drafts.skip, sampled, **beside)
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)

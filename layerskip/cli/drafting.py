@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerskip.cli.options import describe_skip, warn_idle
+from layerskip.cli.options import Loading, describe_skip, open_model, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
 
@@ -45,6 +45,10 @@ class Sources:
         Path | None,
         typer.Option(metavar="FILE", help="Text to look drafts up in, too; UTF-8."),
     ] = None
+    assistant: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Draft with a second model of the same vocabulary."),
+    ] = None
     draft_memory: Annotated[
         float | None,
         typer.Option(
@@ -59,7 +63,8 @@ class Sources:
         """What is given, for `warn_idle`."""
         name = "no-lookup" if self.lookup is False else "lookup"
         given = {"low_precision": self.low_precision, name: self.lookup}
-        return given | {"lookup_file": self.lookup_file, "draft_memory": self.draft_memory}
+        files = {"lookup_file": self.lookup_file, "assistant": self.assistant}
+        return given | files | {"draft_memory": self.draft_memory}
 
     def text(self) -> str | None:
         """The text to look drafts up in; read before the model is, so that errors are quick."""
@@ -92,6 +97,20 @@ class Sources:
         talk.progress(f"indexing {self.lookup_file}")
         return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
 
+    def second(self, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
+        """The second model, if one is named.
+
+        Raises:
+            ValueError: it has another vocabulary.
+        """
+        if self.assistant is None:
+            return None
+        from layerskip.vocabulary import check_vocabularies
+
+        found = open_model(replace(loading, model=self.assistant), talk)
+        check_vocabularies(loaded.tokenizer, found.tokenizer)
+        return found
+
     def own(self, opened: Sublayers) -> tuple[SkipConfig | None, str | None]:
         """The model's own draft where there is no skip config, and why it has none."""
         from layerskip.defaults import in_words, unprepared
@@ -111,7 +130,14 @@ class Sources:
             )
         return skip, None
 
-    def words(self, skip: SkipConfig | None, lookup: bool, opened: Sublayers, talk: Talk) -> str:
+    def words(
+        self,
+        skip: SkipConfig | None,
+        lookup: bool,
+        assistant: bool,
+        opened: Sublayers,
+        talk: Talk,
+    ) -> str:
         """What drafts come from, in words; copies of weights are made, where a person sees it."""
         from layerskip.defaults import in_words
 
@@ -119,6 +145,8 @@ class Sources:
         if lookup:
             also = "" if self.lookup_file is None else f" and in {self.lookup_file}"
             found.append(f"looked up in the text so far{also}")
+        if assistant:
+            found.append(f"a second model, {self.assistant}")
         if skip is not None:
             found.append(describe_skip(skip, opened.num_layers))
             nbytes = opened.low_bytes(skip)
@@ -135,11 +163,13 @@ class Drafts:
 
     Attributes:
         skip: the model's own draft, if it has one.
+        assistant: the second model, if there is one, opened.
         words: all of it, in words.
     """
 
     skip: SkipConfig | None
     lookup: bool | Lookup
+    assistant: Sublayers | None
     words: str
 
     def __bool__(self) -> bool:
@@ -148,12 +178,18 @@ class Drafts:
     @property
     def turned_off(self) -> bool:
         """Whether the skip config says not to draft with it."""
-        return bool(self.skip and self.skip.decoding and self.skip.decoding.enabled is False)
+        return self.skip is not None and turned_off(self.skip)
 
     @property
     def names(self) -> list[str]:
         """What the sources are called, as rounds number them."""
-        return ["lookup"] * bool(self.lookup) + ["sublayers"] * (self.skip is not None)
+        found = {"lookup": self.lookup, "assistant": self.assistant, "sublayers": self.skip}
+        return [name for name, each in found.items() if each not in (None, False)]
+
+
+def turned_off(skip: SkipConfig) -> bool:
+    """Whether a skip config says not to draft with it."""
+    return skip.decoding is not None and skip.decoding.enabled is False
 
 
 def choose(
@@ -163,17 +199,22 @@ def choose(
     loaded: Loaded,
     opened: Sublayers,
     talk: Talk,
+    second: Sublayers | None = None,
 ) -> Drafts:
     """What drafts come from, copies of weights made.
 
     Args:
         given: the skip config that is named.
         text: to look drafts up in, if there is any.
+        second: the second model, if there is one, opened.
     """
     skip, reason = loaded.skip_config() if given is None else given, None
     lookup = sources.looked_up(text, loaded, talk)
+    if skip is not None and second is not None and turned_off(skip):
+        skip = None
     if skip is None:
-        skip, reason = sources.own(opened)
+        if second is None or sources.low_precision is not None:
+            skip, reason = sources.own(opened)
         lookup = True if lookup is None else lookup
     else:
         skip = sources.rounded(skip)
@@ -182,7 +223,7 @@ def choose(
         lookup = stored if lookup is None else lookup
         if sources.draft_memory is not None:
             warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
-    words = sources.words(skip, bool(lookup), opened, talk)
+    words = sources.words(skip, bool(lookup), second is not None, opened, talk)
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
-    return Drafts(skip, lookup or False, words)
+    return Drafts(skip, lookup or False, second, words)

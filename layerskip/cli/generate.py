@@ -79,8 +79,11 @@ def generate(
     }
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
+    second = None
     if no_draft:
         warn_idle({**sources.idle, **drafting}, "with --no-draft")
+    else:
+        second = sources.second(loading, loaded, talk)
 
     from layerskip.checkpoints import encode, unpadded
     from layerskip.generation import generate as generate_tokens
@@ -98,7 +101,8 @@ def generate(
     results, names = [], []
     with open_passes(loaded, loading, talk) as opened:
         if not no_draft:
-            drafts = choose(given, sources, text_to_draft, loaded, opened, talk)
+            other = None if second is None else second.opened(loading.execution)
+            drafts = choose(given, sources, text_to_draft, loaded, opened, talk, other)
             enabled = bool(drafts) and not drafts.turned_off
             names = drafts.names if enabled else []
             off = "none, as the skip config says" if drafts.turned_off else ""
@@ -106,6 +110,7 @@ def generate(
             if not drafts:
                 warn_idle(drafting, "without drafts")
             settings |= {"skip": drafts.skip, "lookup": drafts.lookup, "enabled": enabled}
+            settings["assistant"] = drafts.assistant
             if enabled:
                 talk.progress("measuring what drafting costs here")  # once, not in the times below
                 first = unpadded(inputs[0])

@@ -23,12 +23,16 @@ from layerskip.decoding.controllers import (
     signal_of,
 )
 from layerskip.decoding.draws import Drafts, Draws, Verdict
+from layerskip.decoding.followers import Drafter
 from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
+
+Draft = SkipConfig | Lookup | Drafter
+"""Where drafts come from: sublayers of the model, texts, or what has a state of its own."""
 
 Stop = Callable[[int, Tensor], bool]
 
@@ -70,8 +74,8 @@ class Decoder:
 
     Args:
         model: the opened model.
-        drafts: where drafts come from: a skip config, whose sublayers draft, a `Lookup`, or several
-            of them, of which a round takes one for all rows.
+        drafts: where drafts come from: a skip config, whose sublayers draft, a `Lookup`, a
+            `Drafter`, or several of them, of which a round takes one for all rows.
         controller: decides how long to draft, and from which (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
@@ -85,7 +89,7 @@ class Decoder:
     def __init__(
         self,
         model: Sublayers,
-        drafts: SkipConfig | Lookup | Sequence[SkipConfig | Lookup],
+        drafts: Draft | Sequence[Draft],
         controller: Controller,
         request: Request,
         *,
@@ -100,24 +104,25 @@ class Decoder:
         self.rows = range(rows)
         self.device = model.device
         self.drafts = tuple(drafts) if isinstance(drafts, Sequence) else (drafts,)
+        self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.session = Session(
             model,
-            [draft if isinstance(draft, SkipConfig) else None for draft in self.drafts],
+            [None if isinstance(draft, Lookup) else draft for draft in self.drafts],
             [
                 ids[mask.bool()]
                 for ids, mask in zip(request.input_ids, request.attention_mask, strict=True)
             ],
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
+            emitted=self.emitted,
         )
         # by number of the draft, what a lookup knows of each row
         self._histories = {
             number: [draft.open(prompt.tolist()) for prompt in self.session.prompts]
             for number, draft in enumerate(self.drafts)
-            if not isinstance(draft, SkipConfig)
+            if isinstance(draft, Lookup)
         }
         self._found: dict[int, dict[int, Found]] = {}  # by it and row, for the round in progress
-        self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
         slack = request.max_new_tokens + max_draft_length + 1

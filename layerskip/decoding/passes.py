@@ -2,7 +2,8 @@
 
 A session holds one batch's cache and how far each row's exact keys and values reach. Drafting
 carries tokens through the shared prefix for good; the hidden states at its end are kept, and
-verification starts from them. Drafts that come from elsewhere are only verified. Rows are named by
+verification starts from them. A draft with a state of its own is told of tokens and keeps the rest
+to itself, one that comes from elsewhere is only verified. Rows are named by
 their number in the call, also where finished ones have been left behind.
 Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
 positions.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.followers import Drafter, Follower
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -56,17 +58,20 @@ class Path(NamedTuple):
 
 
 class Session:
-    """One batch on one model with any number of skip configs, one of which drafts in a round.
+    """One batch on one model with any number of drafts, one of which drafts in a round.
 
     Args:
         model: the opened model.
-        skips: of each draft what it leaves out and rounds, for this model's number of layers; None
-            where a draft comes from elsewhere.
+        drafts: of each draft what it leaves out and rounds, for this model's number of layers, or
+            what has a state of its own; None where a draft needs no passes.
         prompts: token ids of each row without pads, each (length,).
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
+        emitted: tokens each row has emitted, the caller's to extend; states of drafts read them.
 
     Attributes:
+        total, slots: the most tokens of a row, and of its keys and values.
+        paths: how each draft drafts.
         rows: the rows that passes carry, in their order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them, it is fed by the next pass.
@@ -75,47 +80,51 @@ class Session:
     def __init__(
         self,
         model: Sublayers,
-        skips: Sequence[SkipConfig | None],
+        drafts: Sequence[SkipConfig | Drafter | None],
         prompts: Sequence[Tensor],
         *,
         max_new_tokens: int,
         max_draft_length: int,
+        emitted: Sequence[Sequence[int]] = (),
     ) -> None:
         self.model = model
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
-        total = max(self.prompt_lengths) + max_new_tokens
-        model.check_lengths(self.prompt_lengths, total)
-        layers = model.num_layers
-        self.paths = [
-            Path(skip, skip.shared_prefix(layers), len(skip.kept(layers))) if skip else None
-            for skip in skips
-        ]
+        self.emitted = emitted
+        self.total = max(self.prompt_lengths) + max_new_tokens
+        model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: rows that drafted less ride along as padding behind their end
-        slots = total + max_draft_length + 1
-        self.cache = model.new_cache(len(prompts), slots)
+        self.slots = self.total + max_draft_length + 1
+        self.cache = model.new_cache(len(prompts), self.slots)
         self.cache.reserve(max(self.prompt_lengths))
-        self.rotary = model.rotary(slots, total)
+        self.rotary = model.rotary(self.slots, self.total)
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
-        self._prefix = 0  # of the draft in progress
+        self.paths = [self._path(draft) for draft in drafts]
+        self._drafting: Path | Follower | None = None  # in the round in progress
+        self._prefix = 0  # of it
+        self._steps = 0  # that it took, once verified
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
+
+    def _path(self, draft: SkipConfig | Drafter | None) -> Path | Follower | None:
+        if isinstance(draft, Drafter):
+            return draft.open(self)
+        if draft is None:
+            return None
+        layers = self.model.num_layers
+        return Path(draft, draft.shared_prefix(layers), len(draft.kept(layers)))
 
     @_lean
     def prefill(self) -> Tensor:
         """Carry every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
-        count = max(1, _CHUNK // len(tokens))
-        for start in range(0, tokens.shape[1], count):
-            chunk = tokens[:, start : start + count]  # (B, up to count)
-            self.cache.place([start] * len(chunk), chunk.shape[1])
+
+        def run(chunk: Tensor, first: int) -> Tensor:
+            self.cache.place([first] * len(chunk), chunk.shape[1])
             step = Pass(self.model, self.cache, self.rotary)
-            hidden = self.model.run(self.model.embed(chunk), step, range(self.model.num_sublayers))
-            if start == 0:
-                last = torch.empty_like(hidden[:, 0])  # (B, H)
-            ends = [length - 1 - start for length in self.prompt_lengths]
-            here = [row for row, end in enumerate(ends) if 0 <= end < chunk.shape[1]]
-            last[here] = hidden[here, [ends[row] for row in here]]
+            return self.model.run(self.model.embed(chunk), step, range(self.model.num_sublayers))
+
+        last = in_chunks(tokens, [length - 1 for length in self.prompt_lengths], run)  # (B, H)
         self.lengths = list(self.prompt_lengths)
         self.cache.settled = True
         return self.model.logits(last[None])[0]
@@ -125,7 +134,10 @@ class Session:
         """Leave all rows but these (ascending) out of further passes; the bytes this copied."""
         places = [self.rows[row] for row in rows]
         self.rows = {row: place for place, row in enumerate(rows)}
-        return self.cache.keep(places, max(self.lengths[row] for row in rows))
+        length = max(self.lengths[row] for row in rows)
+        states = [path for path in self.paths if isinstance(path, Follower)]
+        moved = self.cache.keep(places, length)
+        return moved + sum(state.keep(places, length) for state in states)
 
     def _place(self, offset: int, count: int) -> Pass:
         """A pass over `count` tokens of every row, the first one at its length + offset."""
@@ -148,8 +160,10 @@ class Session:
         """
         path = self.paths[draft]
         assert path is not None
-        self._prefix = path.prefix
+        self._drafting, self._prefix = path, path.prefix
         hidden, step = self._feed(tokens[:, None], offset)
+        if isinstance(path, Follower):
+            return path.step(tokens, hidden, step, offset)
         return self.model.finish_draft(hidden, step, path.skip)[:, 0]
 
     @_lean
@@ -166,6 +180,7 @@ class Session:
         """
         count = 1 + max(offset for _, offset in positions)
         known = count - tokens.shape[1]
+        self._steps = len(self._boundary)
         del self._boundary[known:]
         if known:
             self._feed(tokens, known)
@@ -184,4 +199,26 @@ class Session:
 
     def commit(self, row: int, emitted: int) -> None:
         """Keep the round's first `emitted` fed tokens of a row; the rest is forgotten."""
+        if self._steps and isinstance(self._drafting, Follower):
+            self._drafting.commit(row, emitted, self._steps)
         self.lengths[row] += emitted
+
+
+def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Carry many tokens (R, T) through a model, some of them at a time.
+
+    Args:
+        lasts: which token of each row is the last.
+        run: takes some tokens (R, t) and which the first one is, gives hidden states (R, t, H).
+
+    Returns:
+        The hidden states of those last tokens, (R, H).
+    """
+    count = max(1, _CHUNK // len(tokens))
+    for first in range(0, tokens.shape[1], count):
+        hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
+        if first == 0:
+            found = torch.empty_like(hidden[:, 0])  # (R, H)
+        here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]
+        found[here] = hidden[here, [lasts[row] - first for row in here]]
+    return found

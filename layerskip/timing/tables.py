@@ -24,7 +24,8 @@ from transformers import PrefixConstrainedLogitsProcessor
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.followers import Drafter
 from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
 from layerskip.environment import hardware
@@ -159,7 +160,7 @@ class _Times:
 
 def measure(
     model: Sublayers,
-    drafts: Sequence[SkipConfig | Lookup],
+    drafts: Sequence[Draft],
     request: Request,
     *,
     now: Callable[[], float] = time.perf_counter,
@@ -187,9 +188,15 @@ def measure(
     lengths = _LOOKED_UP if looked_up[base] else _LENGTHS
     # two plain steps: one that follows a long round finds other things in the caches
     order = [(base, length) for length in (0, 0, *lengths)]
-    order += [(i, _TYPICAL_LENGTH) for i, looks in enumerate(looked_up) if i != base and not looks]
+    for i, draft in enumerate(drafts):
+        if i != base and not looked_up[i]:
+            # before the round that is timed, one to see the tokens of those of other drafts
+            order += [(i, 1)] if isinstance(draft, Drafter) else []
+            order.append((i, _TYPICAL_LENGTH))
     growth = sum(length + 1 for _, length in order)
-    sweeps = min(_SWEEPS, (model.max_positions - len(prompt) - max(lengths) - 2) // growth)
+    holds = [draft.max_positions for draft in drafts if isinstance(draft, Drafter)]
+    room = min([model.max_positions, *holds]) - len(prompt) - max(lengths) - 2
+    sweeps = min(_SWEEPS, room // growth)
     if sweeps < 2:
         return None
     # a user's own functions may know the request's texts only, and the probe is none of them
@@ -275,12 +282,15 @@ def _like(other: CostTable, draft: float, total: float, step: float) -> CostTabl
     )
 
 
-def analytic(model: Sublayers, draft: SkipConfig | Lookup) -> CostTable:
+def analytic(model: Sublayers, draft: Draft) -> CostTable:
     """The table of a machine limited by reading weights, from their bytes."""
     if isinstance(draft, Lookup):
         return CostTable(0.0, (1.0,), "analytic")
+    whole = model.weight_bytes()
+    if isinstance(draft, Drafter):
+        return CostTable.analytic(draft.step_bytes(), [*whole["sublayers"], whole["head"]])
     skip = draft.resolve(model.num_layers)
-    whole, rounded = model.weight_bytes(), set(skip.rounded())
+    rounded = set(skip.rounded())
     bits, head_bits = (None, None) if skip.low is None else (skip.low.bits, skip.low.head_bits)
     low, head = model.weight_bytes(bits), model.weight_bytes(head_bits)["head"]
     read = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
@@ -327,9 +337,7 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     return CostTable.from_dict({"source": "given"} | known)
 
 
-def cost_tables(
-    model: Sublayers, drafts: Sequence[SkipConfig | Lookup], request: Request
-) -> list[CostTable]:
+def cost_tables(model: Sublayers, drafts: Sequence[Draft], request: Request) -> list[CostTable]:
     """The measured tables, measured at the first call in this process and remembered.
 
     While times are disturbed the next calls, too, measure, and what all of them took counts
@@ -339,10 +347,7 @@ def cost_tables(
     names = tuple(type(processor).__name__ for processor in law.processors)
     rows = request.input_ids.shape[0]
     place = (model.execution, model.dtype, model.device, model.draft_vocabulary, model.threads)
-    which = tuple(
-        draft.resolve(model.num_layers) if isinstance(draft, SkipConfig) else "lookup"
-        for draft in drafts
-    )
+    which = tuple(_key(model, draft) for draft in drafts)
     key = (which, rows, law.do_sample, names, place)
     with _lock:
         known = _tables.setdefault(model.model, {})
@@ -353,3 +358,10 @@ def cost_tables(
             tables = times.tables() if times else [analytic(model, draft) for draft in drafts]
             known[key] = times, tables, calls + 1
         return tables
+
+
+def _key(model: Sublayers, draft: Draft) -> Any:
+    """What a draft's costs are remembered by."""
+    if isinstance(draft, Lookup):
+        return "lookup"
+    return draft.key if isinstance(draft, Drafter) else draft.resolve(model.num_layers)

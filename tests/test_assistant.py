@@ -1,0 +1,331 @@
+"""A second model as the draft: its text, law, cache, costs and vocabulary; replays are beside."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
+from test_engine import check_cache, prefilled
+from test_lookup import fits, texts_of
+from test_sampling import LEVEL, small_model
+from torch import Tensor
+
+import layerskip
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.bench.checks import check
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding import assistant as assistants
+from layerskip.decoding.assistant import Assistant
+from layerskip.decoding.controllers import CONTROLLERS, Fixed
+from layerskip.decoding.draws import Draws
+from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.passes import Session
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing.tables import analytic, cost_tables
+from layerskip.vocabulary import check_vocabularies
+
+COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
+LENGTHS = (13, 3, 6)
+ENDS = frozenset({4})
+EXIT = SkipConfig.early_exit(4).resolve(6)
+MIXTURES = ("assistant", "assistant, exit", "lookup, two assistants, exit")
+
+
+def near(model: Any, noise: float, seed: int = 1) -> Any:
+    """A model much like another one, which it agrees with often and not always."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.model.layers.parameters():
+            if weight.dim() > 1:
+                shift = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                weight.add_(shift * weight.std() * noise)
+    return other
+
+
+@functools.cache
+def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
+    """A model of so few tokens that its texts repeat some stretches."""
+    return lively_model(family, vocab_size=vocab_size)
+
+
+@functools.cache
+def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -> Any:
+    return near(model_of(family, vocab_size), noise)
+
+
+def drafts_of(mixture: str) -> tuple[Draft, ...]:
+    first, other = Assistant(Sublayers(second_of())), Assistant(Sublayers(second_of(noise=0.2)))
+    known: dict[str, tuple[Draft, ...]] = {
+        "assistant": (first,),
+        "assistant, exit": (first, EXIT),
+        "lookup, two assistants, exit": (Lookup(), first, other, EXIT),
+    }
+    return known[mixture]
+
+
+def decoded(drafts: Sequence[Draft], controller: Any, **how: Any) -> Decoder:
+    """Decode ragged prompts to the end; the finished decoder."""
+    model = how.pop("model", None) or model_of()
+    ids, mask = prompts(model)
+    request = Request(
+        ids,
+        mask,
+        how.pop("new_tokens", 40),
+        Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=len(ids)),
+        [stream_key(row) for row in range(len(ids))],
+        **how,
+    )
+    run = Decoder(Sublayers(model), drafts, controller, request, max_draft_length=6)
+    with torch.no_grad():
+        run.played = list(run.rounds())  # type: ignore[attr-defined]
+    return run
+
+
+def prompts(model: Any) -> tuple[Tensor, Tensor]:
+    ids, mask = ragged(LENGTHS, seed=3)
+    return torch.where(mask.bool(), ids % (model.config.vocab_size - 2) + 2, ids), mask
+
+
+# ---------------------------------------------------------------------------------------------
+# The text.
+
+
+@pytest.mark.parametrize(("mixture", "sample"), covering(list(MIXTURES), [False, True]))
+def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool) -> None:
+    """Also under ends of text, which leave rows behind, and for controllers that choose or not."""
+    drafts = drafts_of(mixture)
+    accepted, compactions = [0] * len(drafts), 0
+    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
+    made = [Fickle(), Fickle(1), Fickle(2), Fixed(3), Erratic(), ExpectedGain(costs)]
+    for eos, controllers in ((frozenset[int](), made[::2]), (frozenset({4}), made[1:])):
+        plain = decoded((), Fixed(), sample=sample, eos=eos)
+        for controller in controllers:
+            run = decoded(drafts, controller, sample=sample, eos=eos)
+            assert run.emitted == plain.emitted
+            compactions += run.stats.num_compactions
+            for number, counts in enumerate(run.stats.sources):
+                accepted[number] += counts.num_accepted_tokens
+                assert counts.num_accepted_tokens <= counts.num_draft_tokens
+            check_cache(run, prefilled(run))
+    assert all(accepted)
+    assert compactions
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_a_copy_of_the_target_is_always_right(family: str, execution: str) -> None:
+    """So its state is that of a fresh start after catching up, rolling back and being left.
+
+    Behind drafts of others that fell, too, and inside of sliding windows.
+    """
+    model = model_of(family)
+    same = Assistant(Sublayers(copy.deepcopy(model), execution))
+    wild = Assistant(Sublayers(second_of(family, noise=1.0)))
+    for seed, sample in ((0, False), (1, True), (2, True)):
+        run = decoded((wild, same, Lookup()), Fickle(seed), model=model, sample=sample)
+        wrong, right, _ = run.stats.sources
+        assert right.num_accepted_tokens == right.num_draft_tokens > 10
+        assert wrong.num_accepted_tokens < wrong.num_draft_tokens
+
+
+def check_states(run: Decoder) -> int:
+    """What each assistant has seen of a row is what a prefill writes; the rows where it falls short
+    of what the row has emitted."""
+    short = 0
+    for state in run.session.paths:
+        if not isinstance(state, assistants._Second):
+            continue
+        for row, place in run.session.rows.items():
+            text = [*run.session.prompts[row].tolist(), *run.emitted[row]]
+            seen = state.seen[row]
+            short += seen < len(text) - 1
+            if not seen:
+                continue
+            tokens = [torch.tensor(text[:seen])]
+            fresh = Session(state.model, [], tokens, max_new_tokens=1, max_draft_length=0)
+            fresh.prefill()
+            for name in ("keys", "values"):
+                for layer, ours in getattr(state.cache, name).items():
+                    want = getattr(fresh.cache, name)[layer][0, :, :seen]
+                    torch.testing.assert_close(ours[place, :, :seen], want, rtol=1e-9, atol=1e-9)
+    return short
+
+
+def played_with_states(drafts: Sequence[Draft], controller: Any, sample: bool) -> int:
+    ids, mask = prompts(model_of())
+    keys = [stream_key(row) for row in range(len(ids))]
+    asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)
+    run = Decoder(Sublayers(model_of()), drafts, controller, asked, max_draft_length=6)
+    with torch.no_grad():
+        return sum(check_states(run) for _ in run.rounds())
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_states_are_those_of_a_fresh_prefill_after_every_round(mixture: str) -> None:
+    drafts = drafts_of(mixture)
+    for sample in (False, True):
+        short = played_with_states(drafts, Fickle(7 + sample), sample)
+        assert short  # where others drafted, or nobody
+
+
+def test_a_state_that_is_not_rolled_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+
+    def forgetful(self: Any, row: int, emitted: int, steps: int) -> None:
+        self.seen[row] = self.session.lengths[row] + min(emitted + 1, steps)
+
+    monkeypatch.setattr(assistants._Second, "commit", forgetful)
+    with pytest.raises(AssertionError, match="not close"):
+        played_with_states(drafts_of("assistant"), Fixed(4), sample=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_greedy_tokens_are_the_librarys(family: str) -> None:
+    model, other = model_of(family), second_of(family)
+    ids, mask = prompts(model)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
+    how |= {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "pad_token_id": 0}
+    want = model.generate(ids, **how)
+    for skip in (None, SkipConfig.early_exit(4)):
+        for controller in CONTROLLERS[:: 4 if skip is None else 3]:
+            decoding = LayerSkipDecoding(skip, assistant=other, controller=controller, costs=COSTS)
+            got = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
+            assert got.sequences.tolist() == want.tolist()
+            assert got.stats.sources[0].num_draft_tokens > 0
+
+
+def test_the_doors_take_a_model_or_an_opened_one() -> None:
+    model, other = model_of(), second_of()
+    ids, mask = prompts(model)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
+    plain = layerskip.generate(model, inputs, enabled=False, **how)
+    for given in (other, Sublayers(other, "modules")):
+        got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=[3, 5, 7], **how)
+        assert got.sequences.tolist() == plain.sequences.tolist()
+        assert {tokens for r in got.rounds for tokens in map(len, r.tokens)} > {1}
+    rounds = layerskip.decode(model, ids, mask, assistant=other, max_new_tokens=20, costs=COSTS)
+    assert sum(len(r.tokens[0]) for r in rounds) == 20
+    with pytest.raises(ValueError, match="give assistant= for a second model"):
+        layerskip.generate(model, inputs, assistant_model=other)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(12, 16), (16, 12)])
+def test_heads_may_be_padded_differently(ours: int, theirs: int) -> None:
+    """Tokens that one of them lacks are not drafted, and cost nothing but acceptance."""
+    model = model_of(vocab_size=ours)
+    for sample in (False, True):
+        plain = decoded((), Fixed(), model=model, sample=sample)
+        second = Assistant(Sublayers(second_of(vocab_size=theirs)))
+        run = decoded((second,), Fixed(4), model=model, sample=sample)
+        assert run.emitted == plain.emitted
+        assert run.stats.num_draft_tokens
+        assert ours < theirs or any(token >= 12 for row in run.emitted for token in row)
+
+
+def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
+    short = lively_model("llama", vocab_size=12, max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"the assistant cannot draft here: .* at most 32 tokens"):
+        decoded((Assistant(Sublayers(short)),), Fixed())
+
+
+# ---------------------------------------------------------------------------------------------
+# The law.
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_texts_by_the_rejection_rule_follow_the_targets_law(mixed: bool) -> None:
+    second = Assistant(Sublayers(near(small_model(), 0.5)))
+    drafts: Any = (Lookup([[a, b] for a in range(5) for b in range(5)]), second)
+    texts, stats = texts_of(drafts if mixed else second, fickle=mixed)
+    counts = stats.sources[-1]
+    assert 0.1 * counts.num_draft_tokens < counts.num_accepted_tokens < counts.num_draft_tokens
+    assert fits(texts) > LEVEL
+
+
+def test_a_law_that_is_not_what_was_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what the rule is told is another law than the drafts'."""
+    second = Assistant(Sublayers(near(small_model(), 0.5)))
+    honest = Draws.draft
+
+    def lying(self: Any, raw: Tensor, positions: Any, signal: Any = None) -> Any:
+        tokens, sure, laws = honest(self, raw, positions, signal)
+        return tokens, sure, [softmax_law(law.log() * 3) for law in laws]
+
+    monkeypatch.setattr(Draws, "draft", lying)
+    texts, _ = texts_of(second)
+    assert fits(texts) < LEVEL
+
+
+def test_check_passes_with_an_assistant() -> None:
+    model, other = model_of(vocab_size=VOCABULARY), second_of(vocab_size=VOCABULARY)
+    ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
+    report = check(model, ids, None, assistant=Sublayers(other), max_new_tokens=12)
+    assert report.passed
+
+
+# ---------------------------------------------------------------------------------------------
+# What it costs.
+
+
+def test_costs_are_measured_and_kept_without_the_model() -> None:
+    model, other = copy.deepcopy(model_of()), copy.deepcopy(second_of())
+    ids, mask = prompts(model)
+    request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
+    opened, drafts = Sublayers(model), [Lookup(), Assistant(Sublayers(other)), EXIT]
+    tables = cost_tables(opened, drafts, request)
+    assert [table.source for table in tables] == ["measured"] * 3
+    assert tables[0].draft == 0 < tables[2].draft
+    assert tables[1].draft > tables[2].draft  # six layers of the same size, and four
+    again = cost_tables(opened, [Lookup(), Assistant(Sublayers(other)), EXIT], request)
+    assert again is tables
+    alone = cost_tables(opened, [Assistant(Sublayers(other))], request)
+    assert alone[0].draft > 0
+    second = weakref.ref(other)
+    del drafts, other, again, alone
+    gc.collect()
+    assert second() is None
+
+
+def test_analytic_costs_are_those_of_its_bytes() -> None:
+    model = Sublayers(model_of())
+    small = Sublayers(lively_model("llama", vocab_size=12, num_hidden_layers=2))
+    bytes_ = small.weight_bytes()
+    whole = model.weight_bytes()
+    want = (sum(bytes_["sublayers"]) + bytes_["head"]) / (sum(whole["sublayers"]) + whole["head"])
+    assert analytic(model, Assistant(small)).draft == pytest.approx(want)
+    trimmed = Assistant(small.trimmed([2, 3, 4]))
+    assert analytic(model, trimmed).draft < want
+
+
+# ---------------------------------------------------------------------------------------------
+# The vocabulary.
+
+
+class Words:
+    """Stands for a tokenizer."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: token for token, word in enumerate(self.words)}
+
+
+def test_vocabularies_are_compared_token_by_token() -> None:
+    check_vocabularies(Words("a", "b", "c"), Words("a", "b", "c"))
+    check_vocabularies(Words("a", "b", "c"), Words("a", "b", "c", "<pad>"))
+    check_vocabularies(Words("a", "b", "c", "<pad>"), Words("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"2 of 3 tokens differ, the first is 1, 'b' here and 'c'"):
+        check_vocabularies(Words("a", "b", "c"), Words("a", "c", "b", "d"))
