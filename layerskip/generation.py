@@ -375,9 +375,7 @@ def generate(
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
-            raise ValueError(
-                "assistant_model is the library's own way; give assistant= for a second model here"
-            )
+            raise ValueError("assistant_model is not supported; give assistant= for a second model")
         output = model.generate(
             **given,
             custom_generate=partial(decoding._decode, streamer=streamer),

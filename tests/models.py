@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -153,6 +154,18 @@ def lively_model(family: str, **overrides: Any) -> Any:
         norm = model.model.norm.weight
         norm.copy_((1 + norm) * 2 - 1) if gemma else norm.mul_(2)
     return model
+
+
+def near(model: Any, noise: float, seed: int = 1) -> Any:
+    """A model much like another one, which it agrees with often and not always."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.model.layers.parameters():
+            if weight.dim() > 1:
+                shift = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                weight.add_(shift * weight.std() * noise)
+    return other
 
 
 def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

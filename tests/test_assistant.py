@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
+from models import VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 from test_engine import check_cache, prefilled
 from test_lookup import fits, texts_of
 from test_sampling import LEVEL, small_model
@@ -39,18 +39,6 @@ LENGTHS = (13, 3, 6)
 ENDS = frozenset({4})
 EXIT = SkipConfig.early_exit(4).resolve(6)
 MIXTURES = ("assistant", "assistant, exit", "lookup, two assistants, exit")
-
-
-def near(model: Any, noise: float, seed: int = 1) -> Any:
-    """A model much like another one, which it agrees with often and not always."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in other.model.layers.parameters():
-            if weight.dim() > 1:
-                shift = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-                weight.add_(shift * weight.std() * noise)
-    return other
 
 
 @functools.cache

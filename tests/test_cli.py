@@ -636,7 +636,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     assert len(texts) == 1
     assert run_.records[0]["prompt_texts"] == [PROMPT, "w9 w8 w7"]
     assert warned(bench(folder, two_prompts, output, *flags, *draw, "--assistant", folder)) == [
-        "--assistant has no effect without --method generate-assistant"
+        "--assistant has no effect without --method self-assistant or generate-assistant"
     ]
 
 
@@ -660,6 +660,42 @@ def test_benchmark_finds_the_best_exit_and_traces(
     assert again.exit_code == 0, again.output
     assert "best exit" not in again.stderr
     assert output.read_bytes() == before
+
+
+def test_a_second_model_drafts(folder, two_prompts, tmp_path, priced):
+    second = save_checkpoint(tmp_path / "second", tiny_model("llama", dtype=torch.float32, seed=1))
+    flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json")
+    plain = document(run("generate", folder, *flags, "--no-draft"))
+    alone = ("--assistant", second, "--no-lookup", "--controller", "fixed")
+    result = run("generate", folder, *flags, *alone)
+    assert f"drafts: a second model, {second}" in result.stderr
+    found = document(result)
+    assert found["token_ids"] == plain["token_ids"]
+    assert [each["name"] for each in found["sources"]] == ["assistant"]
+    assert found["num_draft_tokens"] > 0
+    several = ("--assistant", second, "--exit-layer", 3, "--lookup")
+    found = document(run("generate", folder, *flags, *several))
+    assert found["token_ids"] == plain["token_ids"]
+    assert [each["name"] for each in found["sources"]] == ["lookup", "assistant", "sublayers"]
+    output = tmp_path / "run.jsonl"
+    methods = ("--method", "self-assistant", "--method", "generate-assistant")
+    result = bench(folder, two_prompts, output, *methods, "--assistant", second)
+    assert result.exit_code == 0, result.output
+    _, ours, theirs = read_run(output).header["methods"]
+    assert (ours["name"], ours["sources"]) == ("self-assistant", ["assistant"])
+    assert ours["assistant"] == theirs["assistant"] == str(second)
+    assert ours["costs"]["1"]["draft"] > 0
+
+
+def test_a_second_model_of_another_vocabulary_is_refused(folder, two_prompts, tmp_path):
+    other = save_checkpoint(tmp_path / "other")
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w7": 7', '"w7": 9').replace('"w9": 9,', '"w9": 7,'))
+    words = "another vocabulary: 2 of 97 tokens differ, the first is 7, 'w7' here and 'w9' there"
+    assert words in refused("generate", folder, "--prompt", PROMPT, "--assistant", other)
+    assert words in refused("check", folder, "--assistant", other)
+    flags = ("--method", "self-assistant", "--assistant", other)
+    assert words in refused_bench(folder, two_prompts, tmp_path / "run.jsonl", *flags)
 
 
 def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, priced, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from models import FAMILIES, VOCABULARY, Erratic, Fickle, lively_model, ragged
+from models import FAMILIES, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -21,7 +21,10 @@ from layerskip.model.sublayers import Sublayers
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])
 UNRULY = {"erratic": Erratic, "fickle": Fickle}
-DRAFTS = ("skip", "low", "lookup", "skip, lookup", "low, lookup", "two skips", "default")
+DRAFTS = (
+    *("skip", "low", "lookup", "skip, lookup", "low, lookup", "two skips", "default"),
+    *("assistant", "skip, lookup, assistant"),
+)
 PLAIN = {"enabled": False}
 seen: Counter[Any] = Counter()
 
@@ -33,8 +36,8 @@ SHAPES: tuple[dict[str, int], ...] = (
 
 
 @functools.cache
-def model_of(family: str, shape: int, window: int) -> Any:
-    overrides: dict[str, Any] = dict(SHAPES[shape])
+def model_of(family: str, shape: int, window: int, vocab_size: int = VOCABULARY) -> Any:
+    overrides: dict[str, Any] = {**SHAPES[shape], "vocab_size": vocab_size}
     layers = overrides["num_hidden_layers"]
     if family not in ("llama", "gemma"):
         overrides["sliding_window"] = window
@@ -44,6 +47,12 @@ def model_of(family: str, shape: int, window: int) -> Any:
     if family in ("qwen2", "phi3") and "hidden_size" in overrides:
         overrides["num_attention_heads"] = 2  # an even head width, for the rotation
     return lively_model(family, **overrides)
+
+
+@functools.cache
+def second_of(family: str, shape: int, window: int) -> Any:
+    """A second model of the same vocabulary, or one that lacks a token of it."""
+    return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
 
 
 class Two(LayerSkipDecoding):
@@ -107,6 +116,7 @@ def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
         "model": (draw(st.sampled_from(FAMILIES)), shape, draw(st.sampled_from([3, 7]))),
         "skips": tuple(draw(skips(layers, low)) for low in lows.get(drafts.split(", ")[0], [])),
         "lookup": draw(st.sampled_from([True, OTHERS])) if "lookup" in drafts else None,
+        "assistant": "assistant" in drafts,
         "controller": UNRULY[name](draw(st.integers(0, 99))) if name in UNRULY else name,
         "max_draft_length": draw(st.one_of(st.none(), st.integers(1, 9))),
         "execution": draw(st.sampled_from(["auto", "modules"])),
@@ -144,6 +154,7 @@ def check(case: dict[str, Any]) -> None:
     drafting = {
         "skips": case["skips"],
         "lookup": case["lookup"],
+        "assistant": second_of(*case["model"]) if case["assistant"] else None,
         "controller": case["controller"],
         "max_draft_length": case["max_draft_length"],
         "execution": case["execution"],
