@@ -107,7 +107,7 @@ class _Second(Follower):
 
         last = in_chunks(known(tokens, model, self.session.model), lasts, run)  # (R, H)
         self.cache.settled = True
-        return model.draft_logits(last[None])[0]
+        return model.draft_head(last[None], None)[0]
 
     def _place(self, starts: Sequence[int], count: int) -> Pass:
         self.cache.place(starts, count)
