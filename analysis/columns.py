@@ -126,7 +126,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "95% interval. Efficiency = measured / predicted, held out where known.",
         "name role predicted held_out measured low high efficiency alpha draft_cost bound "
         "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp rounded "
-        "controller max_draft_length threshold",
+        "lookup controller max_draft_length threshold",
     ),
     "search-sublayers": (
         "Sublayers",

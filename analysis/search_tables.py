@@ -184,6 +184,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
+                "lookup": bool(finalist["decoding"].get("lookup")),
                 "predicted": finalist["predicted"],
                 "held_out": held_out,
                 "forecast": forecast,

@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.search.finding import SearchResult, search
+    from layerskip.search.finding import SearchResult
+    from layerskip.search.whole import search
 
 _HOME = {
     "SearchResult": "layerskip.search.finding",
-    "search": "layerskip.search.finding",
+    "search": "layerskip.search.whole",
 }
 
 __all__ = ["SearchResult", "search"]

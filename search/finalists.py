@@ -1,7 +1,8 @@
 """The best few of a study, looked at closely: replayed whole, then timed beside plain decoding.
 
-What a search found on calibration prompts is promised here for held-out ones, and confirmed on
-them by the clock; the winner is the clock's.
+Here is decided, too, whether a draft is joined by lookups. What a search found on calibration
+prompts is priced anew as decoding prices it, promised for held-out prompts, and confirmed on them
+by the clock; the winner is the clock's.
 """
 
 from __future__ import annotations
@@ -20,17 +21,29 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.bench.batches import Batch
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
-from layerskip.config import SkipConfig
+from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
-from layerskip.replay.drafts import replay
+from layerskip.decoding.engine import Request
+from layerskip.decoding.lookup import Lookup
+from layerskip.replay.drafts import Replay, look_up, replay
 from layerskip.replay.trace import Trace
-from layerskip.search.objective import Choice, Objective, best_choice, choices, speedup
+from layerskip.search.objective import (
+    Choice,
+    LookedUp,
+    Objective,
+    best_choice,
+    choices,
+    speedup,
+)
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
+from layerskip.timing.tables import measure
 
 CANDIDATES = 2
-"""So many configs are replayed whole for each finalist wanted."""
+"""So many more configs are replayed whole than finalists are wanted."""
+PRICING_SECONDS = 2.0
+"""For the costs of a finalist: sweeps of a large model take long."""
 
 Progress = Callable[[str, float], None]
 
@@ -43,7 +56,9 @@ class Finalist:
         name: of the method that it is timed as.
         trial: number of its trial in the study.
         skip: resolved, with decoding options and costs.
-        alpha: probability that the first token of a draft is accepted, on the traced prompts.
+        drafts: its replay along the traced prompts.
+        choice: how to decode with it.
+        costs, looked_up: what rounds of it cost, and of lookups.
         predicted: speedup over plain decoding of whole replays, on the traced prompts.
         predicted_held_out: the same of the same options on held-out prompts, where there are any.
         confirmed: what the clock said, where it was asked: the block of a search file.
@@ -52,15 +67,37 @@ class Finalist:
     name: str
     trial: int
     skip: SkipConfig
-    alpha: float
+    drafts: Replay
     choice: Choice
     costs: CostTable
+    looked_up: CostTable
     predicted_held_out: float | None = None
     confirmed: dict[str, Any] | None = field(default=None)
 
     @property
+    def alpha(self) -> float:
+        """Probability that the first token of a draft is accepted, on the traced prompts."""
+        return self.drafts.survival[0]
+
+    @property
     def predicted(self) -> float:
         return self.choice.speedup
+
+    def decide(self, looked_up: Replay) -> None:
+        """Choose how to decode, by the costs that it has.
+
+        Args:
+            looked_up: what lookups draft along the traced prompts.
+        """
+        found = choices(self.drafts, self.costs, LookedUp(looked_up, self.looked_up))
+        self.choice = best_choice(found[1:])  # of those that draft
+        assert self.skip.decoding is not None
+        tokens = self.skip.draft_vocabulary
+        self.skip = replace(
+            self.skip,
+            decoding=replace(self.choice.decoding, draft_vocabulary=tokens),
+            costs={**(self.skip.costs or {}), **self.costs.to_dict()},
+        )
 
     @property
     def price(self) -> float:
@@ -93,8 +130,8 @@ def choose(
             trials.setdefault(mask, trial)
     exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()
     ranked = sorted(trials, key=lambda mask: -score(trials[mask]))
-    looked_at = ranked[: CANDIDATES * count]
-    looked_at += [mask for mask in ranked if mask in exits][:2]
+    looked_at = ranked[: candidates(count)]
+    looked_at += [mask for mask in ranked if mask in exits][:1]
     found = []
     for number, mask in enumerate(dict.fromkeys(looked_at)):
         progress("the best drafts, replayed whole", number / len(looked_at))
@@ -107,12 +144,16 @@ def choose(
     return [finalist for _, finalist in kept]
 
 
+def candidates(count: int) -> int:
+    """How many configs are replayed whole where so many finalists are wanted."""
+    return count + CANDIDATES
+
+
 def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
     skip = space.skip_config(mask)
     size = trial.user_attrs.get("draft_vocabulary")
     costs = objective.costs(skip, size)
     drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
-    choice = best_choice(choices(drafts, costs)[1:])  # of those that draft
     tokens = None if size is None else objective.vocabulary(size)
     where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
@@ -120,18 +161,41 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     origin = str(trial.user_attrs.get("origin")).removeprefix("seed:")
     if space.bits and origin.startswith(f"{space.bits}-bits"):
         name = origin  # a seed that says what it is
-    return Finalist(
+    finalist = Finalist(
         name=name,
         trial=trial.number,
         skip=replace(
             skip,
-            decoding=replace(choice.decoding, draft_vocabulary=tokens),
-            costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
+            decoding=DecodingOptions(draft_vocabulary=tokens),
+            costs={**objective.cost.get("place", {}), **where},
         ),
-        alpha=drafts.survival[0],
-        choice=choice,
+        drafts=drafts,
+        choice=Choice(DecodingOptions(enabled=False), 1.0),
         costs=costs,
+        looked_up=objective.looked_up.costs,
     )
+    finalist.decide(objective.looked_up.replay)
+    return finalist
+
+
+def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None:
+    """Take the costs that decoding would measure, and decide anew.
+
+    A search prices hundreds of drafts by their parts; a few can be timed as they run.
+
+    Args:
+        looked_up: what lookups draft along the traced prompts.
+        request: of one row, whose tokens and law are timed.
+    """
+    model, tokens = finalist.drafts.trace.model, finalist.skip.draft_vocabulary
+    if tokens is not None:
+        model = model.trimmed(tokens)
+    context = int(request.input_ids.shape[1])
+    drafts = [Lookup(), finalist.skip]
+    found = measure(model, drafts, request, context=context, budget=PRICING_SECONDS)
+    if found is not None:
+        finalist.looked_up, finalist.costs = found
+        finalist.decide(looked_up)
 
 
 def predict(finalist: Finalist, trace: Trace) -> float:
@@ -140,8 +204,10 @@ def predict(finalist: Finalist, trace: Trace) -> float:
     if skip.draft_vocabulary is not None:
         allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
         allowed[:, skip.draft_vocabulary] = True
-    drafts = replay(trace, skip, allowed=allowed)
-    return speedup(drafts, finalist.costs, finalist.choice.decoding)
+    how = finalist.choice.decoding
+    drafts = replay(trace, skip, how.max_draft_length, allowed=allowed)
+    looked_up = look_up(trace, Lookup(), how.max_draft_length)
+    return speedup(drafts, finalist.costs, how, LookedUp(looked_up, finalist.looked_up))
 
 
 def confirm(
@@ -161,7 +227,16 @@ def confirm(
         Plain decoding's tokens per second.
     """
     methods = [Engine(model, task)]
-    methods += [Engine(model, task, finalist.name, finalist.skip) for finalist in finalists]
+    methods += [
+        Engine(
+            model,
+            task,
+            finalist.name,
+            finalist.skip,
+            lookup=finalist.choice.decoding.lookup is True,
+        )
+        for finalist in finalists
+    ]
     found: list[dict[str, Any]] = []
     benchmark(
         model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress

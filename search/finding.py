@@ -1,7 +1,7 @@
 """A search from end to end, on a live model: trace, costs, study, finalists, winner; no files.
 
 What a person waits for, in order: the target's texts on some prompts, what each sublayer costs, the
-trials of a study, and the best few drafts on the clock. Each step is a method; `search` calls them.
+trials of a study, and the best few drafts on the clock. Each step is a method.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from optuna import Study
 from optuna.trial import TrialState
 from torch import Tensor
@@ -23,43 +23,39 @@ from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
+from layerskip.decoding.engine import Request
+from layerskip.decoding.laws import stream_key
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
 from layerskip.search import seeds, study
-from layerskip.search.finalists import Finalist, choose, confirm, gains, predict, winner
+from layerskip.search.finalists import (
+    PRICING_SECONDS,
+    Finalist,
+    candidates,
+    choose,
+    confirm,
+    gains,
+    predict,
+    price_again,
+    winner,
+)
 from layerskip.search.objective import Objective
-from layerskip.search.rows import finalist_row, importance, trial_rows
+from layerskip.search.prices import check_place, measured
+from layerskip.search.rows import record
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
-from layerskip.timing import sublayers as costs
-from layerskip.timing.tables import machine
 
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
 FEWEST_TRIALS = 60
-ATTEMPTS = 3
-"""Measurements of the costs before a busy machine's are taken."""
 FINALISTS = 3
 REPEATS = 2
+PROMPTS = 1.5
+"""Times the decoding of a text is what timing it takes, with its prompt."""
 
 Progress = Callable[[str, float], None]
-Asked = Literal["auto", 8, 4] | None
-
-
-def low_bits(
-    asked: Asked, model: Any, execution: str, cost: Mapping[str, Any] | None = None
-) -> Literal[8, 4] | None:
-    """Of the low precision that a search looks at: as asked, or what is fast, or what has prices.
-
-    Only native passes have products of 8 bits that are faster than exact ones on every machine.
-    """
-    if asked != "auto":
-        return asked
-    if cost is not None:
-        return cost.get("low_bits")
-    return 8 if Sublayers(model, execution).execution == "native" else None
 
 
 def default_trials(space: Space) -> int:
@@ -126,6 +122,7 @@ class Search:
             self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
         self.draft_length = draft_length
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
+        self._given = False  # the costs, by the caller
         self.finalists: list[Finalist] = []
         self.plain_tokens_per_second: float | None = None
         started = time.perf_counter()
@@ -201,7 +198,7 @@ class Search:
         if known is None:
             started = time.perf_counter()
             if mine is None:
-                mine = self._measured()
+                mine = measured(self.opened, self.traced, self.law, self.space.bits, self.progress)
                 self.seconds["cost"] = time.perf_counter() - started
             self.study.set_user_attr("cost", dict(mine))
             known = self.study.user_attrs["cost"]  # another worker's, if that was later
@@ -215,50 +212,11 @@ class Search:
                 "the study's trials were priced with other costs than those given; choose another "
                 "study name, or leave the costs out"
             )
+        self._given = cost is not None
         if known != mine:
-            self._check_place(known.get("place"))
+            check_place(known.get("place"), self.opened)
         self.objective = Objective(self.trace, known)
         return self.objective
-
-    def _check_place(self, there: Mapping[str, Any] | None) -> None:
-        """Refuse a study's costs that were measured elsewhere; warn where no one knows."""
-        here = machine(self.opened)
-        if there is None:
-            warnings.warn(
-                "the study does not say where its costs were measured (an older version made it): "
-                "they are taken to hold here",
-                stacklevel=3,
-            )
-            return
-        differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-        if differing:
-            raise ValueError(
-                "the study's trials were priced with costs measured with "
-                + ", ".join(f"{name} {there.get(name)}" for name in differing)
-                + "; here it is "
-                + ", ".join(str(here.get(name)) for name in differing)
-                + ". Go on there, or choose another study name"
-            )
-
-    def _measured(self) -> dict[str, Any]:
-        """The costs here, measured again where the machine was busy."""
-        for _ in range(ATTEMPTS):
-            found = costs.measure(
-                self.opened,
-                self.traced,
-                law=self.law,
-                bits=self.space.bits,
-                progress=self.progress,
-            )
-            if not costs.disturbed(found):
-                return found
-        warnings.warn(
-            f"other work on this machine disturbed the costs, {ATTEMPTS} times: what the search "
-            "finds may be slower than it says; search again when the machine is quiet, under "
-            "another study name",
-            stacklevel=2,
-        )
-        return found
 
     @property
     def bound(self) -> float:
@@ -299,14 +257,65 @@ class Search:
         finally:
             self.seconds["trials"] = time.perf_counter() - started
 
-    def choose(self, count: int = FINALISTS) -> list[Finalist]:
-        """The best drafts by whole replays, on held-out prompts, too; after `run`."""
-        self.finalists = choose(self.study, self.space, self.objective, count, self.progress)
+    def reserve(self, count: int = FINALISTS, repeats: int = REPEATS) -> float:
+        """About how many seconds `choose` and `confirm` will take; after `price`, before `run`.
+
+        What they replay takes as long as the trial of a draft that keeps nearly everything, which
+        is made now, and remembered as one of the study's.
+        """
+        switches = self.space.leaving_out
+        typical = self.space.low_mask(0) if self.space.bits else switches[-1] if switches else 0
+        started = time.perf_counter()
+        self.objective(self.space.skip_config(typical))
+        whole = time.perf_counter() - started
+        seconds = whole * (candidates(count) + 1)
         if self.held_out:
+            traced, held_out = (
+                sum(ids.shape[1] + self.task.max_new_tokens for ids in some)
+                for some in (self.traced, self.held_out)
+            )
+            share = held_out / traced
+            seconds += share * (self.seconds["trace"] or 0.0) + share * whole * (count + 1)
+            seconds += (count + 1) * PRICING_SECONDS
+            texts = len(self.held_out) * self.task.max_new_tokens * self.objective.step_seconds
+            # plain, the exit as slow as it, and drafts that halve it; prompts come on top
+            seconds += texts * repeats * (2 + count / 2) * PROMPTS
+        return seconds
+
+    def choose(self, count: int = FINALISTS) -> list[Finalist]:
+        """The best drafts by whole replays, on held-out prompts, too; after `run`.
+
+        Where they are to be timed, and costs were measured here, theirs are measured again, as
+        decoding does it.
+        """
+        started = time.perf_counter()
+        found = choose(self.study, self.space, self.objective, count, self.progress)
+        if self.held_out:
+            if not self._given:
+                self._price_again(found)
             trace = self._trace(self.held_out)
-            for finalist in self.finalists:
+            for number, finalist in enumerate(found):
+                self.progress("the best drafts on other texts", number / len(found))
                 finalist.predicted_held_out = predict(finalist, trace)
-        return self.finalists
+        self.finalists = found
+        self.seconds["choose"] = time.perf_counter() - started
+        return found
+
+    def _price_again(self, finalists: list[Finalist]) -> None:
+        texts = self.trace.texts
+        ids = torch.cat([text.tokens[: text.prompt + text.emitted] for text in texts])  # (T,)
+        ids = ids[None, : self.trace.context].to(self.opened.device)  # (1, T)
+        request = Request(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.task.max_new_tokens,
+            law=self.law,
+            keys=[stream_key(self.task.seed)],
+        )
+        for number, finalist in enumerate(finalists):
+            self.progress("prices of the best drafts", number / len(finalists))
+            price_again(finalist, self.objective.looked_up.replay, request)
+        finalists.sort(key=lambda finalist: -finalist.predicted)
 
     def confirm(self, repeats: int = REPEATS) -> None:
         """Time the finalists and plain decoding in turn on the held-out prompts."""
@@ -351,36 +360,7 @@ class Search:
             skip = replace(skip, decoding=replace(skip.decoding, acceptance="rejection"))
         name = getattr(self.model, "name_or_path", "") or None
         skip = replace(skip, model=name, model_hash=fingerprint(self.model), notes=notes)
-        return SearchResult(skip, best, tuple(self.finalists), self.study, self.record())
-
-    def record(self) -> dict[str, Any]:
-        """The search file, but for what its writer knows: header, and the prompts' names."""
-        exits = {f"exit-{layer}" for layer in range(1, self.space.num_layers)}
-        names = [finalist.name for finalist in self.finalists]
-        best = winner(self.finalists)
-        step = self.objective.step_seconds
-        switches = len(self.space.switches) or 1
-        return {
-            "space": {**self.space.to_dict(), "switches": switches, "size": self.space.size},
-            "trace": {
-                "texts": len(self.trace.texts),
-                "starts": self.trace.starts,
-                "draft_length": self.draft_length,
-            },
-            "cost": self.objective.cost,
-            "step_seconds": step,
-            "bound": self.bound,
-            "trials": trial_rows(self.study, self.space, step),
-            "importance": importance(self.study),
-            "finalists": [finalist_row(finalist) for finalist in self.finalists],
-            "plain": {
-                "predicted_tokens_per_second": 1.0 / step,
-                "confirmed_tokens_per_second": self.plain_tokens_per_second,
-            },
-            "best_exit": next((name for name in names if name in exits), None),
-            "winner": None if best is None else best.name,
-            "seconds": self.seconds,
-        }
+        return SearchResult(skip, best, tuple(self.finalists), self.study, record(self))
 
 
 @dataclass(frozen=True)
@@ -401,103 +381,3 @@ class SearchResult:
     finalists: tuple[Finalist, ...]
     study: Study
     record: Mapping[str, Any]
-
-
-def search(
-    model: Any,
-    prompts: Sequence[Tensor],
-    *,
-    held_out: Sequence[Tensor] = (),
-    space: str = "sublayer",
-    bits: Asked = "auto",
-    allow_ends: bool = False,
-    budget: int | None = None,
-    trials: int | None = None,
-    timeout: float | None = None,
-    max_new_tokens: int = 64,
-    do_sample: bool = False,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    acceptance: str = "coupled",
-    seed: int = 0,
-    execution: str = "auto",
-    draft_length: int = DRAFT_LENGTH,
-    seeds: Mapping[str, SkipConfig] | None = None,
-    cost: Mapping[str, Any] | None = None,
-    storage: str | os.PathLike[str] | None = None,
-    study_name: str = "layerskip",
-    finalists: int = FINALISTS,
-    repeats: int = REPEATS,
-    progress: Progress = lambda _what, _share: None,
-) -> SearchResult:
-    """Search what a draft of a live model should leave out and round; writes no files.
-
-    Args:
-        model: a causal language model of a supported family, in evaluation mode.
-        prompts: token ids, (T,) or (1, T) each, as `tokenizer(text, return_tensors="pt")` has them
-            in `input_ids`. Some dozen that are like what the model will be asked.
-        held_out: others, to time the finalists on; without them the prediction decides.
-        space, allow_ends, budget: where to look; see `layerskip.search.space.Space`.
-        bits: of low precision, 8 or 4, or None for none. "auto" is 8 where products in 8 bits are
-            fast (execution "native"), or what a given `cost` knows.
-        trials: evaluations in all; by default so many as the space deserves.
-        timeout: seconds after which no further trial starts.
-        max_new_tokens: of each text, at most.
-        do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
-        seeds: configs of your own to try first, by name.
-        cost: what `layerskip.timing.sublayers.measure` returned; measured by default.
-        storage, study_name: where the trials are kept, and taken up again: a database URL, a
-            journal file's path, or None for memory.
-        finalists: how many drafts are replayed whole, and timed.
-        repeats: timed calls of each of them per prompt.
-        progress: told what is being done, in words, and the share of it that is done.
-
-    Raises:
-        ValueError: prompts that are none, empty or too long, settings out of range, a storage that
-            cannot be opened or holds another search.
-    """
-    if finalists < 1 or repeats < 1:
-        raise ValueError(
-            f"finalists and repeats must be 1 or more, got {finalists} and {repeats}; to time "
-            "nothing, give no held_out"
-        )
-    where = Space(
-        kind=space,
-        num_layers=model.config.num_hidden_layers,
-        allow_ends=allow_ends,
-        budget=budget,
-        bits=low_bits(bits, model, execution, cost),
-    )
-    task = Task(
-        max_new_tokens,
-        do_sample,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        acceptance=acceptance,
-        seed=seed,
-        execution=execution,
-    )
-    going = Search(
-        model,
-        prompts,
-        held_out,
-        task=task,
-        space=where,
-        draft_length=draft_length,
-        progress=progress,
-    )
-    going.open(storage, study_name, seeds)
-    going.price(cost)
-    going.run(
-        trials,
-        timeout=timeout,
-        told=lambda at: progress(
-            f"trials, best {at.best * going.objective.step_seconds:.2f}x", at.finished / at.trials
-        ),
-    )
-    going.choose(finalists)
-    if held_out:
-        going.confirm(repeats)
-    return going.result()

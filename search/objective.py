@@ -7,22 +7,23 @@ function of the config alone, and two configs differ by what they are and not by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.pricing import cost_table, step_seconds
+from layerskip.costs.pricing import cost_table, passes_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.lookup import Lookup
 from layerskip.replay.chains import Survival
-from layerskip.replay.drafts import Replay, follow
+from layerskip.replay.drafts import Replay, follow, look_up
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
@@ -46,10 +47,18 @@ class Choice:
     speedup: float
 
 
-def choices(replay: Replay, costs: CostTable) -> list[Choice]:
+class LookedUp(NamedTuple):
+    """What is looked up along the texts, and what rounds of it cost."""
+
+    replay: Replay
+    costs: CostTable
+
+
+def choices(replay: Replay, costs: CostTable, looked_up: LookedUp | None = None) -> list[Choice]:
     """Every way to decode that is considered, with its speedup along the replay's texts.
 
-    All of them draft but the first; the last is `expected-gain`, which may turn itself off.
+    All of them draft but the first; the last is `expected-gain`, which may turn itself off, and
+    which may look drafts up, too.
     """
     longest = replay.draft_length
     ways: list[tuple[str, int, float | None]]
@@ -57,34 +66,53 @@ def choices(replay: Replay, costs: CostTable) -> list[Choice]:
     lengths = [length for length in sorted({2, 4, longest} - {1}) if length <= longest]
     ways += [("confidence", length, t) for length in lengths for t in THRESHOLDS]
     ways.append(("expected-gain", longest, None))
-    found = [Choice(DecodingOptions(enabled=False), 1.0)]
-    for name, length, threshold in ways:
-        how = DecodingOptions(controller=name, max_draft_length=length, threshold=threshold)
-        found.append(Choice(how, speedup(replay, costs, how)))
-    return found
+    hows = [
+        DecodingOptions(controller=name, max_draft_length=length, threshold=threshold)
+        for name, length, threshold in ways
+    ]
+    if looked_up is not None:
+        hows.append(replace(hows[-1], lookup=True))
+    found = [Choice(how, speedup(replay, costs, how, looked_up)) for how in hows]
+    return [Choice(DecodingOptions(enabled=False), 1.0), *found]
 
 
-def speedup(replay: Replay, costs: CostTable, how: DecodingOptions) -> float:
-    """Over plain decoding, of one way to decode the replay's texts, each alone."""
+def speedup(
+    replay: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
+) -> float:
+    """Over plain decoding, of one way to decode the replay's texts, each alone.
+
+    Args:
+        looked_up: needed where `how` looks drafts up; of the same length as the replay.
+    """
     length = how.max_draft_length or replay.draft_length
     if how.controller != "expected-gain":
         counts = count_rounds(replay, length, how.threshold or 0.0)
         return replay.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
-    adaptive = ExpectedGain(costs, length, priors=[prior_acceptance(replay.skip)])
+    drafts, tables, known = [replay], [costs], [costs]
+    if how.lookup:
+        assert looked_up is not None
+        drafts.insert(0, looked_up.replay)
+        tables.insert(0, looked_up.costs)
+        known.insert(0, replace(costs, draft=0.0))  # all that a skip config's costs say of lookups
+    priors = [prior_acceptance(each.skip) for each in drafts]
+    adaptive = ExpectedGain(known, length, priors=priors)
     rounds = chain.from_iterable(
-        simulate(replay, adaptive, [text], max_draft_length=length)
+        simulate(drafts, adaptive, [text], max_draft_length=length)
         for text in range(len(replay.texts))
     )
-    return tokens_per_step(rounds, costs)
+    return tokens_per_step(rounds, tables)
 
 
 def best_choice(found: Sequence[Choice]) -> Choice:
-    """The fastest; `expected-gain` in place of another draft that is better within TOLERANCE."""
+    """The fastest; `expected-gain` in place of another draft that is better within TOLERANCE.
+
+    With lookups for preference: they may do nothing for these texts, and much for others.
+    """
     best = max(found, key=lambda choice: choice.speedup)
-    adaptive = found[-1]
-    if best.decoding.enabled is False or adaptive.speedup * TOLERANCE < best.speedup:
+    if best.decoding.enabled is False:
         return best
-    return adaptive
+    adaptive = (each for each in reversed(found) if each.decoding.controller == "expected-gain")
+    return next((each for each in adaptive if each.speedup * TOLERANCE >= best.speedup), best)
 
 
 class Objective:
@@ -124,6 +152,12 @@ class Objective:
         if size is None:
             return None
         return self._ranks < size
+
+    @cached_property
+    def looked_up(self) -> LookedUp:
+        """What a lookup drafts along the texts, at the price of passes over so many tokens."""
+        record, context = self.cost, self.trace.context
+        return LookedUp(look_up(self.trace, Lookup()), passes_table(record, context))
 
     @cached_property
     def _ceilings(self) -> list[Survival]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna import Study
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import SkipConfig
-from layerskip.search.finalists import Finalist
+from layerskip.search.finalists import Finalist, winner
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
 from layerskip.search.study import quiet
+
+if TYPE_CHECKING:
+    from layerskip.search.finding import Search
 
 _KNOWN = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
 
@@ -79,7 +82,10 @@ def finalist_row(finalist: Finalist) -> dict[str, Any]:
         "trial": finalist.trial,
         "skipped": _skipped(skip),
         "low": skip.to_dict().get("low"),
-        "decoding": {name: getattr(decoding, name) for name in names},
+        "decoding": {
+            **{name: getattr(decoding, name) for name in names},
+            "lookup": decoding.lookup is True,
+        },
         "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
         "alpha": finalist.alpha,
         "draft_cost": finalist.costs.draft,
@@ -92,3 +98,33 @@ def finalist_row(finalist: Finalist) -> dict[str, Any]:
 
 def _skipped(skip: SkipConfig) -> dict[str, list[int]]:
     return {"attention": list(skip.attention), "mlp": list(skip.mlp)}
+
+
+def record(search: Search) -> dict[str, Any]:
+    """The search file, but for what its writer knows: header, and the prompts' names."""
+    exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
+    names = [finalist.name for finalist in search.finalists]
+    best = winner(search.finalists)
+    step = search.objective.step_seconds
+    switches = len(search.space.switches) or 1
+    return {
+        "space": {**search.space.to_dict(), "switches": switches, "size": search.space.size},
+        "trace": {
+            "texts": len(search.trace.texts),
+            "starts": search.trace.starts,
+            "draft_length": search.draft_length,
+        },
+        "cost": search.objective.cost,
+        "step_seconds": step,
+        "bound": search.bound,
+        "trials": trial_rows(search.study, search.space, step),
+        "importance": importance(search.study),
+        "finalists": [finalist_row(finalist) for finalist in search.finalists],
+        "plain": {
+            "predicted_tokens_per_second": 1.0 / step,
+            "confirmed_tokens_per_second": search.plain_tokens_per_second,
+        },
+        "best_exit": next((name for name in names if name in exits), None),
+        "winner": None if best is None else best.name,
+        "seconds": search.seconds,
+    }

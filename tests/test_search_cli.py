@@ -58,7 +58,7 @@ def words(path: Path, count: int, length: int = 6) -> Path:
 
 def fast(patch: pytest.MonkeyPatch) -> None:
     """Costs made up: what takes time, and is tested elsewhere."""
-    patch.setattr(finding.Search, "_measured", lambda self: COST | {"place": machine(self.opened)})
+    patch.setattr(finding, "measured", lambda model, *_: COST | {"place": machine(model)})
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.search import SearchResult, finding, search
+from layerskip.search import SearchResult, finding, prices, search, whole
 from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
 from layerskip.search.objective import Choice, Objective
@@ -113,7 +113,7 @@ def priced(llama: Any) -> Search:
 
 def test_the_package_hands_out_what_it_imports_late() -> None:
     assert "search" in dir(layerskip.search)
-    assert search is finding.search
+    assert search is whole.search
     assert SearchResult is finding.SearchResult
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         layerskip.search.nothing  # noqa: B018
@@ -141,11 +141,11 @@ class TestLowPrecision:
         assert record["bound"] == pytest.approx(result.skip.notes["bound"])  # type: ignore[index]
 
     def test_bits_are_asked_for_or_those_with_prices_or_fast_ones(self, llama: Any) -> None:
-        assert finding.low_bits(4, llama, "fused") == 4
-        assert finding.low_bits(None, llama, "auto", LOW) is None
-        assert finding.low_bits("auto", llama, "fused", LOW) == 8
-        assert finding.low_bits("auto", llama, "auto", COST) is None
-        assert finding.low_bits("auto", llama, "fused") is None
+        assert whole.low_bits(4, llama, "fused") == 4
+        assert whole.low_bits(None, llama, "auto", LOW) is None
+        assert whole.low_bits("auto", llama, "fused", LOW) == 8
+        assert whole.low_bits("auto", llama, "auto", COST) is None
+        assert whole.low_bits("auto", llama, "fused") is None
 
     def test_costs_that_do_not_know_it_are_refused(self, llama: Any) -> None:
         with pytest.raises(ValueError, match="do not know low precision of 8 bits"):
@@ -260,7 +260,8 @@ class TestResult:
             options = DecodingOptions(draft_vocabulary=tokens)
             skip = SkipConfig(exit_layer=4, decoding=options).resolve(6)
             costs = cost_table(COST, skip)
-            finalist = Finalist("f", 0, skip, 0.5, Choice(FIXED, 1.5), costs)
+            drafts = replay(trace, skip, 3)
+            finalist = Finalist("f", 0, skip, drafts, Choice(FIXED, 1.5), costs, costs)
             allowed = None
             if tokens is not None:
                 allowed = torch.isin(torch.arange(97), torch.tensor(tokens)).expand(3, -1)
@@ -328,9 +329,10 @@ class TestResult:
             name="exit-4",
             trial=0,
             skip=skip,
-            alpha=0.5,
+            drafts=replay(priced.trace, skip),
             choice=Choice(FIXED, predicted),
             costs=cost_table(COST, skip),
+            looked_up=cost_table(COST, skip),
             predicted_held_out=held_out,
             confirmed=timed,
         )
@@ -437,11 +439,11 @@ class TestResult:
     def test_costs_are_measured_where_none_are_given(
         self, llama: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        measure = finding.costs.measure
+        measure = prices.costs.measure
         monkeypatch.setattr(
-            finding.costs, "measure", lambda *a, **k: measure(*a, **k, budget=1e-9, contexts=[16])
+            prices.costs, "measure", lambda *a, **k: measure(*a, **k, budget=1e-9, contexts=[16])
         )
-        monkeypatch.setattr(finding.costs, "disturbed", lambda record: False)
+        monkeypatch.setattr(prices.costs, "disturbed", lambda record: False)
         result = find(llama, cost=None, trials=2)
         assert result.record["cost"]["contexts"] == [16]
         assert result.record["cost"]["place"] == machine(Sublayers(llama))
@@ -541,11 +543,11 @@ class TestStudy:
     ) -> None:
         measured = []
 
-        def measure(self: Search) -> dict[str, Any]:
-            measured.append(finding.machine(self.opened))
+        def measure(model: Sublayers, *_: Any) -> dict[str, Any]:
+            measured.append(machine(model))
             return COST | {"place": measured[-1]}
 
-        monkeypatch.setattr(Search, "_measured", measure)
+        monkeypatch.setattr(finding, "measured", measure)
         path = tmp_path / "study.log"
 
         def priced(study: str) -> Search:

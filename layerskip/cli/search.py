@@ -48,8 +48,12 @@ if TYPE_CHECKING:
 
 LEAST_BOUND = 1.1
 """A draft with a bound under this is hardly worth its trouble."""
-TIMEOUT = 300.0
-"""Seconds of trials where neither their number nor a time is given."""
+TIMEOUT = 540.0
+"""Seconds of a whole search where neither a number of trials nor a time is given."""
+LEAST_SHARE = 0.25
+"""Of the time given, what trials get, whatever the rest takes."""
+WRITING = 10.0
+"""Seconds that the files and the report take, at most."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
 POSITIONS = 1500
@@ -93,7 +97,8 @@ def search(
         float | None,
         typer.Option(
             metavar="S",
-            help="Seconds after which no more trials start.  [default: 300, or none with --trials]",
+            help="Seconds of all, about: trials end in time for what follows them.  "
+            "[default: 540, or none with --trials]",
         ),
     ] = None,
     skip: Annotated[
@@ -141,6 +146,7 @@ def search(
         raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
     if timeout is None and trials is None:
         timeout = TIMEOUT
+    started = time.monotonic()
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
     given = {path: SkipConfig.load(path) for path in skip or ()}
@@ -159,8 +165,9 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.finding import Search, low_bits
+    from layerskip.search.finding import Search
     from layerskip.search.space import Space
+    from layerskip.search.whole import low_bits
     from layerskip.search.workers import Asked, sharing
     from layerskip.timing.threads import cpu_threads
 
@@ -193,6 +200,16 @@ def search(
         cost = going.price().cost
         write_text(output / "cost.json", json.dumps(cost, indent=1) + "\n")
         _say_bound(talk, going)
+        if timeout is not None:
+            talk.progress("how long a trial takes")
+            rest = going.reserve(finalists, repeats) + WRITING
+            spent = time.monotonic() - started
+            timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
+            talk.say(
+                f"about {(spent + timeout + rest) / 60:.0f} minutes in all, {spent:.0f} s of them "
+                f"gone: trials for up to {timeout:.0f} s, then the best drafts replayed"
+                f"{' and timed' if timed else ''}, {rest:.0f} s"
+            )
         asked = Asked(
             loading=loading.where,
             traced=tuple(chosen),
@@ -364,7 +381,9 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
     """
     bits = next((f"{row['low']['bits']} bits" for row in finalists if row["low"]), "")
     trimmed = any(row.get("draft_vocabulary") for row in finalists)
+    mixed = any(row["decoding"]["lookup"] for row in finalists)
     titles = ["draft", "skips"] + [bits] * bool(bits) + ["vocabulary"] * trimmed
+    titles += ["lookup"] * mixed
     titles += ["c", "alpha", "predicted", "held out", "measured", "same text"]
     lines = [titles]
     for row in finalists:
@@ -372,6 +391,7 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
         line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
         line += [_low_words(row["low"])] * bool(bits)
         line += [str(row.get("draft_vocabulary") or "all")] * trimmed
+        line += ["yes" if row["decoding"]["lookup"] else "no"] * mixed
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")

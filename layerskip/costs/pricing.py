@@ -81,10 +81,24 @@ def cost_table(
         shared + sum(parts[prefix:]) + norm_and_head + around
         for parts, norm_and_head, around in zip(sublayers, head, rest, strict=True)
     ]
-    verifies = rising(verifies)  # a longer pass is never cheaper; where it looks so, that was noise
+    return CostTable(draft / step, _verify(counts, verifies, step), "measured")
+
+
+def passes_table(record: Mapping[str, Any], context: int | None = None) -> CostTable:
+    """What looked-up drafts cost: nothing themselves, and whole passes that verify them.
+
+    Args:
+        record, context: as for `cost_table`.
+    """
+    passes = _at(record, "passes", context)
+    return CostTable(0.0, _verify(record["counts"], passes, passes[0]), "measured")
+
+
+def _verify(counts: Sequence[int], seconds: Sequence[float], step: float) -> tuple[float, ...]:
+    """v of 1, 2, ... tokens, from the seconds of passes of some counts."""
+    seconds = rising(seconds)  # a longer pass is never cheaper; where it looks so, that was noise
     counted = range(2, counts[-1] + 1)
-    verify = [max(1.0, _on_line(counts, verifies, count) / step) for count in counted]
-    return CostTable(draft / step, (1.0, *verify), "measured")
+    return (1.0, *(max(1.0, _on_line(counts, seconds, count) / step) for count in counted))
 
 
 def _low(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> list[float]:

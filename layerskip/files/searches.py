@@ -151,6 +151,7 @@ _FINALIST_PARTS = has(
 
 def _finalist(value: Any, name: str) -> None:
     _FINALIST_PARTS(value, name)
+    optional(flag)(value["decoding"].get("lookup"), f"{name}.decoding.lookup")
     low_sets(value.get("low"), f"{name}.low")
 
 

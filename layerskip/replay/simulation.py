@@ -164,15 +164,21 @@ def _drafted(
     return drafted
 
 
-def tokens_per_step(rounds: Iterable[SimulatedRound], costs: CostTable) -> float:
+def tokens_per_step(
+    rounds: Iterable[SimulatedRound], costs: CostTable | Sequence[CostTable]
+) -> float:
     """Tokens emitted by all rows per target step; for one row that is the speedup over plain.
 
     A round of several rows costs what its longest draft does.
+
+    Args:
+        costs: of the draft; of several, one table for each, in their order.
     """
+    tables = [costs] if isinstance(costs, CostTable) else costs
     tokens, cost = 0, 0.0
     for round_ in rounds:
         tokens += sum(round_.emitted)
-        cost += costs.round_cost(max(round_.drafted))
+        cost += tables[round_.source or 0].round_cost(max(round_.drafted))
     return tokens / cost if cost else 1.0
 
 

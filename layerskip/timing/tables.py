@@ -35,8 +35,8 @@ _LENGTHS = (1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is i
 _LOOKED_UP = (1, 3, 7, 15)  # of looked-up drafts, which are longer
 _TYPICAL_LENGTH = 4  # of the drafts that c is read off
 _SWEEPS = 12  # half as many leave twice the spread
-_CONTEXT = 32  # tokens of the prompt that are used, at most
-_BUDGET = 0.3  # seconds after which no further sweep starts, behind the second
+_CONTEXT = 32
+_BUDGET = 0.3
 _PATIENCE = 4  # times as long where times are disturbed
 _REPEATED = 1.25  # times the quickest, the second quickest is on a machine that is left alone
 _DEAR = 2.0  # times what its weights say, a draft step costs on a machine that is left alone
@@ -163,6 +163,8 @@ def measure(
     drafts: Sequence[Draft],
     request: Request,
     *,
+    context: int = _CONTEXT,
+    budget: float = _BUDGET,
     now: Callable[[], float] = time.perf_counter,
 ) -> _Times | None:
     """Time draft steps and verify passes on a short context of the request's first prompt.
@@ -175,6 +177,9 @@ def measure(
 
     Args:
         drafts: whose; of drafts that are looked up only the verify passes cost anything.
+        context: tokens of the prompt that are used, at most.
+        budget: seconds after which no further sweep starts, behind the second; four times as many
+            where times are disturbed.
         now: the clock, in seconds.
 
     Returns:
@@ -182,7 +187,7 @@ def measure(
         leave no room to measure.
     """
     rows = request.input_ids.shape[0]
-    prompt = request.input_ids[0][request.attention_mask[0].bool()][:_CONTEXT]  # (T,)
+    prompt = request.input_ids[0][request.attention_mask[0].bool()][:context]  # (T,)
     looked_up = [isinstance(draft, Lookup) for draft in drafts]
     base = looked_up.index(True) if True in looked_up else 0
     lengths = _LOOKED_UP if looked_up[base] else _LENGTHS
@@ -243,7 +248,7 @@ def measure(
                 times.steps[watch.draft].append((watch.drafted - start) / watch.length)
         taken = now() - started
         # the first sweep meets what is still to be made
-        enough = _BUDGET if sweep and not times.disturbed() else _PATIENCE * _BUDGET
+        enough = budget if sweep and not times.disturbed() else _PATIENCE * budget
         if sweep and taken > enough:
             break
     return times
