@@ -167,7 +167,7 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
         skip=replace(
             skip,
             decoding=DecodingOptions(draft_vocabulary=tokens),
-            costs={**objective.cost.get("place", {}), **where},
+            costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
         ),
         drafts=drafts,
         choice=Choice(DecodingOptions(enabled=False), 1.0),
@@ -191,7 +191,7 @@ def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None
     if tokens is not None:
         model = model.trimmed(tokens)
     context = int(request.input_ids.shape[1])
-    drafts = [Lookup(), finalist.skip]
+    drafts: list[SkipConfig | Lookup] = [Lookup(), finalist.skip]
     found = measure(model, drafts, request, context=context, budget=PRICING_SECONDS)
     if found is not None:
         finalist.looked_up, finalist.costs = found

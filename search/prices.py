@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from layerskip.timing import sublayers as costs
 from layerskip.timing.tables import machine
 
 ATTEMPTS = 3
-"""Measurements before a busy machine's are taken."""
+PATIENCE = 40.0
+"""So many measurements are made before a busy machine's are taken, or for so many seconds."""
 
 
 def measured(
@@ -25,12 +27,15 @@ def measured(
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """The costs here, measured again where the machine was busy; see `timing.sublayers.measure`."""
-    for _ in range(ATTEMPTS):
+    started = time.perf_counter()
+    attempts = 0
+    while attempts < ATTEMPTS and (not attempts or time.perf_counter() - started < PATIENCE):
+        attempts += 1
         found = costs.measure(model, prompts, law=law, bits=bits, progress=progress)
         if not costs.disturbed(found):
             return found
     warnings.warn(
-        f"other work on this machine disturbed the costs, {ATTEMPTS} times: what the search "
+        f"other work on this machine disturbed the costs, {attempts} times: what the search "
         "finds may be slower than it says; search again when the machine is quiet, under "
         "another study name",
         stacklevel=3,

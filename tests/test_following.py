@@ -264,6 +264,19 @@ def test_following_ends_when_it_is_enough(chains: int, monkeypatch: pytest.Monke
     assert followed_alone(trace, skip, 2, enough=enough).draft_length == 2
 
 
+def test_one_of_several_vocabularies_may_end_sooner() -> None:
+    trace, skip, each = traced("coupled"), SKIPS["an odd prefix"], vocabularies()
+    ends = [3, 1, 6, 2]
+
+    def enough(told: Sequence[Sequence[float]]) -> list[bool]:
+        return [len(mine) >= end for mine, end in zip(told, ends, strict=True)]
+
+    found = follow(trace, skip, each, enough=enough)
+    assert [played.draft_length for played in found] == ends
+    for played, allowed in zip(found, each, strict=True):
+        assert agree(played, replay(trace, skip, allowed=allowed))
+
+
 def test_bad_lengths_are_told() -> None:
     trace = traced("greedy")
     for length in (0, LENGTH + 1):

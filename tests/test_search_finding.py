@@ -21,22 +21,23 @@ from layerskip.bench.checks import _fingerprint
 from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table
+from layerskip.costs.speculation import CostTable
 from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.search import SearchResult, finding, prices, search, whole
+from layerskip.search import SearchResult, finalists, finding, prices, search, whole
 from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.finding import Search, default_trials
-from layerskip.search.objective import Choice, Objective
+from layerskip.search.objective import TOLERANCE, Choice, Objective, best_choice, choices
 from layerskip.search.space import Space
 from layerskip.timing.tables import machine, stored
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
 FIXED = DecodingOptions(controller="fixed", max_draft_length=3)
-HOPELESS = cost_record() | {"draft_rest": [1.0, 1.0]}
-"""Where a draft step costs many plain ones."""
+HOPELESS = cost_record(growth=1.0) | {"draft_rest": [1.0, 1.0]}
+"""Where a draft step costs many plain ones, and each token that is verified one."""
 PROMPTS = [prompt(length, seed=length)[0] for length in (5, 8, 6)]
 HELD_OUT = [prompt(7, seed=20)[0]]
 TOKENS = 24
@@ -222,6 +223,64 @@ class TestResult:
         for finalist in document["finalists"]:
             assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
             assert finalist["predicted_held_out"] > 0
+
+    def test_lookups_join_where_they_pay(self, llama: Any, tmp_path: Path) -> None:
+        """These texts go round in circles."""
+        result = find(llama, held_out=HELD_OUT, repeats=1)
+        document = checked(result, tmp_path)
+        best = result.finalists[0]
+        assert best.choice.decoding.lookup is True
+        assert document["finalists"][0]["decoding"]["lookup"] is True
+        without = best_choice(choices(best.drafts, best.costs)[1:])
+        assert best.predicted > without.speedup / TOLERANCE
+        best.skip.save(tmp_path / "skip.json")
+        ids = prompt(9, seed=40)
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
+        drafted = layerskip.generate(llama, ids, skip=tmp_path / "skip.json", **settings)
+        plain = layerskip.generate(llama, ids, enabled=False, **settings)
+        assert torch.equal(drafted.sequences, plain.sequences)
+        assert len(drafted.stats.sources) == 2
+        assert drafted.stats.sources[0].num_draft_tokens > 0
+
+    def test_finalists_are_priced_as_they_run(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        known = [CostTable(0.0, (1.0, 1.1, 1.2)), CostTable(0.3, (1.0, 1.1, 1.3))]
+        asked = []
+
+        def measure(model: Any, drafts: Any, request: Any, **how: Any) -> list[CostTable]:
+            asked.append((drafts[1], request.input_ids.shape, how["context"]))
+            return known
+
+        monkeypatch.setattr(finalists, "measure", measure)
+        monkeypatch.setattr(finding, "measured", lambda model, *_: COST | {"place": machine(model)})
+        result = find(llama, cost=None, held_out=HELD_OUT, repeats=1)
+        assert len(asked) == len(result.finalists)
+        context = asked[0][2]
+        assert asked[0][1] == (1, context)
+        prices = [finalist.predicted for finalist in result.finalists]
+        assert prices == sorted(prices, reverse=True)
+        for finalist in result.finalists:
+            assert (finalist.looked_up, finalist.costs) == tuple(known)
+            assert finalist.skip.costs is not None
+            assert finalist.skip.costs.items() >= known[1].to_dict().items()
+            assert finalist.skip.costs["hardware"]
+        asked.clear()
+        find(llama, held_out=HELD_OUT, repeats=1)  # costs that are given are taken to hold
+        find(llama, cost=None)  # and without a clock nothing is timed
+        assert not asked
+
+    def test_what_follows_the_trials_is_foretold(self, llama: Any) -> None:
+        alone, timed = (steps(llama, **more) for more in ({}, {"held_out": HELD_OUT}))
+        for going in (alone, timed):
+            going.open()
+            going.price(COST)
+        assert 0 < alone.reserve(2, 1) < timed.reserve(2, 1) < timed.reserve(2, 100)
+        calls = []
+        evaluate = timed.objective._evaluate
+        timed.objective._evaluate = lambda skip: calls.append(skip) or evaluate(skip)  # type: ignore[func-returns-value,method-assign]
+        timed.reserve(2, 1)
+        assert not calls  # what was tried then is no trial's work any more
 
     def test_a_draft_vocabulary_is_searched_too(self, tmp_path: Path) -> None:
         """Where heads are dear; the config has its tokens with it, and the same text."""
@@ -544,7 +603,7 @@ class TestStudy:
         measured = []
 
         def measure(model: Sublayers, *_: Any) -> dict[str, Any]:
-            measured.append(machine(model))
+            measured.append(prices.machine(model))
             return COST | {"place": measured[-1]}
 
         monkeypatch.setattr(finding, "measured", measure)
@@ -560,7 +619,7 @@ class TestStudy:
             assert priced("ours").objective.cost["place"] == measured[0]
         assert len(measured) == 1
         there = machine(Sublayers(llama))
-        monkeypatch.setattr(finding, "machine", lambda model: machine(model) | {name: value})
+        monkeypatch.setattr(prices, "machine", lambda model: machine(model) | {name: value})
         words = f"costs measured with {name} {there[name]}; here it is {value}. Go on there"
         with pytest.raises(ValueError, match=re.escape(words)):
             priced("ours")

@@ -15,8 +15,11 @@ from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.pricing import cost_table
+from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.replay.drafts import Replay, follow, replay
+from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.search import objective as objective_module
 from layerskip.search.objective import (
@@ -253,6 +256,64 @@ def test_expected_gain_is_preferred_within_the_tolerance(
     best = best_choice(ways)
     assert best.decoding.controller == controller
     assert best.decoding.enabled is (None if controller else False)
+
+
+def test_lookups_are_preferred_and_no_reason_to_lose() -> None:
+    alone = DecodingOptions(controller="expected-gain", max_draft_length=8)
+    for mixed, chosen in ((1.40, 2), (1.30 / TOLERANCE + 1e-6, 2), (1.20, 1)):
+        ways = [
+            Choice(DecodingOptions(controller="fixed", max_draft_length=3), 1.30),
+            Choice(alone, 1.295),
+            Choice(dataclasses.replace(alone, lookup=True), mixed),
+        ]
+        assert best_choice(ways) is ways[chosen]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_and_lookups_are_priced_each_by_its_own_costs(case: str) -> None:
+    """Against the same rounds, walked and priced one by one."""
+    trace = traced(case)
+    objective = Objective(trace, MACHINES["reads weights"])
+    record, context = objective.cost, trace.context
+    taken = set()
+    for skip in drawn(4, seed=9):
+        drafts, costs = replay(trace, skip), objective.costs(skip)
+        looked_up, free = objective.looked_up
+        assert looked_up.skip is None
+        assert free.draft == 0
+        no_prefix = cost_table(record, SkipConfig(attention=(0,)), context)
+        assert free.verify == pytest.approx(no_prefix.verify)
+        ways = choices(drafts, costs, objective.looked_up)
+        assert ways[:-1] == choices(drafts, costs)
+        assert ways[-1].decoding == dataclasses.replace(ways[-2].decoding, lookup=True)
+        spent = tokens = 0.0
+        for text in range(len(trace.texts)):
+            known = [dataclasses.replace(costs, draft=0.0), costs]
+            controller = ExpectedGain(known, 8, priors=[0.75, 0.75])
+            for round_ in simulate([looked_up, drafts], controller, [text]):
+                price = free if round_.source == 0 else costs
+                spent += price.round_cost(round_.drafted[0])
+                tokens += round_.emitted[0]
+                taken.add(round_.source)
+        assert ways[-1].speedup == pytest.approx(tokens / spent)
+    assert taken >= {0, 1}
+
+
+def test_no_draft_survives_beyond_its_vocabulary() -> None:
+    objective = Objective(traced("greedy"), HEADS)
+    for size, ceiling in zip(objective.sizes, objective._ceilings, strict=True):
+        for skip in drawn(3, seed=8):
+            drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
+            assert all(a <= b + 1e-6 for a, b in zip(drafts.survival, ceiling, strict=True))
+        assert (min(ceiling) < 1) == (size is not None)
+
+
+def test_a_vocabulary_that_cannot_catch_up_is_left() -> None:
+    costs = Objective(traced("greedy"), HEADS).costs(SkipConfig.early_exit(3))
+    open_, narrow = _Limit(costs, 8), _Limit(costs, 8, [0.9, 0.5, *[0.1] * 6])
+    assert not open_([0.9])
+    assert narrow([0.9], best=5.0)
+    assert narrow([0.9, 0.5])
 
 
 def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
