@@ -194,7 +194,7 @@ def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None
     drafts: list[SkipConfig | Lookup] = [Lookup(), finalist.skip]
     found = measure(model, drafts, request, context=context, budget=PRICING_SECONDS)
     if found is not None:
-        finalist.looked_up, finalist.costs = found
+        finalist.looked_up, finalist.costs = found.tables()
         finalist.decide(looked_up)
 
 

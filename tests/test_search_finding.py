@@ -7,6 +7,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -248,9 +249,9 @@ class TestResult:
         known = [CostTable(0.0, (1.0, 1.1, 1.2)), CostTable(0.3, (1.0, 1.1, 1.3))]
         asked = []
 
-        def measure(model: Any, drafts: Any, request: Any, **how: Any) -> list[CostTable]:
+        def measure(model: Any, drafts: Any, request: Any, **how: Any) -> Any:
             asked.append((drafts[1], request.input_ids.shape, how["context"]))
-            return known
+            return SimpleNamespace(tables=lambda: known)
 
         monkeypatch.setattr(finalists, "measure", measure)
         monkeypatch.setattr(finding, "measured", lambda model, *_: COST | {"place": machine(model)})
