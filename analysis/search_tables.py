@@ -202,6 +202,8 @@ def finalists(search: Search) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     if len(frame) and frame["rounded"].isna().all():
         frame = frame.drop(columns="rounded")
+    if len(frame) and not frame["lookup"].any():
+        frame = frame.drop(columns="lookup")
     return frame
 
 
