@@ -1,4 +1,4 @@
-"""Healed drafts: deltas before rounding, whose file is checked, and texts that stay the same."""
+"""Healed drafts: deltas beside rounded weights, whose file is checked, and texts that stay."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
 
 RANK = 3
-EVERYTHING = range(12)
 
 
 def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
     """Random ones for every linear of a tiny model, each about so large as a share of a weight."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, linear in Sublayers(model).named_linears(EVERYTHING):
+    for name, linear in Sublayers(model).named_linears(range(12)):
         rows, columns = linear.weight.shape
         scale = size * linear.weight.detach().float().std() / RANK**0.5
         found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()
@@ -59,49 +58,37 @@ def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     return model.finish_draft(hidden, step, skip)
 
 
-@torch.no_grad()
-def with_deltas_in_its_weights(family: str, found: dict[str, Tensor]) -> Any:
-    """The tiny model that healed copies are copies of."""
-    model = tiny(family)
-    for name, linear in Sublayers(model).named_linears(EVERYTHING):
-        # copies are of float64 weights here, as this one is
-        linear.weight += found[f"{name}.b"].double() @ found[f"{name}.a"].double()
-    return model
-
-
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_a_healed_sublayer_is_the_rounded_one_of_a_healed_weight(
+@torch.no_grad()
+def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     family: str, execution: str, tmp_path: Path
 ) -> None:
-    model, ids = tiny(family), prompt(9)
-    skip = healed(model, tmp_path)
-    other = with_deltas_in_its_weights(family, deltas(model))
+    model, other, ids = tiny(family), tiny(family), prompt(9)
+    skip, found = healed(model, tmp_path, bits=4), deltas(model)
     with torch.no_grad():
-        got = logits(Sublayers(model, execution), skip, ids)
-        plain = replace(skip, trained=None)
-        opened = Sublayers(other, execution)
-        # the shared prefix runs exactly, so that it is the unhealed one
-        exact = Sublayers(model, execution)
-        opened.blocks = (*exact.blocks[:2], *opened.blocks[2:])
-        want = logits(opened, plain, ids)
-        unhealed = logits(Sublayers(model, execution), plain, ids)
+        for name, linear in Sublayers(other).named_linears(skip.rounded()):
+            wide = rounded(linear.weight, 4).widened(torch.float64)
+            linear.weight.copy_(wide + found[f"{name}.b"].double() @ found[f"{name}.a"].double())
+    got = logits(Sublayers(model, execution), skip, ids)
+    want = logits(Sublayers(other, execution), replace(skip, low=None, trained=None), ids)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    assert (got - unhealed).abs().max() > 0.01  # and healing does something
+    unhealed = logits(Sublayers(model, execution), replace(skip, trained=None), ids)
+    assert (got - unhealed).abs().max() > 0.01  # healing does something
     assert skip.shared_prefix() == 2
 
 
-def test_copies_are_shared_by_openings_and_told_apart_by_what_heals_them(tmp_path: Path) -> None:
+def test_memory_is_told_and_shared(tmp_path: Path) -> None:
     model = tiny("llama")
     skip = healed(model, tmp_path)
-    opened = Sublayers(model, "fused")
-    opened.draft(skip)
+    opened, plain = Sublayers(model, "fused"), replace(skip, trained=None)
+    opened.draft(plain)
     once = copies_of(model).nbytes
-    assert once == opened.low_bytes(skip)
-    Sublayers(model, "fused").draft(skip)
-    assert copies_of(model).nbytes == once
-    opened.draft(replace(skip, trained=None))
-    assert copies_of(model).nbytes == 2 * once
+    opened.draft(skip)
+    assert copies_of(model).nbytes == once == opened.low_bytes(plain)
+    sizes = [linear.weight.shape for _, linear in opened.named_linears(range(12))]
+    of_deltas = sum(RANK * (rows + columns) * 8 for rows, columns in sizes)  # float64
+    assert opened.low_bytes(skip) == once + of_deltas
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -211,17 +198,3 @@ def test_deltas_that_fit_no_weight_are_refused(
     skip = SkipConfig(low=LowPrecision(), trained=trained)
     with pytest.raises(ValueError, match=message):
         generate(model, prompt(5), skip=skip, max_new_tokens=2)
-
-
-def test_deltas_are_added_before_rounding_in_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, inner, outer = (
-        torch.randn(shape, generator=generator) for shape in ((70, 96), (2, 96), (70, 2))
-    )
-    want = rounded(weight + outer @ inner, 4)
-    for chunk in (1 << 20, 96 * 33):
-        monkeypatch.setattr("layerskip.model.rounded._CHUNK", chunk)
-        got = rounded(weight, 4, delta=(inner, outer))
-        off = (got.widened(torch.float32) - want.widened(torch.float32)).abs()
-        assert (off > 1e-5).float().mean() < 1e-3  # but for ties of the last bits
-        assert got.nbytes == want.nbytes

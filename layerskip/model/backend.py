@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.rounded import Deltas
+from layerskip.model.healed import Deltas
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type (cos, sin) of every position of a call, each (1, S, R)."""

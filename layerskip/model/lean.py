@@ -25,9 +25,10 @@ from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softc
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, foreign_hooks
+from layerskip.model.healed import Deltas, healed
 from layerskip.model.joined import together
 from layerskip.model.products import Function, Linear, best_linear, matrices
-from layerskip.model.rounded import Deltas, copies_of
+from layerskip.model.rounded import copies_of
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +77,8 @@ class Lean(Backend):
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            return self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
+            copy = self.copies.of(weight, bits, packed=self.packed)
+            return healed(copy.linear(bias), None if deltas is None else deltas.get(id(weight)))
 
         return linear
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softcap
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import Architecture, device_of
+from layerskip.model.healed import Deltas, healed
 from layerskip.model.products import Function, plain
-from layerskip.model.rounded import Deltas, Rounded, copies_of, linears
+from layerskip.model.rounded import copies_of, linears
+
+LinearOf = Callable[[nn.Linear], Function]
+"""Makes the product that stands in for a linear."""
 
 
 class Rotary:
@@ -50,10 +53,18 @@ class Modules(Backend):
         self.bool_masks = not model.eager  # the library's eager attention adds its mask
         self.copies = copies_of(model.model)
         self.layers = list(model.each_layer())
-        self.blocks = tuple(self._block(sublayer) for sublayer in range(model.num_sublayers))
+        self.blocks = tuple(self.block(sublayer) for sublayer in range(model.num_sublayers))
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        return self._block(sublayer, partial(self.copies.of, bits=bits, deltas=deltas))
+        return self.block(sublayer, self._low(bits, deltas))
+
+    def _low(self, bits: int, deltas: Deltas | None = None) -> LinearOf:
+        def linear(module: nn.Linear) -> Function:
+            weight = module.weight
+            product = self.copies.of(weight, bits).linear(module.bias)
+            return healed(product, None if deltas is None else deltas.get(id(weight)))
+
+        return linear
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.model.lm_head
@@ -63,7 +74,7 @@ class Modules(Backend):
         elif rows is not None:
             project, scatter = plain(rows.weight, rows.bias), rows.spread
         elif bits is not None:
-            project = twin(whole, partial(self.copies.of, bits=bits), "lm_head")
+            project = twin(whole, self._low(bits), "lm_head")
         chain = [norm, project, softcap(self.model.softcap), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
@@ -74,13 +85,14 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> Rotary:
         return Rotary(tables)
 
-    def _block(self, sublayer: int, rounded: Callable[[Tensor], Rounded] | None = None) -> Block:
+    def block(self, sublayer: int, linear: LinearOf | None = None) -> Block:
+        """A sublayer, its linears as they are or taken in another way."""
         number = sublayer // 2
         layer, window, kind = self.layers[number]
         name = "mlp" if sublayer % 2 else "self_attn"
         module = getattr(layer, name)
-        if rounded is not None:
-            module = twin(module, rounded, f"layer {number} {name}")
+        if linear is not None:
+            module = twin(module, linear, f"layer {number} {name}")
         if sublayer % 2:
             return self._mlp(layer, module)
         return self._attention(layer, module, window, kind)
@@ -127,8 +139,8 @@ def _on(device: torch.device, function: Function | None = None) -> Function:
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
-def twin(module: Any, rounded: Callable[[Tensor], Rounded], name: str) -> Any:
-    """A module with rounded linears: copied shallowly on the way to them, all else its own.
+def twin(module: Any, linear: LinearOf, name: str) -> Any:
+    """A module with other products in its linears: copied shallowly on the way to them.
 
     Weights swapped inside of the module itself would be seen by other threads that call it.
     """
@@ -147,7 +159,7 @@ def twin(module: Any, rounded: Callable[[Tensor], Rounded], name: str) -> Any:
         made = copy(each)
         made._modules = parts
         if low:
-            made.forward = rounded(each.weight).linear(each.bias)
+            made.forward = linear(each)
         return made
 
     return copied(module, name)

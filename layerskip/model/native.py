@@ -25,9 +25,10 @@ from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
+from layerskip.model.healed import Deltas, healed
 from layerskip.model.lean import Lean
 from layerskip.model.products import Function, Linear, plain
-from layerskip.model.rounded import ROWS, Deltas
+from layerskip.model.rounded import ROWS
 
 LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
 """Tokens of one pass, all rows together, up to which native passes are faster than BLAS."""
@@ -122,14 +123,16 @@ class Native(Lean):
         joined = getattr(self.layers[sublayer // 2][0].mlp, "gate_up_proj", None)
         if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
             return lean  # up does not begin with a block
-        return self._native(sublayer, lean, partial(self._low, bits=bits, deltas=deltas))
+        if deltas is not None:
+            return lean
+        return self._native(sublayer, lean, partial(self._low, bits=bits))
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
 
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            matrix = self._rounded(weight, bias, bits, deltas)
-            widened = super(Native, self)._low_linear(bits, deltas)
+            matrix = self._rounded(weight, bias, bits)
+            widened = super(Native, self)._low_linear(bits)
             wide = self.extension.wide_products
 
             def apply(x: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ class Native(Lean):
                     return widened(weight, bias)(x)
                 return wide(matrix, x)  # type: ignore[no-any-return]
 
-            return apply
+            return healed(apply, None if deltas is None else deltas.get(id(weight)))
 
         return linear
 
@@ -258,13 +261,11 @@ class Native(Lean):
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
 
-    def _low(self, module: nn.Linear | TrimmedHead, bits: int, deltas: Deltas | None = None) -> Any:
-        return self._rounded(module.weight, module.bias, bits, deltas)
+    def _low(self, module: nn.Linear | TrimmedHead, bits: int) -> Any:
+        return self._rounded(module.weight, module.bias, bits)
 
-    def _rounded(
-        self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
-    ) -> Any:
-        copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
+    def _rounded(self, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
+        copy = self.copies.of(weight, bits, packed=True)
         rows, columns = copy.shape
         how = {"bits": bits, "rows": rows, "columns": columns}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)

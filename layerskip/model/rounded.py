@@ -10,17 +10,16 @@ raise, and by some of their numbers, since changes through `.data` leave no trac
 is rounded anew when it is next used. A change through `.data` to none of those numbers goes
 unnoticed, and so does any while the model stays opened. It costs drafts acceptance and nothing
 else: no text depends on a copy, since the exact weights verify whatever a draft proposes.
-A copy may be healed: then a trained delta of low rank is added to the weight before it is rounded,
-and products cost what they did.
+Products with a copy may be healed: a trained delta of low rank is added to what comes out, so that
+the draft is that of weight plus delta, and of it only the weight is rounded.
 Letters: R rows, C columns, G groups of 32 columns, U units of 64, r rank.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,23 +88,13 @@ class Rounded:
         return apply
 
 
-Delta = tuple[Tensor, Tensor]
-"""What is added to a weight: (r, C) and (R, r), the product of the second with the first."""
-
-
-def rounded(
-    weight: Tensor, bits: int, *, packed: bool = False, delta: Delta | None = None
-) -> Rounded:
-    """Round a weight (R, C), with what is added to it, to 8 or 4 bits."""
+def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
+    """Round a weight (R, C) to 8 or 4 bits."""
     rows, columns = weight.shape
     # a size that has the numbers of several chunks, which keeps memory for the rounding small
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     with torch.inference_mode(False), torch.no_grad():
-        parts: Iterable[Tensor] = weight.detach().split(step)
-        if delta is not None:
-            inner, outer = delta
-            parts = map(healed, parts, outer.split(step), repeat(inner))
-        chunks = [_rounded(some, bits) for some in parts]
+        chunks = [_rounded(some, bits) for some in weight.detach().split(step)]
         if packed:
             packing = _packed8 if bits == 8 else _packed4
             numbers = torch.cat([packing(*chunk) for chunk in chunks])
@@ -114,12 +103,6 @@ def rounded(
         lost = packed and bits == 4
         scales = None if lost else torch.cat([scales for _, scales in chunks])
     return Rounded(bits, (rows, columns), numbers, scales, packed)
-
-
-def healed(weight: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
-    """Rows of a weight (R, C) with outer (R, r) @ inner (r, C) added, in float32 at least."""
-    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return torch.addmm(exact, outer.to(exact), inner.to(exact))
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
@@ -227,66 +210,28 @@ def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
 # The copies of a model.
 
 
-@dataclass(frozen=True, eq=False)
-class Deltas:
-    """What is added to weights before they are rounded.
-
-    Attributes:
-        name: tells these from others.
-        of: by the id of a weight of the model.
-    """
-
-    name: str
-    of: Mapping[int, Delta]
-
-
-def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[int, Delta]:
-    """The deltas of a file, `name.a` (r, C) and `name.b` (R, r), by the id of their weight.
-
-    Raises:
-        ValueError: a tensor belongs to no weight or does not fit it.
-    """
-    names = {name.rpartition(".")[0] for name in found}
-    if unknown := sorted(names - weights.keys()):
-        raise ValueError(f"trained deltas are for a weight {unknown[0]!r} that this model lacks")
-    made = {}
-    for name in names:
-        weight, inner, outer = weights[name], found.get(f"{name}.a"), found.get(f"{name}.b")
-        rows, columns = weight.shape
-        if inner is None or outer is None or (*outer.shape, columns) != (rows, *inner.shape):
-            raise ValueError(f"trained deltas of {name} do not fit a weight ({rows}, {columns})")
-        made[id(weight)] = inner, outer
-    return made
-
-
 class Copies:
     """The rounded weights of a model, each made when it is first asked for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # a weight -> what it was when its copies were made, and the copies by bits, layout and
-        # what was added
+        # a weight -> what it was when its copies were made, and by bits and layout the copies
         self._made: Any = WeakTensorKeyDictionary()
 
-    def of(
-        self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
-    ) -> Rounded:
+    def of(self, weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
         """A weight of the model in low precision.
 
         Args:
             weight: the same object as long as it is the same weight.
             packed: for native products.
-            deltas: what is added before, of the weights that it has one for.
         """
-        delta = None if deltas is None else deltas.of.get(id(weight))
-        key = (bits, packed, None if deltas is None or delta is None else deltas.name)
         with self._lock:
             if weight not in self._made:
                 self._made[weight] = (_state(weight), {})
             kept = self._made[weight][1]
-            if key not in kept:
-                kept[key] = rounded(weight, bits, packed=packed, delta=delta)
-            return kept[key]  # type: ignore[no-any-return]
+            if (bits, packed) not in kept:
+                kept[bits, packed] = rounded(weight, bits, packed=packed)
+            return kept[bits, packed]  # type: ignore[no-any-return]
 
     def forget_changed(self) -> None:
         """Drop the copies of weights that are not what they were."""

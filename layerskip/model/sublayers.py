@@ -24,10 +24,11 @@ from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture
+from layerskip.model.healed import Deltas, paired
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
-from layerskip.model.rounded import Deltas, linears, paired, rounded_bytes
+from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
@@ -239,7 +240,7 @@ class Sublayers(Architecture):
                 for name, linear in self.named_linears(range(self.num_sublayers))
             }
             found = trained_weights(self.model, trained)
-            self._opened[trained.hash] = Deltas(trained.hash, paired(found, weights))
+            self._opened[trained.hash] = paired(found, weights)
         return self._opened[trained.hash]
 
     def named_linears(
@@ -252,17 +253,21 @@ class Sublayers(Architecture):
                 yield f"layers.{index // 2}.{part}.{name}", linear
 
     def low_bytes(self, skip: SkipConfig) -> int:
-        """Memory that the rounded weights of a draft take, or would take."""
+        """Memory that a draft's own weights take, or would take: rounded ones and deltas."""
         skip = skip.resolve(self.num_layers)
         if skip.low is None:
             return 0
         weights = [linear.weight for _, linear in self.named_linears(skip.rounded())]
-        if skip.low.head and self._rows is None:
-            weights += [linear.weight for _, linear in linears(self.model.lm_head)]
-        if skip.low.head and self._rows is not None:
-            weights.append(self._rows.weight)
         bits, packed = skip.low.bits, self.backend.packed
-        return sum(rounded_bytes(w, bits, packed=packed) for w in weights)
+        nbytes = sum(rounded_bytes(w, bits, packed=packed) for w in weights)
+        head_bits = skip.low.head_bits
+        whole = [linear.weight for _, linear in linears(self.model.lm_head)]
+        heads = whole if self._rows is None else [self._rows.weight]
+        if head_bits is not None:
+            nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
+        if skip.trained is not None and skip.trained.kind == "healed":
+            nbytes += sum(a.nbytes + b.nbytes for a, b in self._deltas(skip.trained).values())
+        return nbytes
 
     def head_of(self, rows: TrimmedHead) -> Block:
         """`head` of some rows: -inf elsewhere."""
