@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 TOKENS_PER_STEP = 4096
@@ -123,16 +124,16 @@ def make_step_loss(
         final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, phase: str
     ) -> tuple[Tensor, Tensor]:
         logits = training.exit_logits(model, final)
-        loss = final_loss = training.label_loss(logits, labels)
+        loss = final_loss = losses.label_loss(logits, labels)
         for hidden, weight in zip(early, weights, strict=False):
             exit_logits = training.exit_logits(model, hidden)
             if phase == "labels":
-                loss = loss + weight * training.label_loss(exit_logits, labels)
+                loss = loss + weight * losses.label_loss(exit_logits, labels)
             elif phase == "laws":
-                loss = loss + weight * training.distillation_loss(exit_logits, logits)
+                loss = loss + weight * losses.distillation_loss(exit_logits, logits)
             else:
                 for temperature in (0.8, 1.0) if phase == "overlap" else (0.8,):
-                    loss = loss + weight * training.distillation_loss(
+                    loss = loss + weight * losses.distillation_loss(
                         exit_logits, logits, temperature=temperature, total_variation=0.5
                     )
         return loss, final_loss
@@ -187,12 +188,12 @@ def main() -> None:
     first = steps - sum(length for length, _ in cycles)
     cooldown = min(COOLDOWN[args.name], first // 2)
     step_loss = make_step_loss(model, tokens, args.name, first, last)
-    progress = training.train(
+    progress = loop.train(
         model,
         optimizers,
         step_loss,
         steps,
-        schedule=lambda step: schedule(step, first, cooldown, cycles),
+        schedule=lambda step, _: schedule(step, first, cooldown, cycles),
         checkpoint=folder / "checkpoint.pt",
     )
     started = time.time()

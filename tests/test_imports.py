@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     {"config", "draft_weights", "prompts", "shelf", "environment", "costs", "files"},  # words
     {"model", "vocabulary"},
-    {"decoding", "training"},
+    {"decoding"},
     {"timing"},
     {"generation", "served", "checkpoints", "defaults"},  # doors
     {"replay"},
     {"bench"},
-    {"search"},
+    {"search", "training"},
     {"cli"},
     {"__main__"},
 ]
@@ -141,7 +141,8 @@ LAWS = "layerskip.decoding.laws"
         ("layerskip.model.lean", "from ..decoding import laws", {"layerskip.decoding.laws"}),
         ("layerskip.generation", "from layerskip.timing.tables import measure", set()),
         ("layerskip.generation", "import layerskip.search", {"layerskip.search"}),
-        ("layerskip.training.recipes", "from ..decoding import laws", {"layerskip.decoding.laws"}),
+        ("layerskip.training.recipes", "from ..cli import main", {"layerskip.cli.main"}),
+        ("layerskip.training.recipes", "from ..replay import trace", set()),
         ("layerskip.bench.plans", "from ..search import space", {"layerskip.search.space"}),
         ("layerskip.search", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.search", "from .. import analysis", {"layerskip.analysis"}),

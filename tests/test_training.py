@@ -12,6 +12,7 @@ from models import prompt, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
+from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
@@ -55,13 +56,13 @@ def test_layers_past_the_last_exit_do_not_run():
 def test_distillation_is_kl_and_total_variation():
     p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
     q = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
-    kl = training.distillation_loss(q.log(), p.log())
+    kl = losses.distillation_loss(q.log(), p.log())
     assert kl.item() == pytest.approx(0.5 * (0.5 * math.log(2.5) + 0.2 * math.log(0.4)))
-    tv = training.distillation_loss(q.log(), p.log(), total_variation=1.0)
+    tv = losses.distillation_loss(q.log(), p.log(), total_variation=1.0)
     assert tv.item() == pytest.approx(0.5 * 0.3)
-    mixed = training.distillation_loss(q.log(), p.log(), total_variation=0.25)
+    mixed = losses.distillation_loss(q.log(), p.log(), total_variation=0.25)
     assert mixed.item() == pytest.approx(0.75 * kl.item() + 0.25 * tv.item())
-    cool = training.distillation_loss(q.log(), p.log(), temperature=0.5, total_variation=1.0)
+    cool = losses.distillation_loss(q.log(), p.log(), temperature=0.5, total_variation=1.0)
     squared = [(law**2 / (law**2).sum(-1, keepdim=True)) for law in (p, q)]
     assert cool.item() == pytest.approx(0.25 * (squared[0] - squared[1]).abs().sum().item())
 
@@ -70,7 +71,7 @@ def test_distillation_gives_the_final_law_no_gradient():
     model = tiny_model("llama", tie_word_embeddings=True)
     states = training.hidden_states(model, prompt(8), [2, 6])
     logits = {e: training.exit_logits(model, states[e]) for e in states}
-    training.distillation_loss(logits[2], logits[6], total_variation=0.5).backward()
+    losses.distillation_loss(logits[2], logits[6], total_variation=0.5).backward()
     layers = model.model.layers
     assert all(p.grad is None for layer in layers[2:] for p in layer.parameters())
     assert all(p.grad.abs().sum() > 0 for layer in layers[:2] for p in layer.parameters())
@@ -118,8 +119,8 @@ def learner(folder, total_steps=30, **options):
         early = 1 + step % 5
         states = training.hidden_states(model, batch[:, :-1], [early, 6])
         logits = [training.exit_logits(model, states[e]) for e in (early, 6)]
-        loss = training.label_loss(logits[1], batch[:, 1:])
-        return loss + training.distillation_loss(*logits, total_variation=0.5)
+        loss = losses.label_loss(logits[1], batch[:, 1:])
+        return loss + losses.distillation_loss(*logits, total_variation=0.5)
 
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -127,12 +128,12 @@ def learner(folder, total_steps=30, **options):
         torch.optim.AdamW(matrices, lr=3e-3),
         torch.optim.SGD(vectors, lr=1e-2, momentum=0.9),
     ]
-    run = training.train(
+    run = loop.train(
         model,
         optimizers,
         step_loss,
         total_steps,
-        schedule=lambda step: min(1.0, (step + 1) / 5, (total_steps - step) / 10),
+        schedule=lambda step, _: min(1.0, (step + 1) / 5, (total_steps - step) / 10),
         checkpoint=folder / "checkpoint.pt",
         **options,
     )
@@ -169,12 +170,12 @@ def test_a_killed_and_resumed_run_is_the_unbroken_one(tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     model = tiny_model("llama", dtype=torch.float32)
-    bad = training.train(
+    bad = loop.train(
         model,
         [torch.optim.SGD(model.parameters(), lr=0.1)],
         lambda step: sum(p.sum() for p in model.parameters()) * math.nan,
         3,
-        schedule=lambda step: 1.0,
+        schedule=lambda step, share: 1.0,
         checkpoint=tmp_path / "checkpoint.pt",
     )
     with pytest.raises(FloatingPointError, match="at step 0"):

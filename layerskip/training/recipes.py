@@ -1,4 +1,4 @@
-"""Training recipes: knows losses over early exits and a loop that survives a kill; knows no data.
+"""Training recipes of early exits: what each is worth, and batches; knows no data and no loop.
 
 **Exit self-distillation**: the law of an early exit is trained towards the model's own final law,
 held fixed, which raises the acceptance of its drafts directly; beside it the cross-entropy at an
@@ -9,10 +9,7 @@ Nothing random has a state: batches are functions of a seed and the step, so tha
 a checkpoint is the unbroken run.
 """
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from layerskip.files.writing import replacing
 from layerskip.model.sublayers import embed
+from layerskip.training.losses import label_loss
 
 LayerCall = Callable[..., Tensor]
 FAMILIES = ("llama", "gemma", "gemma2")
@@ -90,33 +87,6 @@ def exit_logits(model: Any, hidden: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits (B, T, V) at labels (B, T)."""
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-def distillation_loss(
-    logits: Tensor,
-    target_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    total_variation: float = 0.0,
-) -> Tensor:
-    """Mean distance of an exit's law to the final law, which is detached, at `temperature`.
-
-    (1 - w) KL(p || q) + w TV(p, q), p the final and q the exit's law, w = `total_variation`. A
-    draft token is accepted with probability 1 - TV, but TV alone has little gradient where the
-    two laws are far apart: KL first, TV late. Both logits (..., V); scalar, in nats for w = 0.
-    """
-    log_q = F.log_softmax(logits / temperature, -1)
-    log_p = F.log_softmax(target_logits.detach() / temperature, -1)
-    p = log_p.exp()
-    loss = (1.0 - total_variation) * (p * (log_p - log_q)).sum(-1).mean()
-    if total_variation:
-        loss = loss + total_variation * 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
-    return loss
-
-
 @torch.no_grad()
 def exit_quality(
     model: Any, windows: Tensor, temperatures: Sequence[float] = (1.0, 0.8)
@@ -163,57 +133,3 @@ def batch_at(tokens: Tensor, step: int, batch_size: int, length: int, seed: int 
     order = torch.randperm(windows, generator=generator)
     starts = order[position * batch_size : (position + 1) * batch_size] * length  # (B,)
     return tokens[starts[:, None] + torch.arange(length + 1)]
-
-
-def train(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    step_loss: Callable[[int], Tensor],
-    total_steps: int,
-    *,
-    schedule: Callable[[int], float],
-    checkpoint: Path,
-    save_seconds: float = 120.0,
-    clip_norm: float = 1.0,
-) -> Iterator[tuple[int, float]]:
-    """Train from `checkpoint` (or from step 0) to `total_steps`; yields (steps done, loss).
-
-    `step_loss(step)` builds the loss of a step from its number alone; every learning rate is its
-    optimizer's own times `schedule(step)`. Model, optimizers and step are written
-    to `checkpoint` every `save_seconds` and at the end, whole or not at all.
-    """
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    step = 0
-    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp"):
-        half.unlink()  # of a run that was killed while it wrote
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step = state["step"]
-    saved_at = time.monotonic()
-    while step < total_steps:
-        factor = schedule(step)
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
-        loss = step_loss(step)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"the loss is {loss.item()} at step {step}; lower the rates")
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        step += 1
-        if step == total_steps or time.monotonic() - saved_at >= save_seconds:
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "step": step,
-            }
-            with replacing(checkpoint) as partial:
-                torch.save(state, partial)
-            saved_at = time.monotonic()
-        yield step, loss.item()

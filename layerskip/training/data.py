@@ -1,0 +1,186 @@
+"""Texts to train a draft on: a model's own answers; knows no features, losses or drafts.
+
+A draft serves the texts that its target writes, so that is what it is trained on: answers sampled
+as in serving, to a person's prompts or, without any, to what the model itself would ask. Texts come
+in batches, each a file, whole or not there, and a function of the seed and its number: whoever goes
+on after a kill goes on with the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerskip.checkpoints import encode
+from layerskip.files.schema import parse
+from layerskip.files.writing import write_text
+from layerskip.generation import decode
+from layerskip.prompts import Prompt
+
+BATCH = 48
+"""Texts decoded together."""
+HELD_OUT = 8
+"""Of so many prompts, one is kept apart: nothing is trained on it."""
+LONGEST_QUESTION, LONGEST_ANSWER = 64, 256
+_MARK = "\u2042\u2042"
+"""Stands for what a user says, to see what the template puts around it."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of a prompt and of what follows; the prompt is the first `prompt` of them."""
+
+    ids: list[int]
+    prompt: int
+
+
+class Source:
+    """Where training texts come from.
+
+    Args:
+        prompts: to answer; None: what the model itself would ask.
+        texts: to take as they are, in place of answers.
+        temperature: of the answers.
+
+    Raises:
+        ValueError: prompts and texts, or too few of either to keep some apart.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        prompts: Sequence[Prompt] | None = None,
+        texts: Sequence[Prompt] | None = None,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        if prompts is not None and texts is not None:
+            raise ValueError("give prompts to answer or texts as they are, not both")
+        given = texts if prompts is None else prompts
+        if given is not None and len(given) < 2:
+            raise ValueError(
+                f"training needs 2 prompts or texts at least, one of them kept apart to judge by; "
+                f"got {len(given)}"
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.temperature, self.seed = temperature, seed
+        self.answers = texts is None
+        every = max(2, min(HELD_OUT, len(given))) if given is not None else 0
+        ids = [] if given is None else [encode(tokenizer, each)[0].tolist() for each in given]
+        self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
+        self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
+
+    def batch(self, number: int) -> list[Text]:
+        """The training texts of that number; there is no end to them, unless they are given."""
+        if not self.answers:
+            mine = self.known[number * BATCH : (number + 1) * BATCH]
+            return [Text(ids, 0) for ids in mine]
+        if self.known:
+            places = range(number * BATCH, (number + 1) * BATCH)
+            # a few prompts are answered no more often in a batch than so many can be
+            questions = [self.known[i % len(self.known)] for i in places]
+        else:
+            questions = self._own_questions(number + 1)
+        return [
+            Text(ids + new, len(ids))
+            for ids, new in zip(questions, self._continued(questions, number + 1), strict=True)
+        ]
+
+    def held_out(self, count: int) -> list[list[int]]:
+        """Prompts that no training text begins with: of questions that were kept apart."""
+        if not self.answers:
+            return [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart][
+                :count
+            ]
+        return (self.apart or self._own_questions(0))[:count]
+
+    def _own_questions(self, number: int) -> list[list[int]]:
+        """What the model asks itself: a user's turn of its template, or its start token."""
+        tokenizer = self.tokenizer
+        if not tokenizer.chat_template:
+            ends = self.model.generation_config.eos_token_id
+            start = tokenizer.bos_token_id
+            if start is None:
+                start = ends[0] if isinstance(ends, list) else ends
+            if start is None:
+                raise ValueError(
+                    "this model has neither a chat template nor a start token to begin texts of "
+                    "its own with; give --prompts FILE or --texts FILE"
+                )
+            return [[start]] * BATCH
+        around = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before = tokenizer(around.partition(_MARK)[0], add_special_tokens=False)["input_ids"]
+        said = self._continued([before] * BATCH, -number - 1, LONGEST_QUESTION)
+        asked = [tokenizer.decode(new, skip_special_tokens=True).strip() or "?" for new in said]
+        prompts = [Prompt(id=str(i), text=text).as_chat() for i, text in enumerate(asked)]
+        return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts]
+
+    def _continued(
+        self, prompts: Sequence[list[int]], number: int, longest: int = LONGEST_ANSWER
+    ) -> list[list[int]]:
+        """What the target says to prompts, sampled; the noise is the batch number's own."""
+        room = self.model.config.max_position_embeddings
+        width = max(map(len, prompts))
+        if width + 2 > room:
+            raise ValueError(f"a prompt of {width} tokens leaves no room for an answer of {room}")
+        ids = torch.zeros(len(prompts), width, dtype=torch.long, device=self.model.device)
+        mask = torch.zeros_like(ids)  # (B, W)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        new: list[list[int]] = [[] for _ in prompts]
+        base = (self.seed * 1_000_003 + number) * BATCH
+        for round_ in decode(
+            self.model,
+            ids,
+            mask,
+            enabled=False,
+            do_sample=True,
+            temperature=self.temperature,
+            max_new_tokens=min(longest, room - width),
+            seeds=[base + row for row in range(len(prompts))],
+        ):
+            for row, tokens in enumerate(round_.tokens):
+                new[row] += tokens
+        return new
+
+
+def collect(source: Source, folder: Path, *, tokens: int) -> Iterator[tuple[int, int]]:
+    """Write batches of texts to a folder until they hold so many tokens, or there are no more.
+
+    Yields:
+        Tokens so far, and how many of them are new, after each batch.
+    """
+    folder.mkdir(exist_ok=True)
+    number = total = 0
+    while total < tokens:
+        path = folder / f"{number:05}.json"
+        known = path.exists()
+        if not known:
+            texts = [[text.prompt, text.ids] for text in source.batch(number)]
+            write_text(path, json.dumps(texts))
+        found = read(path)
+        if not found:
+            return
+        size = sum(len(text.ids) for text in found)
+        total, number = total + size, number + 1
+        yield total, 0 if known else size
+
+
+def read(path: Path) -> list[Text]:
+    """The texts of a file."""
+    return [Text(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+
+
+def all_texts(folder: Path) -> list[Text]:
+    """Every text of a folder, in order."""
+    return [text for path in sorted(folder.glob("*.json")) for text in read(path)]

@@ -1,0 +1,79 @@
+"""What the frozen target makes of training texts, kept on disk; knows no losses and no drafts.
+
+The target runs over the texts once. Its last hidden states are kept in half precision, each token's
+by its largest number (they may be too large for it): the law at every place is computed from them
+through the frozen norm and head whenever it is asked for.
+Letters: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a draft's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from layerskip.files.writing import replacing
+from layerskip.model.sublayers import Pass, Sublayers
+
+CHUNK = 64
+"""Windows of a file."""
+
+
+def windows(texts: list[list[int]], length: int) -> Tensor:
+    """Texts one behind the other, cut to windows (N, T); what is left over is left out."""
+    stream = torch.tensor([token for text in texts for token in text], dtype=torch.long)
+    count = len(stream) // length
+    return stream[: count * length].view(count, length)
+
+
+def nbytes(model: Sublayers, tokens: int) -> int:
+    """Disk that the features of so many tokens take."""
+    return tokens * (2 * int(model.config.hidden_size) + 4)
+
+
+def run(model: Sublayers, ids: Tensor) -> Tensor:
+    """Last hidden states of windows (B, T), before the final norm, (B, T, H)."""
+    rows, count = ids.shape
+    cache = model.new_cache(rows, count)
+    cache.place([0] * rows, count)
+    step = Pass(model, cache, model.rotary(count, count))
+    return model.run(model.embed(ids), step, range(model.num_sublayers))
+
+
+@torch.no_grad()
+def compute(model: Sublayers, ids: Tensor, folder: Path, *, rows: int = 4) -> Iterator[int]:
+    """Write the features of windows (N, T) to a folder, file by file; those there are kept.
+
+    Yields:
+        Windows done so far.
+    """
+    folder.mkdir(exist_ok=True)
+    for first in range(0, len(ids), CHUNK):
+        some, path = ids[first : first + CHUNK], _path(folder, first)
+        if not path.exists():
+            states = torch.cat([run(model, part).float() for part in some.split(rows)])
+            sizes = states.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # (N, T, 1)
+            found = {"states": (states / sizes).half(), "sizes": sizes[..., 0].contiguous()}
+            with replacing(path) as partial:
+                save_file(found, partial)
+        yield first + len(some)
+
+
+def states_of(folder: Path, numbers: list[int]) -> Tensor:
+    """Last hidden states of the windows of those numbers, float32, (B, T, H)."""
+    found = []
+    for number in numbers:
+        place = number % CHUNK
+        with safe_open(_path(folder, number - place), "pt") as file:  # mapped, not read
+            states = file.get_slice("states")[place : place + 1]  # (1, T, H)
+            sizes = file.get_slice("sizes")[place : place + 1]  # (1, T)
+        found.append(states.float() * sizes[..., None])
+    return torch.cat(found)
+
+
+def _path(folder: Path, first: int) -> Path:
+    return folder / f"{first // CHUNK:05}.safetensors"

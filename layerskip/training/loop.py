@@ -1,0 +1,76 @@
+"""A training loop that survives a kill; knows no models, losses or data.
+
+Nothing random has a state: batches are functions of a seed and the step, so that a run resumed from
+a checkpoint is the unbroken run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.files.writing import replacing
+
+
+def train(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    step_loss: Callable[[int], Tensor],
+    total_steps: int,
+    *,
+    schedule: Callable[[int, float], float],
+    checkpoint: Path,
+    total_seconds: float = math.inf,
+    save_seconds: float = 120.0,
+    clip_norm: float = 1.0,
+) -> Iterator[tuple[int, float]]:
+    """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss).
+
+    The end comes with `total_steps`, or with `total_seconds` of training, over all starts.
+    `step_loss(step)` builds the loss of a step from its number alone; every learning rate is its
+    optimizer's own times `schedule(step, share)`, of the budget's share that is used up. Model,
+    optimizers and step are written to `checkpoint` every `save_seconds` and at the end, whole or
+    not at all.
+    """
+    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    step, before = 0, 0.0
+    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp"):
+        half.unlink()  # of a run that was killed while it wrote
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, before = state["step"], state.get("seconds", 0.0)
+    start = saved_at = time.monotonic()
+    share = max(step / total_steps, before / total_seconds)
+    while share < 1:
+        factor = schedule(step, share)
+        for optimizer, rates in zip(optimizers, base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        loss = step_loss(step)
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {step}; lower the rates")
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        now = time.monotonic()
+        share = max(step / total_steps, (before + now - start) / total_seconds)
+        if share >= 1 or now - saved_at >= save_seconds:
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "seconds": before + now - start,
+            }
+            with replacing(checkpoint) as partial:
+                torch.save(state, partial)
+            saved_at = now
+        yield step, loss.item()
