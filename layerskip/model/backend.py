@@ -72,6 +72,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+        """The sublayers of a decoder layer like the model's own that the model lacks.
+
+        Args:
+            window, kind: its sliding window and layer type.
+        """
+
+    @abstractmethod
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V), on the device of the
         embedding; of some rows of the head, -inf elsewhere; rounded to so many bits. Takes no

@@ -30,6 +30,9 @@ from layerskip.model.joined import together
 from layerskip.model.products import Function, Linear, best_linear, matrices
 from layerskip.model.rounded import copies_of
 
+Place = tuple[Any, int | None, str]
+"""A decoder layer, its sliding window and its layer type."""
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
@@ -59,6 +62,10 @@ class Lean(Backend):
         block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
+    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+        place = layer, window, kind
+        return self._sublayer(place, False, self.linear), self._sublayer(place, True, self.linear)
+
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)
         linear = self.linear if bits is None else self._low_linear(bits)
@@ -68,9 +75,13 @@ class Lean(Backend):
         return in_turn(norm, linear(whole.weight, whole.bias), cap)
 
     def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Any:
-        layer, window, kind = self.layers[sublayer // 2]
+        return self._sublayer(self.layers[sublayer // 2], bool(sublayer % 2), linear, apart=apart)
+
+    def _sublayer(self, place: Place, second: bool, linear: Linear, *, apart: bool = False) -> Any:
+        """The attention of a layer, or its MLP."""
+        layer, window, kind = place
         sandwich = self.model.family.sandwich
-        if sublayer % 2:
+        if second:
             return mlp(layer, sandwich=sandwich, linear=linear, apart=apart)
         how: dict[str, Any] = {"sandwich": sandwich, "eager": self.model.eager, "apart": apart}
         return attention(layer, window, kind, linear=linear, **how)

@@ -66,6 +66,9 @@ class Modules(Backend):
 
         return linear
 
+    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+        return self._attention(layer, layer.self_attn, window, kind), self._mlp(layer, layer.mlp)
+
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.model.lm_head
         project, scatter = whole, None

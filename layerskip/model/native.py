@@ -26,7 +26,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
 from layerskip.model.healed import Deltas, healed
-from layerskip.model.lean import Lean
+from layerskip.model.lean import Lean, Place
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
@@ -113,7 +113,8 @@ class Native(Lean):
         self.plan = self.extension.Plan()
         self._kinds = list(dict.fromkeys(model.layer_types))
         self.blocks = tuple(
-            self._native(sublayer, lean, self._exact) for sublayer, lean in enumerate(self.blocks)
+            self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, self._exact)
+            for sublayer, lean in enumerate(self.blocks)
         )
         attention = model.layers[0].self_attn
         self._heads = (_kv_heads(attention), attention.head_dim)
@@ -125,7 +126,16 @@ class Native(Lean):
             return lean  # up does not begin with a block
         if deltas is not None:
             return lean
-        return self._native(sublayer, lean, partial(self._low, bits=bits))
+        matrix = partial(self._low, bits=bits)
+        return self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, matrix)
+
+    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+        attention, mlp = super().beside(layer, window, kind)
+        place = layer, window, kind
+        return (
+            self._native(place, False, attention, self._exact),
+            self._native(place, True, mlp, self._exact),
+        )
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
@@ -202,9 +212,9 @@ class Native(Lean):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, sublayer: int, lean: Block, matrix: Matrix) -> NativeBlock:
-        layer, window, kind = self.layers[sublayer // 2]
-        if sublayer % 2:
+    def _native(self, place: Place, second: bool, lean: Block, matrix: Matrix) -> NativeBlock:
+        layer, window, kind = place
+        if second:
             return NativeBlock(self, self._mlp(layer, matrix), lean)
         number = self._attention(layer, window, self._kinds.index(kind), matrix)
         return NativeBlock(self, number, lean, layer.self_attn.layer_idx)

@@ -1,0 +1,99 @@
+"""Modules that are trained to draft: their arithmetic, by whole texts and token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, lively_model, prompt, tiny_model
+from torch import Tensor
+
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer
+from layerskip.model.cache import RowCache
+from layerskip.model.joined import join
+from layerskip.model.sublayers import Pass, Sublayers
+
+COUNT = 13  # more than a sliding window
+
+
+def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
+    """Hidden states of whole texts before and after every layer, (B, T, H) each."""
+    cache = model.new_cache(len(ids), ids.shape[1] + 1)
+    cache.place([0] * len(ids), ids.shape[1])
+    step = Pass(model, cache, model.rotary(ids.shape[1] + 1, ids.shape[1]))
+    found = [model.embed(ids)]
+    for layer in range(model.num_layers):
+        found.append(model.run(found[-1], step, (2 * layer, 2 * layer + 1)))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_begins_with_one_of_the_models_computes_what_it_does(family: str) -> None:
+    model = Sublayers(tiny_model(family), "modules")
+    last = max(i for i, kind in enumerate(model.layer_types) if kind == Layer(model).kind)
+    known = states(model, prompt(COUNT, rows=2))
+    own = Layer(model)
+    torch.testing.assert_close(own(known[last]), known[last + 1], rtol=1e-9, atol=1e-9)
+    other = Layer(model, like=0)(known[last])
+    assert not torch.allclose(other, known[last + 1])
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_by_token_with_a_cache_it_computes_what_training_does(
+    family: str, execution: str
+) -> None:
+    model = Sublayers(lively_model(family), execution)
+    layer, hidden = Layer(model), states(model, prompt(COUNT, rows=2))[-2]
+    want = layer(hidden)
+    cache = RowCache(2, COUNT, (layer.window,))
+    rotary = model.rotary(COUNT, COUNT)
+    blocks = layer.sublayers(model.backend)
+    near = 1e-9 if execution == "modules" else 1e-5  # norms are float32 inside
+    with torch.no_grad():
+        for first, count in ((0, 4), (4, 1), (5, 3), (8, 1), (9, 4)):
+            cache.place([first] * 2, count)
+            some = hidden[:, first : first + count]
+            got = model.backend.run(some, Pass(model, cache, rotary), blocks)
+            wanted = want[:, first : first + count]
+            torch.testing.assert_close(got, wanted, rtol=near, atol=near)
+
+
+def test_nothing_of_the_model_is_trained_or_shared() -> None:
+    model: Any = tiny_model("llama", dtype=torch.float32)
+    join(model)  # several weights in one storage
+    model.requires_grad_(False)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    opened = Sublayers(model)
+    features, embedded = torch.randn(2, 2, COUNT, model.config.hidden_size).unbind()
+    for block in (ExitBlock(opened), FeatureBlock(opened), Heads(opened)):
+        given = (features,) if isinstance(block, ExitBlock) else (features, embedded)
+        optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
+        # the head's logits are a loss of sorts
+        model.lm_head(model.model.norm(block(*given))).square().mean().backward()
+        assert all(weight.grad is not None for weight in block.parameters())
+        optimizer.step()
+        pointers = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+        assert not pointers & {w.untyped_storage().data_ptr() for w in model.parameters()}
+    for name, weight in model.named_parameters():
+        assert weight.grad is None
+        assert torch.equal(weight, before[name])
+
+
+def test_every_token_sees_only_what_stands_before_it() -> None:
+    model = Sublayers(lively_model("gemma3"))
+    features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
+    blocks = {"exit": ExitBlock(model), "feature": FeatureBlock(model), "heads": Heads(model, 3)}
+    for name, block in blocks.items():
+        given = (features,) if name == "exit" else (features, embedded)
+        whole = block(*given)
+        assert whole.shape == ((1, COUNT, 3, 32) if name == "heads" else (1, COUNT, 32))
+        half = block(*(each[:, :6] for each in given))
+        torch.testing.assert_close(whole[:, :6], half, rtol=1e-9, atol=1e-9)
+
+
+def test_heads_begin_as_the_models_own() -> None:
+    model = Sublayers(lively_model("llama"))
+    features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
+    assert torch.equal(Heads(model, 2)(features, embedded)[:, :, 1], features)
