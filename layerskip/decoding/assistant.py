@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.decoding.followers import Drafter, Follower
-from layerskip.decoding.passes import Session, in_chunks
+from layerskip.decoding.followers import Drafter, Follower, in_chunks
 from layerskip.model.sublayers import Pass, Sublayers
+
+if TYPE_CHECKING:
+    from layerskip.decoding.passes import Session
 
 
 class Assistant(Drafter):

@@ -23,10 +23,10 @@ from layerskip.decoding.controllers import (
     signal_of,
 )
 from layerskip.decoding.draws import Drafts, Draws, Verdict
-from layerskip.decoding.followers import Drafter
+from layerskip.decoding.followers import Drafter, Follower
 from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
-from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.passes import Path, Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
@@ -122,6 +122,9 @@ class Decoder:
             for number, draft in enumerate(self.drafts)
             if isinstance(draft, Lookup)
         }
+        self._longest = [
+            path.longest if isinstance(path, Follower) else None for path in self.session.paths
+        ]
         self._found: dict[int, dict[int, Found]] = {}  # by it and row, for the round in progress
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
@@ -222,7 +225,9 @@ class Decoder:
         for number in range(len(self.drafts)):
             found = self._found.get(number)
             if found is None:
-                offers.append(Offer(allowed, None))
+                most = self._longest[number]
+                short = {row: min(n, most) for row, n in allowed.items()} if most else allowed
+                offers.append(Offer(short, None))
             else:
                 lengths = {row: len(each.tokens) for row, each in found.items()}
                 matches = {row: each.match for row, each in found.items()}
@@ -437,7 +442,8 @@ class Decoder:
         )
         session = self.session
         path = None if source is None else session.paths[source]
-        prefix, kept = (0, 0) if path is None else (path.prefix, path.kept)
+        prefix = 0 if path is None else path.prefix
+        kept = path.kept if isinstance(path, Path) else prefix
         sublayers = session.model.num_sublayers
         self.stats.add(
             round_, lambda drafted: round_sublayer_tokens(drafted, kept, prefix, sublayers)

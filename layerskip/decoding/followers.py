@@ -11,9 +11,10 @@ Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from layerskip.model.cache import on_device
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
     from layerskip.decoding.passes import Session
     from layerskip.model.sublayers import Pass
 
+# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
+# enough that their activations are small beside the weights.
+_CHUNK = 512
+
 
 class Drafter(ABC):
     """A draft with a state of its own, for any number of batches.
 
     Attributes:
         max_positions: tokens that a row may have, at most.
+        longest: tokens that it drafts in a round at most, if there is a limit.
     """
 
     max_positions: int
+    longest: int | None = None
 
     @abstractmethod
     def open(self, session: Session) -> Follower:
@@ -54,11 +61,14 @@ class Follower(ABC):
 
     Attributes:
         prefix: sublayers of the target, from the front, that its steps go through first.
-        kept: sublayers of the target that its steps go through.
+        tap: behind so many sublayers the session keeps hidden states for it; None: nowhere.
+        longest: tokens that it drafts in a round at most, if there is a limit.
         seen: per row, how many tokens of its history the state holds, from the first one on.
     """
 
-    prefix = kept = 0
+    prefix = 0
+    tap: int | None = None
+    longest: int | None = None
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -110,3 +120,23 @@ class Follower(ABC):
             lasts.append(end - first - 1)
             tokens.append(known + known[-1:] * (count - len(known)))
         return starts, lasts, on_device(tokens, session.model.device)
+
+
+def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Carry many tokens (R, T) through a model, some of them at a time.
+
+    Args:
+        lasts: which token of each row is the last.
+        run: takes some tokens (R, t) and which the first one is, gives hidden states (R, t, H).
+
+    Returns:
+        The hidden states of those last tokens, (R, H).
+    """
+    count = max(1, _CHUNK // len(tokens))
+    for first in range(0, tokens.shape[1], count):
+        hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
+        if first == 0:
+            found = torch.empty_like(hidden[:, 0])  # (R, H)
+        here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]
+        found[here] = hidden[here, [lasts[row] - first for row in here]]
+    return found

@@ -19,16 +19,13 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.followers import Drafter, Follower
+from layerskip.decoding.followers import Drafter, Follower, in_chunks
+from layerskip.decoding.trained import as_drafter
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Pass, Sublayers
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
-
-# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
-# enough that their activations are small beside the weights.
-_CHUNK = 512
 
 
 def _lean(method: Method) -> Method:
@@ -101,12 +98,16 @@ class Session:
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
         self.paths = [self._path(draft) for draft in drafts]
+        self._followers = [path for path in self.paths if isinstance(path, Follower)]
+        self._taps = sorted({each.tap for each in self._followers if each.tap is not None})
+        self._tapped: dict[int, Tensor] = {}  # (R, S, H) each, where tokens lie in the cache
         self._drafting: Path | Follower | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
     def _path(self, draft: SkipConfig | Drafter | None) -> Path | Follower | None:
+        draft = None if draft is None else as_drafter(self.model, draft)
         if isinstance(draft, Drafter):
             return draft.open(self)
         if draft is None:
@@ -122,7 +123,7 @@ class Session:
         def run(chunk: Tensor, first: int) -> Tensor:
             self.cache.place([first] * len(chunk), chunk.shape[1])
             step = Pass(self.model, self.cache, self.rotary)
-            return self.model.run(self.model.embed(chunk), step, range(self.model.num_sublayers))
+            return self._carry(self.model.embed(chunk), step, 0, self.model.num_sublayers)
 
         last = in_chunks(tokens, [length - 1 for length in self.prompt_lengths], run)  # (B, H)
         self.lengths = list(self.prompt_lengths)
@@ -135,9 +136,9 @@ class Session:
         places = [self.rows[row] for row in rows]
         self.rows = {row: place for place, row in enumerate(rows)}
         length = max(self.lengths[row] for row in rows)
-        states = [path for path in self.paths if isinstance(path, Follower)]
+        self._tapped = {tap: states[places] for tap, states in self._tapped.items()}
         moved = self.cache.keep(places, length)
-        return moved + sum(state.keep(places, length) for state in states)
+        return moved + sum(each.keep(places, length) for each in self._followers)
 
     def _place(self, offset: int, count: int) -> Pass:
         """A pass over `count` tokens of every row, the first one at its length + offset."""
@@ -147,9 +148,32 @@ class Session:
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
         """Carry tokens (R, T) through the shared prefix and keep where they arrive, (R, T, H)."""
         step = self._place(offset, tokens.shape[1])
-        hidden = self.model.run(self.model.embed(tokens), step, range(self._prefix))
+        hidden = self._carry(self.model.embed(tokens), step, 0, self._prefix)
         self._boundary.append(hidden)
         return hidden, step
+
+    def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
+        """Carry hidden states (R, T, H) on, those at taps kept."""
+        for tap in self._taps:
+            if first < tap <= last:
+                hidden, first = self.model.run(hidden, step, range(first, tap)), tap
+                self._keep_states(tap, hidden)
+        return self.model.run(hidden, step, range(first, last))
+
+    def _keep_states(self, tap: int, hidden: Tensor) -> None:
+        if tap not in self._tapped:
+            shape = hidden.shape[0], self.cache.slots + 1, hidden.shape[2]
+            self._tapped[tap] = hidden.new_zeros(shape)  # (R, S + 1, H)
+        rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
+        self._tapped[tap][rows, self.cache.placed(hidden.device) + 1] = hidden
+
+    def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
+        """States at a tap, (R, count, H), from each row's `starts` token on, or tokens `before`."""
+        states = self._tapped[tap]
+        first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)
+        slots = first + torch.arange(count, device=states.device)  # (R, count)
+        rows = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
+        return states[rows, slots.clamp(max=states.shape[1] - 1)]
 
     @_lean
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
@@ -189,12 +213,12 @@ class Session:
             self._prefix, hidden = 0, self.model.embed(tokens)  # (R, D + 1, H)
         self._boundary.clear()
         step = self._place(0, count)
-        rest = range(self._prefix, self.model.num_sublayers)
-        if len(positions) == len(self.rows) * count:
-            return self.model.finish(hidden, step, rest).flatten(0, 1)
+        last = self.model.num_sublayers
+        if len(positions) == len(self.rows) * count and not self._taps:
+            return self.model.finish(hidden, step, range(self._prefix, last)).flatten(0, 1)
         # the head is large: only where somebody reads it
         wanted = [self.rows[row] * count + offset for row, offset in positions]
-        hidden = self.model.run(hidden, step, rest).flatten(0, 1)  # (R * (D + 1), H)
+        hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)])[0]
 
     def commit(self, row: int, emitted: int) -> None:
@@ -202,23 +226,3 @@ class Session:
         if self._steps and isinstance(self._drafting, Follower):
             self._drafting.commit(row, emitted, self._steps)
         self.lengths[row] += emitted
-
-
-def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Carry many tokens (R, T) through a model, some of them at a time.
-
-    Args:
-        lasts: which token of each row is the last.
-        run: takes some tokens (R, t) and which the first one is, gives hidden states (R, t, H).
-
-    Returns:
-        The hidden states of those last tokens, (R, H).
-    """
-    count = max(1, _CHUNK // len(tokens))
-    for first in range(0, tokens.shape[1], count):
-        hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
-        if first == 0:
-            found = torch.empty_like(hidden[:, 0])  # (R, H)
-        here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]
-        found[here] = hidden[here, [lasts[row] - first for row in here]]
-    return found

@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerskip.config import Trained
 from layerskip.model.backend import Block
 from layerskip.model.cache import additive, causal
 from layerskip.model.families import Architecture
 from layerskip.model.modules import Modules
+from layerskip.model.trained import trained_weights
 
 _EPSILON = 1e-6
 
@@ -180,6 +182,41 @@ class Heads(nn.Module):
         """
         each = [self.head(k, features, embedded) for k in range(len(self.heads))]
         return torch.stack(each, dim=-2)
+
+
+AnyBlock = ExitBlock | FeatureBlock | Heads
+KINDS = ("exit-block", "feature-block", "heads")
+"""What trained weights of modules are called in a skip config."""
+
+
+def open_block(model: Architecture, trained: Trained) -> AnyBlock:
+    """The module that a skip config names, its weights those of the file in the model's dtype.
+
+    Raises:
+        ValueError: the file is none of this model's (see `trained_weights`), or holds no such
+            module.
+    """
+    weights = trained_weights(model.model, trained)
+    block: AnyBlock
+    if trained.kind == "exit-block":
+        block = ExitBlock(model)
+    elif trained.kind == "feature-block":
+        block = FeatureBlock(model)
+    else:
+        block = Heads(model, max(1, len(weights)))
+    own = {name: (value.shape, value.dtype) for name, value in block.state_dict().items()}
+    wrong = sorted(
+        name
+        for name in own.keys() | weights.keys()
+        if name not in own or name not in weights or own[name][0] != weights[name].shape
+    )
+    if wrong:
+        raise ValueError(
+            f"the trained draft {trained.weights} holds no {trained.kind} of this model: "
+            f"{len(wrong)} tensors are missing, too many or of another shape, {wrong[0]} first"
+        )
+    block.load_state_dict({name: weights[name].to(own[name][1]) for name in own})
+    return block.requires_grad_(False)
 
 
 def _linear(model: Architecture, inputs: int, outputs: int) -> nn.Linear:

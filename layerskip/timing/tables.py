@@ -28,6 +28,7 @@ from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.followers import Drafter
 from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
+from layerskip.decoding.trained import TrainedDraft, as_drafter
 from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 
@@ -186,6 +187,10 @@ def measure(
         Times, of which `tables()` makes a table for each draft; None where the model's positions
         leave no room to measure.
     """
+    drafts = [draft if isinstance(draft, Lookup) else as_drafter(model, draft) for draft in drafts]
+    for draft in drafts:
+        if isinstance(draft, TrainedDraft):
+            draft.longest = None  # steps beyond it cost the same
     rows = request.input_ids.shape[0]
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:context]  # (T,)
     looked_up = [isinstance(draft, Lookup) for draft in drafts]
@@ -291,7 +296,7 @@ def analytic(model: Sublayers, draft: Draft) -> CostTable:
     """The table of a machine limited by reading weights, from their bytes."""
     if isinstance(draft, Lookup):
         return CostTable(0.0, (1.0,), "analytic")
-    whole = model.weight_bytes()
+    whole, draft = model.weight_bytes(), as_drafter(model, draft)
     if isinstance(draft, Drafter):
         return CostTable.analytic(draft.step_bytes(), [*whole["sublayers"], whole["head"]])
     skip = draft.resolve(model.num_layers)

@@ -1,0 +1,185 @@
+"""Trained modules as drafts, and their states in a batch; knows no laws, no rounds, no training.
+
+They read what the target computes on its way (see `Session.tapped`): a block behind an exit the
+states there, which are exact for every token that stays; the others the target's last states, which
+they have of no token that they draft themselves.
+Letters: R rows of a pass, T tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.followers import Drafter, Follower, in_chunks
+from layerskip.model.blocks import (
+    KINDS,
+    AnyBlock,
+    ExitBlock,
+    FeatureBlock,
+    Heads,
+    Layer,
+    open_block,
+)
+from layerskip.model.cache import RowCache
+from layerskip.model.sublayers import Pass, Sublayers
+
+if TYPE_CHECKING:
+    from layerskip.decoding.passes import Session
+
+
+class TrainedDraft(Drafter):
+    """A trained module of a model, by the skip config that names it.
+
+    Attributes:
+        block: the module.
+        prefix: sublayers of the target that a step goes through before it.
+    """
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        assert skip.trained is not None
+        self.model, self.skip = model, skip
+        self.block: AnyBlock = open_block(model, skip.trained)
+        self.prefix = 0
+        if isinstance(self.block, ExitBlock):
+            self.prefix = skip.shared_prefix(model.num_layers)
+            if len(skip.kept(model.num_layers)) > self.prefix:
+                raise ValueError(
+                    "an exit block stands behind an early exit: its skip config must have an "
+                    "exit_layer, and leave out or round nothing before it"
+                )
+        if isinstance(self.block, Heads):
+            self.longest = len(self.block.heads)
+        self.max_positions = model.max_positions
+
+    def open(self, session: Session) -> Follower:
+        if isinstance(self.block, Heads):
+            return _Heads(session, self.block, self.longest)
+        if isinstance(self.block, FeatureBlock):
+            return _Features(session, self.block)
+        return _Exit(session, self.block, self.prefix)
+
+    @property
+    def key(self) -> Hashable:
+        return self.skip
+
+    def step_bytes(self) -> Sequence[float]:
+        whole, block = self.model.weight_bytes(), self.block
+        own = float(sum(weight.nbytes for weight in block.parameters()))
+        own /= len(block.heads) if isinstance(block, Heads) else 1
+        head = whole["head"] * self.model.draft_vocabulary / self.model.vocabulary
+        return [*whole["sublayers"][: self.prefix], own, head]
+
+
+def as_drafter(model: Sublayers, draft: SkipConfig | Drafter) -> SkipConfig | Drafter:
+    """A skip config that names a trained module, as what drafts; any other draft as it is.
+
+    Raises:
+        ValueError: the module is none of this model's, or does not fit its skip config.
+    """
+    if isinstance(draft, SkipConfig) and draft.trained and draft.trained.kind in KINDS:
+        return TrainedDraft(model, draft)
+    return draft
+
+
+class _Layered(Follower):
+    """A module with a decoder layer, whose keys and values lie in a cache of their own."""
+
+    def __init__(self, session: Session, layer: Layer) -> None:
+        super().__init__(session)
+        model = session.model
+        slots = model.backend.capacity(session.slots)
+        self.cache = RowCache(len(session.prompts), slots, (layer.window,))
+        self.blocks = layer.sublayers(model.backend)
+
+    @abstractmethod
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        """What the layer is fed with for tokens (R, T) from those places on, (R, T, H)."""
+
+    def catch_up(self) -> Tensor:
+        """See all tokens that are known, (R, H) behind the last ones."""
+        starts, lasts, tokens = self.latest(self.missing())
+
+        def run(chunk: Tensor, first: int) -> Tensor:
+            places = [start + first for start in starts]
+            return self.advance(self.inputs(places, chunk), places)
+
+        last = in_chunks(tokens, lasts, run)  # (R, H)
+        self.cache.settled = True
+        return last
+
+    def advance(self, inputs: Tensor, starts: Sequence[int]) -> Tensor:
+        """Carry inputs (R, T, H) of tokens from those places on through the layer."""
+        session = self.session
+        self.cache.place(starts, inputs.shape[1])
+        step = Pass(session.model, self.cache, session.rotary)
+        return session.model.backend.run(inputs, step, self.blocks)
+
+    def places(self, offset: int) -> list[int]:
+        """Where the token of a step so numbered lies in each row."""
+        return [self.session.lengths[row] + offset for row in self.session.rows]
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        return self.cache.keep(places, length)
+
+
+class _Exit(_Layered):
+    def __init__(self, session: Session, block: ExitBlock, prefix: int) -> None:
+        super().__init__(session, block.layer)
+        self.prefix = self.tap = prefix
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        return self.session.tapped(self.prefix, starts, tokens.shape[1])
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        further = self.advance(hidden, self.places(offset))[:, 0] if offset else None
+        out = self.catch_up() if further is None else further  # (R, H)
+        return self.session.model.draft_head(out[None], None)[0]
+
+
+class _Features(_Layered):
+    def __init__(self, session: Session, block: FeatureBlock) -> None:
+        super().__init__(session, block.layer)
+        self.block = block
+        self.tap: int = session.model.num_sublayers
+        self.feature: Tensor  # of the last token, (R, H)
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        features = self.session.tapped(self.tap, starts, tokens.shape[1], before=1)
+        return self.block.join(features, self.session.model.embed(tokens))
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if offset:
+            inputs = self.block.join(self.feature[:, None], hidden)  # (R, 1, H)
+            self.feature = self.advance(inputs, self.places(offset))[:, 0]
+        else:
+            self.feature = self.catch_up()  # (R, H)
+        return self.session.model.draft_head(self.feature[None], None)[0]
+
+    def commit(self, row: int, emitted: int, steps: int) -> None:
+        # what it saw of its own drafts was fed with its own features
+        super().commit(row, emitted, min(steps, 1))
+
+
+class _Heads(Follower):
+    def __init__(self, session: Session, block: Heads, longest: int | None) -> None:
+        super().__init__(session)
+        self.block = block
+        self.tap: int = session.model.num_sublayers
+        self.longest = longest
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        session = self.session
+        if not offset:
+            places = [session.lengths[row] for row in session.rows]
+            self.both = session.tapped(self.tap, places, 1, before=1), hidden  # (R, 1, H) each
+        # the last step of a round may be asked for nothing that is drafted
+        out = self.block.head(min(offset, len(self.block.heads) - 1), *self.both)
+        return session.model.draft_head(out, None)[:, 0]
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        return 0

@@ -1,0 +1,194 @@
+"""Trained modules as drafts: the text, their states, replays; the modules here are untrained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from models import Erratic, Fickle
+from test_assistant import COSTS, ENDS, decoded, model_of, prompts, second_of
+from test_lookup import fits, texts_of
+from test_sampling import LEVEL, small_model
+
+import layerskip
+from layerskip import Lookup, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding import trained as states
+from layerskip.decoding.assistant import Assistant
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.laws import Law, stream_key
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads
+from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.trained import save_trained
+from layerskip.timing.tables import analytic, cost_tables
+
+KINDS = ("exit-block", "feature-block", "heads")
+EXIT = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+def block_of(kind: str, model: Sublayers) -> Any:
+    """A module that agrees with the model now and then."""
+    torch.manual_seed(1)
+    if kind == "exit-block":
+        return ExitBlock(model)
+    if kind == "feature-block":
+        return FeatureBlock(model)
+    heads = Heads(model, 3)
+    for number, weight in enumerate(heads.parameters()):
+        weight.data.normal_(std=0.1 + 0.1 * number)
+    return heads
+
+
+def skip_of(kind: str, folder: Path, model: Any = None) -> SkipConfig:
+    model = model or model_of()
+    path = folder / f"{kind}-{id(model)}.safetensors"
+    block = block_of(kind, Sublayers(model))
+    trained = save_trained(path, block.state_dict(), kind, model)
+    return SkipConfig(exit_layer=EXIT if kind == "exit-block" else None, trained=trained)
+
+
+def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
+    named: dict[str, Any] = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
+    named |= {"scattered": SkipConfig(attention=(5,), mlp=(5,))}
+    names = mixture.split(", ")
+    if "assistant" in names:
+        named["assistant"] = Assistant(Sublayers(second_of()))
+    found = [skip_of(name, folder) if name in KINDS else named[name] for name in names]
+    return tuple(d.resolve(6) if isinstance(d, SkipConfig) else d for d in found)
+
+
+MIXTURES = (*KINDS, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
+
+
+@pytest.mark.parametrize(("mixture", "sample"), covering(list(MIXTURES), [False, True]))
+def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool, folder: Path) -> None:
+    drafts = drafts_of(mixture, folder)
+    accepted = [0] * len(drafts)
+    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
+    made = [Fickle(), Fickle(1), Fixed(5), Erratic(), ExpectedGain(costs)]
+    for eos, controllers in ((frozenset[int](), made[::2]), (ENDS, made[1:])):
+        plain = decoded((), Fixed(), sample=sample, eos=eos)
+        for controller in controllers:
+            run = decoded(drafts, controller, sample=sample, eos=eos)
+            assert run.emitted == plain.emitted
+            for number, counts in enumerate(run.stats.sources):
+                accepted[number] += counts.num_accepted_tokens
+    assert all(accepted) or len(drafts) > 1
+    assert sum(accepted)
+
+
+def check_states(run: Decoder) -> int:
+    """Keys and values of every block are those of one pass over each row's text; how many."""
+    session, model, looked = run.session, run.session.model, 0
+    for state in session.paths:
+        if not isinstance(state, states._Layered):
+            continue
+        for row, place in session.rows.items():
+            text = torch.tensor([*session.prompts[row].tolist(), *run.emitted[row]])
+            seen = state.seen[row]
+            if not seen:
+                continue
+            cache = model.new_cache(1, len(text))
+            cache.place([0], len(text))
+            step = Pass(model, cache, session.rotary)
+            tap = state.tap or 0
+            hidden = model.run(model.embed(text[None]), step, range(tap))
+            if isinstance(state, states._Features):
+                before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+                hidden = state.block.join(before, model.embed(text[None]))
+            fresh = states.RowCache(1, len(text), state.cache.windows)
+            fresh.place([0], len(text))
+            model.backend.run(hidden, Pass(model, fresh, session.rotary), state.blocks)
+            for name in ("keys", "values"):
+                ours, theirs = (getattr(each, name)[0] for each in (state.cache, fresh))
+                have, want = ours[place, :, :seen], theirs[0, :, :seen]
+                torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
+                looked += 1
+    return looked
+
+
+def play(drafts: Any, controller: Any, sample: bool) -> int:
+    ids, mask = prompts(model_of())
+    keys = [stream_key(row) for row in range(len(ids))]
+    asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)
+    opened = Sublayers(model_of(), "modules")
+    run = Decoder(opened, drafts, controller, asked, max_draft_length=6)
+    with torch.no_grad():
+        return sum(check_states(run) for _ in run.rounds())
+
+
+@pytest.mark.parametrize("mixture", [KINDS[0], KINDS[1], MIXTURES[-1]])
+def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
+    drafts = drafts_of(mixture, folder)
+    for sample in (False, True):
+        assert play(drafts, Fickle(3 + sample), sample)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_state_that_is_not_rolled_back_is_seen(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the test above."""
+
+    def forgetful(self: Any, row: int, emitted: int, steps: int) -> None:
+        self.seen[row] = self.session.lengths[row] + min(emitted + 1, steps)
+
+    monkeypatch.setattr(states._Layered, "commit", forgetful)
+    monkeypatch.setattr(states._Features, "commit", forgetful)
+    with pytest.raises(AssertionError, match="not close"):
+        play(drafts_of(kind, folder), Fixed(4), sample=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_by_the_rejection_rule_follow_the_targets_law(kind: str, folder: Path) -> None:
+    skip = skip_of(kind, folder, small_model()).resolve(6)
+    texts, stats = texts_of(skip)
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert fits(texts) > LEVEL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path) -> None:
+    model, skip = model_of(), skip_of(kind, folder)
+    ids, mask = prompts(model)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
+    plain = layerskip.generate(model, inputs, enabled=False, **how)
+    for execution in ("auto", "modules"):
+        got = layerskip.generate(
+            model, inputs, skip=skip, execution=execution, draft_vocabulary=[3, 5, 7], **how
+        )
+        assert got.sequences.tolist() == plain.sequences.tolist()
+    opened = Sublayers(model)
+    request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
+    (table,) = cost_tables(opened, [skip.resolve(6)], request)
+    assert table.source == "measured"
+    exact = analytic(opened, SkipConfig.early_exit(EXIT)).draft
+    assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
+
+
+def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
+    model = model_of()
+    opened = Sublayers(model)
+    trained = save_trained(
+        folder / "wrong.safetensors", Heads(opened, 2).state_dict(), "exit-block", model
+    )
+    for skip, words in (
+        (SkipConfig(exit_layer=3, trained=trained), "holds no exit-block of this model"),
+        (SkipConfig(mlp=(2,), trained=skip_of("exit-block", folder).trained), "behind an early"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decoded((skip.resolve(6),), Fixed(2))
+    other = second_of()
+    with pytest.raises(ValueError, match="belongs to a model with other weights"):
+        decoded((skip_of("heads", folder).resolve(6),), Fixed(2), model=other)
