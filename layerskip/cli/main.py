@@ -25,6 +25,7 @@ from layerskip.cli.generate import generate
 from layerskip.cli.options import spliced
 from layerskip.cli.report import report
 from layerskip.cli.search import search
+from layerskip.cli.train import train
 
 SPINS = "10000"  # a thirtieth of the default; fewer cost where nothing else runs
 _PIPE_CLOSED = 128 + 13  # as a shell reports a process that SIGPIPE ended
@@ -116,5 +117,5 @@ def _root(
     pass
 
 
-for command in (generate, search, benchmark, check, demo, report, env):
+for command in (generate, search, train, benchmark, check, demo, report, env):
     app.command()(spliced(command))

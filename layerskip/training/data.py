@@ -9,7 +9,7 @@ on after a kill goes on with the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,13 @@ class Source:
         return new
 
 
-def collect(source: Source, folder: Path, *, tokens: int) -> Iterator[tuple[int, int]]:
+def collect(
+    source: Source, folder: Path, *, tokens: float, more: Callable[[], bool] = lambda: True
+) -> Iterator[tuple[int, int]]:
     """Write batches of texts to a folder until they hold so many tokens, or there are no more.
+
+    Args:
+        more: whether another batch, that is not there yet, is to be made; the first always is.
 
     Yields:
         Tokens so far, and how many of them are new, after each batch.
@@ -166,12 +171,11 @@ def collect(source: Source, folder: Path, *, tokens: int) -> Iterator[tuple[int,
         path = folder / f"{number:05}.json"
         known = path.exists()
         if not known:
-            texts = [[text.prompt, text.ids] for text in source.batch(number)]
-            write_text(path, json.dumps(texts))
-        found = read(path)
-        if not found:
-            return
-        size = sum(len(text.ids) for text in found)
+            texts = source.batch(number) if number == 0 or more() else []
+            if not texts:
+                return
+            write_text(path, json.dumps([[text.prompt, text.ids] for text in texts]))
+        size = sum(len(text.ids) for text in read(path))
         total, number = total + size, number + 1
         yield total, 0 if known else size
 

@@ -1,0 +1,153 @@
+"""The train command: a draft for a frozen model, trained and judged; every heavy import waits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from layerskip.cli.options import (
+    AsJson,
+    Loading,
+    Quiet,
+    Seed,
+    open_model,
+    open_passes,
+    read_given,
+    to_json,
+)
+from layerskip.cli.terminal import Talk, aligned, ratio, two_columns
+from layerskip.config import SkipConfig
+
+MINUTES = 30.0
+
+
+def train(
+    *,
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Where the draft comes to lie; the same again goes on with it."
+        ),
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts for the model to answer.  [default: what it would ask itself]",
+        ),
+    ] = None,
+    texts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Texts to train on as they are.")
+    ] = None,
+    draft: Annotated[Literal["healed"], typer.Option(help="What is trained.")] = "healed",
+    skip: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The draft to heal.  [default: all in 4 bits, head 8]"),
+    ] = None,
+    loss: Annotated[
+        Literal["lk", "kl", "tvd++", "ce"], typer.Option(help="What training lowers.")
+    ] = "lk",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="To train on, in all passes.")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(metavar="M", help=f"Of everything.  [default: {MINUTES:g}, or --tokens]"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Of the answers, as in serving.")
+    ] = 0.8,
+    seed: Seed = 0,
+    loading: Loading,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a draft for your model, which stays as it is, and say whether it pays.
+
+    Stages (texts, features, training, judging) are kept in DIR: after a kill the same command goes
+    on where it was.
+    """
+    if prompts is not None and texts is not None:
+        raise ValueError("give --prompts or --texts, not both")
+    given = None if prompts is None else read_given(prompts)
+    whole = None if texts is None else read_given(texts)
+    base = None if skip is None else SkipConfig.load(skip).bare()
+    if tokens is None and minutes is None:
+        minutes = MINUTES
+    _writable(output)
+    talk = Talk(quiet)
+    loaded = open_model(loading, talk)
+
+    from layerskip.training.data import Source
+    from layerskip.training.drafts import FOUR_BITS, Recipe, Training
+    from layerskip.training.judging import judge
+
+    recipe = Recipe(
+        kind=draft,
+        loss=loss,
+        skip=base or FOUR_BITS,
+        tokens=tokens,
+        minutes=minutes,
+        seed=seed,
+        temperature=temperature,
+    )
+    source = Source(
+        loaded.model,
+        loaded.tokenizer,
+        prompts=given,
+        texts=whole,
+        temperature=temperature,
+        seed=seed,
+    )
+    with open_passes(loaded, loading, talk, threads=os.cpu_count()) as opened:
+        training = Training(
+            loaded.model,
+            source,
+            recipe,
+            output,
+            execution=loading.execution,
+            progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
+            say=talk.say,
+        )
+        result = training.run()
+        record = judge(opened, training, result, progress=talk.progress, say=talk.say)
+    talk.progress("")
+    print(_table(record))
+    if as_json:
+        print(to_json(record))
+
+
+def _writable(folder: Path) -> None:
+    """Refuse a place that cannot be written to, before anything is loaded."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be written to")
+
+
+def _table(record: dict[str, Any]) -> str:
+    lines = [["draft", "greedy", "coupled", "2nd", "4th", "c", "promised", "measured"]]
+    for name, each in record["drafts"].items():
+        coupled, timed = each["coupled"], record["timed"].get(name)
+        lines.append(
+            [
+                name,
+                *(f"{share:.3f}" for share in (each["greedy"][0], *coupled[:2], coupled[3])),
+                f"{each['costs']['draft']:.2f}",
+                f"{each['formula']:.2f}",
+                ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-",
+            ]
+        )
+    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
+    notes = [
+        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        ("it pays", "yes" if record["pays"] else "no: skip.json drafts what paid before"),
+    ]
+    return f"{aligned(lines)}\n{two_columns(notes)}"

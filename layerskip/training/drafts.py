@@ -1,0 +1,334 @@
+"""Training a draft for a frozen model, stage by stage; knows no command line and no verdict.
+
+Texts, features, training: each stage leaves files in the working folder, whole or not there, and a
+second start goes on behind the last of them. `judging` says what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.config import LowPrecision, SkipConfig
+from layerskip.files.schema import parse
+from layerskip.files.writing import write_text
+from layerskip.model.backend import softcap
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
+from layerskip.model.trained import save_trained
+from layerskip.training import data, features
+from layerskip.training.healing import RANK, Healing
+from layerskip.training.loop import train
+from layerskip.training.losses import LOSSES
+from layerskip.vocabulary import ranked
+
+Progress = Callable[[str, float], None]
+"""Told what is done, in words, and the share of it that is."""
+
+SAVE_SECONDS = 60.0
+WARM_UP = 20
+PASSES = 2  # over the texts, where tokens are asked for
+FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
+KINDS = ("healed",)
+FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, on how much, and how.
+
+    Attributes:
+        skip: the draft to heal; by default the whole model in 4 bits and its head in 8.
+        tokens: to train on, over all passes; None: as many as `minutes` allow.
+        minutes: of texts, features, training and judging together.
+        vocabulary: how many of the target's most frequent tokens the loss looks at.
+        window: tokens of a sequence; `rows` of them are a step.
+
+    Raises:
+        ValueError: a value is out of range, or neither tokens nor minutes are given.
+    """
+
+    kind: str = "healed"
+    loss: str = "lk"
+    skip: SkipConfig = FOUR_BITS
+    tokens: int | None = None
+    minutes: float | None = None
+    seed: int = 0
+    temperature: float = 0.8
+    rate: float = 1e-3
+    rank: int = RANK
+    vocabulary: int = 8192
+    window: int = 256
+    rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", KINDS), ("loss", tuple(LOSSES))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+        for name in ("tokens", "minutes", "temperature", "rank", "vocabulary", "window", "rows"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
+        if self.tokens is None and self.minutes is None:
+            raise ValueError("say how long to train: tokens or minutes")
+        if self.skip.low is None:
+            raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": self.skip.to_dict()}
+
+
+class Training:
+    """A training in a folder.
+
+    Args:
+        model: a causal language model; its weights stay as they are.
+        folder: of what is made; there already, and empty or of the same training.
+
+    Raises:
+        ValueError: the folder holds another training.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        source: data.Source,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        execution: str = "auto",
+        progress: Progress = lambda _what, _share: None,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self.opened = Sublayers(model, execution)
+        self.recipe = replace(recipe, skip=recipe.skip.resolve(self.opened.num_layers))
+        self.source, self.folder, self.work = source, folder, folder / "work"
+        self.progress, self.say = progress, say
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._check_same(model)
+        self.seconds: dict[str, float] = dict.fromkeys(("texts", "features", "training"), 0.0)
+        if self._clock.exists():
+            self.seconds |= parse(self._clock.read_bytes())
+
+    @property
+    def _clock(self) -> Path:
+        return self.work / "seconds.json"
+
+    def _check_same(self, model: Any) -> None:
+        """Go on with what is in the folder only where it is this training."""
+        path = self.work / "recipe.json"
+        prompts = len(self.source.known) + len(self.source.apart)
+        of = self.recipe.to_dict() | {"base": fingerprint(model), "prompts": prompts}
+        if not path.exists():
+            write_text(path, json.dumps(of, indent=2) + "\n")
+        before, now = parse(path.read_bytes()), json.loads(json.dumps(of))
+        other = [name for name in now if before.get(name) != now[name]]
+        if other:
+            raise ValueError(
+                f"{self.folder} holds a training with another {other[0]} "
+                f"({before.get(other[0])}, now {now[other[0]]}); name another folder"
+            )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[Callable[[], None]]:
+        """Add a stage's seconds to those of earlier starts; call what this gives now and then."""
+        before, start = self.seconds[stage], time.monotonic()
+
+        def note() -> None:
+            self.seconds[stage] = before + time.monotonic() - start
+            write_text(self._clock, json.dumps(self.seconds))
+
+        try:
+            yield note
+        finally:
+            note()
+
+    def run(self) -> SkipConfig:
+        """All stages; the skip config of the trained draft, and its file beside it."""
+        self._texts()
+        texts = data.all_texts(self.work / "texts")
+        ids = features.windows([text.ids for text in texts], self.recipe.window)
+        if len(ids) < self.recipe.rows:
+            raise ValueError(
+                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, fewer than a step "
+                f"takes ({self.recipe.rows} times {self.recipe.window}); give more prompts or texts"
+            )
+        self._features(ids)
+        return self._train(ids, texts)
+
+    def _texts(self) -> None:
+        recipe, folder = self.recipe, self.work / "texts"
+        enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
+        limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * FOR_TEXTS
+        self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
+        with self._timed("texts") as note:
+            made = data.collect(
+                self.source, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
+            )
+            for total, new in made:
+                if new:
+                    note()
+                share = max(total / enough, self.seconds["texts"] / limit)
+                self.progress(f"texts: {total:,} tokens", share)
+
+    def _features(self, ids: Tensor) -> None:
+        folder = self.work / "features"
+        tokens = ids.numel()
+        there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        self._need(features.nbytes(self.opened, tokens) - there, "features")
+        with self._timed("features") as note:
+            for done in features.compute(self.opened, ids, folder):
+                note()
+                self.progress(
+                    f"features: {done * ids.shape[1]:,} of {tokens:,} tokens", done / len(ids)
+                )
+
+    def _need(self, nbytes: int, what: str) -> None:
+        free = shutil.disk_usage(self.work).free
+        if nbytes > free:
+            raise ValueError(
+                f"{what} need {nbytes / 1e9:.1f} GB in {self.folder}, {free / 1e9:.1f} GB are "
+                "free; free some, or train on fewer tokens or for fewer minutes"
+            )
+        if nbytes > 0:
+            self.say(f"{what} take {nbytes / 1e6:.0f} MB of disk while training lasts")
+
+    def _train(self, ids: Tensor, texts: list[data.Text]) -> SkipConfig:
+        recipe, model = self.recipe, self.opened.model
+        path, checkpoint = self.folder / "draft.safetensors", self.work / "checkpoint.pt"
+        rows = recipe.rows
+        budget = math.inf
+        if recipe.minutes is not None:
+            spent = self.seconds["texts"] + self.seconds["features"]
+            budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - spent)
+        steps = math.ceil((recipe.tokens or 1 << 50) / ids[0].numel() / rows)
+        frequent = self._frequent(texts)
+        head = _Head(self.opened, frequent)
+        with frozen(model):
+            module = Healing(
+                Sublayers(model, "modules"),
+                recipe.skip,
+                rank=recipe.rank,
+                dtype=torch.bfloat16 if half_is_fast(self.opened.device) else torch.float32,
+                seed=recipe.seed,
+            )
+            optimizer = torch.optim.AdamW(
+                module.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0
+            )
+            step_loss = partial(self._loss, module, head, ids)
+            with self._timed("training") as note:
+                for step, loss in train(
+                    module,
+                    [optimizer],
+                    step_loss,
+                    steps,
+                    schedule=schedule,
+                    checkpoint=checkpoint,
+                    total_seconds=budget,
+                    save_seconds=SAVE_SECONDS,
+                ):
+                    note()
+                    done = step * rows * ids.shape[1]
+                    share = max(step / steps, self.seconds["training"] / budget)
+                    left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
+                    self.progress(
+                        f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
+                        share,
+                    )
+            done = torch.load(checkpoint, weights_only=True)["step"]  # of all starts
+            self.trained_tokens = done * rows * ids.shape[1]
+            self.text_tokens = ids.numel()
+            self.parameters = sum(each.numel() for each in module.parameters())
+            trained = save_trained(path, module.weights(), recipe.kind, model)
+        return replace(recipe.skip, trained=trained, num_layers=None)
+
+    def _frequent(self, texts: list[data.Text]) -> Tensor:
+        """The tokens that the loss looks at: the answers' most frequent, (n,)."""
+        answers = [text.ids[text.prompt :] for text in texts]
+        every = ranked(answers, self.opened.vocabulary)
+        counts = torch.zeros(self.opened.vocabulary, dtype=torch.long)
+        for answer in answers:
+            counts += torch.bincount(torch.tensor(answer, dtype=torch.long), minlength=len(counts))
+        frequent = every[: self.recipe.vocabulary]
+        self.covered = int(counts[frequent].sum()) / max(1, int(counts.sum()))
+        self.say(f"the loss looks at {len(frequent):,} tokens, {self.covered:.1%} of the answers'")
+        return frequent.sort().values
+
+    def _loss(self, module: Healing, head: _Head, ids: Tensor, step: int) -> Tensor:
+        recipe = self.recipe
+        numbers = _order(len(ids), recipe.rows, step, recipe.seed)
+        some = ids[numbers].to(self.opened.device)  # (B, T)
+        device = self.opened.device
+        half = half_is_fast(device)
+        with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
+            with torch.no_grad():
+                states = features.states_of(self.work / "features", numbers).to(device)
+                target = head(states.to(self.opened.dtype)).float()  # (B, T, n)
+            logits = head(module(some)).float()  # (B, T, n)
+        following = F.pad(head.places[some[:, 1:]], (0, 1), value=-1)  # (B, T)
+        return LOSSES[recipe.loss](logits, target, following, recipe.temperature)
+
+
+class _Head:
+    """Logits of some tokens through the frozen norm and head, with gradients for what comes in."""
+
+    def __init__(self, model: Sublayers, tokens: Tensor) -> None:
+        self.norm, self.cap = model.decoder.norm, softcap(model.softcap)
+        self.rows = TrimmedHead(model.model.lm_head, tokens.tolist())
+        self.places = torch.full((model.vocabulary,), -1, device=model.device)  # of a token
+        self.places[tokens] = torch.arange(len(tokens), device=model.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(self.norm(hidden), self.rows.weight, self.rows.bias)
+        return logits if self.cap is None else self.cap(logits)
+
+
+def schedule(step: int, share: float) -> float:
+    """Up in WARM_UP steps, then cosine to zero over the budget, whatever it is counted in."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def _order(count: int, rows: int, step: int, seed: int) -> list[int]:
+    """The windows of a step: each pass over them in an order of its own."""
+    epoch, place = divmod(step, count // rows)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(count, generator=generator)
+    return order[place * rows : (place + 1) * rows].tolist()
+
+
+def half_is_fast(device: torch.device) -> bool:
+    """Whether products in bfloat16 are faster than in float32 there."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+@contextmanager
+def frozen(model: Any) -> Iterator[None]:
+    """No gradients for a model's own weights meanwhile."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)

@@ -1,0 +1,228 @@
+"""What a trained draft is worth: exact replay on held-out prompts, prices, then the clock.
+
+Nothing here was trained on. Acceptance by depth comes from replay, greedy and with shared noise;
+with measured costs the formula says what that should bring; decoding in turn with plain decoding
+and with what drafted before says what it does. If it does not pay, the skip config written is of
+what paid before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerskip.bench.batches import one_by_one
+from layerskip.bench.methods import Engine, Task
+from layerskip.bench.runner import benchmark
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.engine import Request
+from layerskip.decoding.laws import stream_key
+from layerskip.defaults import unprepared
+from layerskip.files.trainings import SCHEMA, check_record
+from layerskip.files.writing import write_text
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.drafts import replay
+from layerskip.replay.exits import law_of
+from layerskip.replay.trace import take_trace
+from layerskip.served import end_tokens
+from layerskip.timing.tables import cost_tables
+from layerskip.training.drafts import Progress, Training
+
+PROMPTS, NEW_TOKENS = 16, 64
+TIMED, REPEATS = 6, 3
+DEEPEST = 6
+BEFORE, TRAINED = "before", "trained"
+
+
+def judge(
+    opened: Sublayers,
+    training: Training,
+    skip: SkipConfig,
+    *,
+    progress: Callable[[str], None] = lambda _text: None,
+    say: Callable[[str], None] = lambda _text: None,
+) -> dict[str, Any]:
+    """Judge a trained draft, write `skip.json` and `train.json`, and clear the working files.
+
+    Returns:
+        The record in `train.json`.
+    """
+    recipe, folder = training.recipe, training.folder
+    known = folder / "train.json"
+    held = training.source.held_out(PROMPTS)
+    prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
+    base = replace(recipe.skip, num_layers=None)
+    usual = unprepared(opened).skip
+    drafts = {TRAINED: skip, "untrained": base} | ({} if usual is None else {BEFORE: usual})
+    acceptance = {
+        name: _acceptance(opened, prompts, drafts, name, recipe.temperature, progress)
+        for name in ("greedy", "coupled")
+    }
+    costs = _costs(opened, prompts, list(drafts.values()), recipe.temperature)
+    table = {
+        name: {
+            **{law: found[name] for law, found in acceptance.items()},
+            "costs": {"draft": cost.draft, "verify": list(cost.verify)},
+            "formula": _formula(acceptance["coupled"][name], cost),
+            "bytes": opened.low_bytes(each),
+        }
+        for (name, each), cost in zip(drafts.items(), costs, strict=True)
+    }
+    timed = _clock(opened, prompts, drafts, recipe, lambda what, _: progress(what))
+    best = max(timed, key=lambda name: timed[name]["speedup"], default=None)
+    pays = best == TRAINED and timed[TRAINED]["speedup"] > 1
+    chosen = skip if pays else usual or SkipConfig()
+    paid = best is not None and timed[best]["speedup"] > 1
+    written = replace(
+        chosen,
+        model=getattr(opened.model, "name_or_path", None) or None,
+        model_hash=fingerprint(opened.model),
+        decoding=DecodingOptions(lookup=True, enabled=None if paid else False),
+        notes={"trained": {"pays": pays, "timed": timed}},
+    )
+    record = {
+        "schema": SCHEMA,
+        "recipe": recipe.to_dict(),
+        "base": fingerprint(opened.model),
+        "tokens": training.trained_tokens,
+        "text_tokens": training.text_tokens,
+        "covered": training.covered,
+        "parameters": training.parameters,
+        "seconds": training.seconds,
+        "held_out": {"prompts": len(prompts), "new_tokens": NEW_TOKENS},
+        "drafts": table,
+        "timed": timed,
+        "pays": pays,
+    }
+    check_record(record)
+    written.save(folder / "skip.json")
+    write_text(known, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    say(_verdict(timed, pays))
+    return record
+
+
+def _acceptance(
+    opened: Sublayers,
+    prompts: Sequence[Tensor],
+    drafts: dict[str, SkipConfig],
+    law: str,
+    temperature: float,
+    progress: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """By draft, the share of all starts whose first 1, 2, ... drafted tokens are accepted."""
+    progress(f"judging: {law} texts")
+    how = {"do_sample": law == "coupled", "temperature": temperature}
+    trace = take_trace(
+        opened,
+        prompts,
+        max_new_tokens=NEW_TOKENS,
+        law=law_of(how),
+        eos=end_tokens(opened.model),
+        draft_length=DEEPEST,
+    )
+    found = {}
+    for name, skip in drafts.items():
+        progress(f"judging: {law} replay of {name}")
+        found[name] = replay(trace, skip).survival
+    return found
+
+
+def _costs(
+    opened: Sublayers, prompts: Sequence[Tensor], drafts: Sequence[SkipConfig], temperature: float
+) -> list[CostTable]:
+    ids = prompts[0]
+    request = Request(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        law=law_of({"do_sample": True, "temperature": temperature}),
+        keys=[stream_key(0)],
+    )
+    resolved = [skip.resolve(opened.num_layers) for skip in drafts]
+    return cost_tables(opened, resolved, request)
+
+
+def _formula(survival: Sequence[float], costs: CostTable) -> float:
+    """The speedup that acceptance by depth and costs promise, at the best draft length."""
+    tokens, best = 1.0, 1.0
+    for count, share in enumerate(survival, 1):
+        tokens += share
+        best = max(best, tokens / costs.round_cost(count))
+    return best
+
+
+def _clock(
+    opened: Sublayers,
+    prompts: Sequence[Tensor],
+    drafts: dict[str, SkipConfig],
+    recipe: Any,
+    note: Progress,
+) -> dict[str, dict[str, Any]]:
+    """Speedups over plain decoding, all ways in turn, each with lookups beside it."""
+    task = Task(
+        NEW_TOKENS, do_sample=True, temperature=recipe.temperature, execution=opened.execution
+    )
+    methods = [Engine(opened.model, task)]
+    for name in (TRAINED, BEFORE):
+        methods.append(Engine(opened.model, task, name, drafts.get(name), lookup=True))
+    found: list[dict[str, Any]] = []
+    benchmark(
+        opened.model,
+        task,
+        methods,
+        one_by_one(prompts[:TIMED]),
+        repeats=REPEATS,
+        warmup=1,
+        write=found.append,
+        note=note,
+    )
+    decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
+    timed = {}
+    for name in (TRAINED, BEFORE) if decoded else ():
+        faster, low, high = ratio_of_totals(_typical(decoded, "plain"), _typical(decoded, name))
+        ends = [None if np.isnan(end) else float(end) for end in (low, high)]
+        timed[name] = {
+            "speedup": float(faster),
+            "low": ends[0],
+            "high": ends[1],
+            "tokens_per_second": float(1 / _typical(decoded, name).mean()),
+        }
+    return timed
+
+
+def _typical(records: Sequence[dict[str, Any]], name: str) -> Any:
+    """Seconds per token on each prompt, the median of the repeats, (prompts,)."""
+    seconds: dict[tuple[str, ...], list[float]] = {}
+    for each in records:
+        if each["method"] == name:
+            after = sum(each["new_tokens"]) - sum(each["first_tokens"])
+            spent = each["seconds"]["total"] - each["seconds"]["first"]
+            seconds.setdefault(tuple(each["prompts"]), []).append(spent / after)
+    return np.array([np.median(times) for _, times in sorted(seconds.items())])
+
+
+def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:
+    words = ", ".join(f"{name} {each['speedup']:.2f}x plain" for name, each in timed.items())
+    if pays:
+        return f"the trained draft pays: {words}"
+    return f"the trained draft does not pay here ({words}): skip.json drafts what paid before"
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What an earlier run of a finished training measured."""
+    path = folder / "train.json"
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    check_record(record)
+    return record

@@ -1,0 +1,320 @@
+"""Training drafts: losses by their formulas, stages that go on after a kill, and what it brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, lively_model
+from torch import Tensor
+
+from layerskip import LowPrecision, SkipConfig
+from layerskip.model.sublayers import Sublayers
+from layerskip.prompts import Prompt
+from layerskip.training import data, features
+from layerskip.training.drafts import Recipe, Training, frozen, schedule
+from layerskip.training.healing import Healing
+from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
+
+BITS = SkipConfig(attention=(2,), low=LowPrecision(bits=4, head=8))
+HOW: dict[str, Any] = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    chat_template = None
+    bos_token_id = 1
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(letter) % (VOCABULARY - 2) for letter in text]}
+
+
+# ---------------------------------------------------------------------------------------------
+# Losses.
+
+
+def laws() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of a draft and a target, (2, 3, 7), and tokens that follow, one of them unknown."""
+    generator = torch.Generator().manual_seed(0)
+    logits, target = (torch.randn(2, 3, 7, generator=generator, dtype=torch.float64) for _ in "qp")
+    return logits, target, torch.tensor([[0, 3, -1], [6, 2, 2]])
+
+
+def by_formula(name: str, logits: Tensor, target: Tensor, following: Tensor, t: float) -> Tensor:
+    q, p = (logits / t).softmax(-1), (target / t).softmax(-1)
+    kl = (p * (p.log() - q.log())).sum(-1).mean()
+    tv = 0.5 * (p - q).abs().sum(-1).mean()
+    if name == "kl":
+        return kl
+    if name == "lk":
+        weight = torch.exp(-3.0 * torch.minimum(p, q).sum(-1).mean())
+        return weight * kl + (1 - weight) * tv
+    known = following >= 0
+    return -q[known, following[known]].log().mean()
+
+
+@pytest.mark.parametrize("name", ["lk", "kl", "ce"])
+def test_losses_are_their_formulas(name: str) -> None:
+    assert ETA == 3.0
+    for t in (1.0, 0.8):
+        torch.testing.assert_close(LOSSES[name](*laws(), t), by_formula(name, *laws(), t))
+
+
+def test_total_variation_and_its_normalised_kin_pull_the_same_way() -> None:
+    logits, target, following = laws()
+    logits.requires_grad_()
+    q, p = logits.softmax(-1), target.softmax(-1)
+    reward = (p > q).to(q.dtype)
+    # by the definition: the policy gradient of an expectation over q, its advantage standardised
+    mean = (q * reward).sum(-1, keepdim=True)
+    spread = ((q * (reward - mean).square()).sum(-1, keepdim=True)).sqrt() + 1e-5
+    want = -(q.detach() * ((reward - mean) / spread).detach() * q.log()).sum(-1).mean()
+    (of_formula,) = torch.autograd.grad(want, logits, retain_graph=True)
+    (of_loss,) = torch.autograd.grad(LOSSES["tvd++"](logits, target, following, 1.0), logits)
+    torch.testing.assert_close(of_loss, of_formula)
+    tv = distillation_loss(logits, target, total_variation=1.0)
+    (of_tv,) = torch.autograd.grad(tv, logits)
+    for one, other in zip(of_loss.flatten(0, 1), of_tv.flatten(0, 1), strict=True):
+        torch.testing.assert_close(one / one.norm(), other / other.norm())  # row by row, rescaled
+    torch.testing.assert_close(overlap(logits, target, 1.0).mean(), 1 - tv)
+
+
+def test_the_rate_rises_and_falls_with_the_share_of_the_budget() -> None:
+    assert [schedule(step, 0.0) for step in (0, 9, 19, 500)] == [1 / 20, 10 / 20, 1.0, 1.0]
+    assert schedule(500, 0.5) == pytest.approx(0.5)
+    assert schedule(500, 1.0) == pytest.approx(0.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Stages.
+
+
+def prompts(count: int = 9) -> list[Prompt]:
+    return [Prompt(id=str(i), text=f"question {i}, and {7 * i}") for i in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small()
+    monkeypatch.setattr(data, "BATCH", 4)
+    monkeypatch.setattr(data, "LONGEST_ANSWER", 20)
+    monkeypatch.setattr(features, "CHUNK", 8)
+
+
+def small() -> None:
+    torch.set_num_threads(1)
+
+
+def source(model: Any, **given: Any) -> data.Source:
+    return data.Source(model, Letters(), **({"prompts": prompts()} | given))
+
+
+def training(folder: Path, model: Any = None, **changes: Any) -> Training:
+    model = lively_model("llama", dtype=torch.float32) if model is None else model
+    told = {key: changes.pop(key) for key in ("progress",) if key in changes}
+    recipe = Recipe(**({"tokens": 640} | HOW | changes))
+    return Training(model, source(model), recipe, folder, execution="fused", **told)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "draft.safetensors").read_bytes()
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(words: str, share: float) -> Callable[[str, float], None]:
+    def progress(what: str, done: float) -> None:
+        if what.startswith(words) and done >= share:
+            raise Stopped
+
+    return progress
+
+
+@pytest.mark.parametrize(("stage", "share"), [("texts", 0.3), ("features", 0.3), ("training", 0.5)])
+def test_a_second_start_goes_on_where_the_first_was(
+    stage: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(tmp_path / "whole").run()
+    monkeypatch.setattr("layerskip.training.drafts.SAVE_SECONDS", 0.0)
+    with pytest.raises(Stopped):
+        training(tmp_path / "parts", progress=stop_at(stage, share)).run()
+    assert not (tmp_path / "parts" / "draft.safetensors").exists()
+    told: list[str] = []
+    again = training(tmp_path / "parts", progress=lambda what, _: told.append(what))
+    skip = again.run()
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    assert skip.trained is not None
+    steps = sum(what.startswith("training") for what in told)
+    assert (steps < 20) == (stage == "training")  # what was done is not done again
+    assert again.trained_tokens == 640
+    once_more = training(tmp_path / "parts")
+    assert once_more.run() == skip
+    assert once_more.trained_tokens == 640
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from layerskip.training import data, drafts, features
+import test_train
+test_train.small()
+data.BATCH, data.LONGEST_ANSWER, features.CHUNK, drafts.SAVE_SECONDS = 4, 20, 8, 0.0
+
+def die(what, share):
+    if what.startswith("training") and share > 0.4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+test_train.training(Path(sys.argv[1]), progress=die).run()
+"""
+
+
+def test_a_killed_training_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), str(here)]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    training(tmp_path / "whole").run()
+    training(tmp_path / "killed").run()
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+def test_features_are_the_targets_own_states(tmp_path: Path) -> None:
+    model = lively_model("gemma2", dtype=torch.float32)
+    opened = Sublayers(model, "fused")
+    ids = features.windows([list(range(2, 90)), [5] * 57], 16)
+    assert ids.shape == (9, 16)
+    done = list(features.compute(opened, ids, tmp_path, rows=2))
+    assert done == [8, 9]
+    got = features.states_of(tmp_path, [8, 0, 3])
+    with torch.no_grad():
+        want = features.run(opened, ids[[8, 0, 3]])
+        sizes = want.abs().amax(-1, keepdim=True)
+        assert ((got - want).abs() <= 2**-10 * sizes).all()
+        whole = model(ids[[8]]).logits
+        torch.testing.assert_close(opened.logits(want[:1]), whole, rtol=1e-4, atol=1e-4)
+    nbytes = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert 0 <= nbytes - features.nbytes(opened, ids.numel()) < 1000 * len(done)
+
+
+def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
+    """At the first place, where a draft's own keys are all there are."""
+    model = lively_model("gemma2", dtype=torch.float32)
+    skip = BITS.resolve(6)
+    with frozen(model):
+        module = Healing(Sublayers(model, "modules"), skip, rank=3, dtype=torch.float32, seed=0)
+        for outer in module.outer.values():
+            outer.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+        ids = torch.tensor([[7, 3, 9], [4, 4, 5]])
+        hidden = module(ids)  # (B, T, H)
+        assert hidden.requires_grad
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+    from layerskip.model.trained import save_trained
+
+    trained = save_trained(tmp_path / "draft.safetensors", module.weights(), "healed", model)
+    opened = Sublayers(model, "fused")
+    from dataclasses import replace
+
+    from layerskip.model.sublayers import Pass
+
+    cache = opened.new_cache(2, 3)
+    cache.place([0, 0], 3)
+    step = Pass(opened, cache, opened.rotary(3, 3))
+    with torch.no_grad():
+        want = opened.finish_draft(opened.embed(ids), step, replace(skip, trained=trained))
+        rounded = opened.finish_draft(opened.embed(ids), step, skip)
+        got = opened.draft(skip)[-1](hidden, None)
+    assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 on the way
+
+
+def held_out_overlap(model: Any, skip: SkipConfig, ids: Tensor, found: dict[str, Tensor]) -> float:
+    with frozen(model), torch.no_grad():
+        opened = Sublayers(model, "modules")
+        module = Healing(opened, skip.resolve(6), rank=4, dtype=torch.float32, seed=0)
+        for key in module.inner:
+            name = key.replace("/", ".")
+            module.inner[key].copy_(found[f"{name}.a"])
+            module.outer[key].copy_(found[f"{name}.b"])
+        target = opened.logits(features.run(opened, ids))
+        return float(overlap(opened.logits(module(ids)), target, 0.8).mean())
+
+
+@pytest.mark.parametrize(("rate", "rises"), [(3e-3, True), (0.0, False)])
+def test_training_raises_the_overlap_on_texts_it_has_not_seen(
+    rate: float, rises: bool, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    model = lively_model("llama", dtype=torch.float32)
+    held = source(model)._continued([[1]] * 16, 99)
+    ids = features.windows(held, 16)
+    made = {}
+    for name, how in (("untrained", 0.0), ("trained", rate)):
+        training(tmp_path / name, model, tokens=4000, rate=how).run()
+        made[name] = held_out_overlap(
+            model, BITS, ids, load_file(tmp_path / name / "draft.safetensors")
+        )
+    assert (made["trained"] > made["untrained"] + 0.02) == rises
+    if not rises:
+        assert made["trained"] == made["untrained"]
+
+
+def test_nothing_that_is_kept_apart_is_trained_on() -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    given = source(model)
+    assert len(given.apart) == 1
+    assert len(given.known) == 8
+    trained_on = [text.ids[: text.prompt] for n in range(5) for text in given.batch(n)]
+    assert all(ids not in trained_on for ids in given.held_out(9))
+    texts = data.Source(model, Letters(), texts=prompts(20))
+    assert [text.prompt for text in texts.batch(0)] == [0] * 4
+    assert texts.batch(9) == []
+    assert all(
+        ids not in [t.ids[: len(ids)] for n in range(5) for t in texts.batch(n)]
+        for ids in texts.held_out(9)
+    )
+    own = data.Source(model, Letters())
+    assert own.batch(1)[0].ids[:1] == own.held_out(1)[0] == [1]
+    assert own.batch(1) == own.batch(1) != own.batch(2)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    with pytest.raises(ValueError, match="give prompts to answer or texts as they are, not both"):
+        source(model, texts=prompts())
+    with pytest.raises(ValueError, match="needs 2 prompts or texts at least"):
+        source(model, prompts=prompts(1))
+    with pytest.raises(ValueError, match="say how long to train"):
+        Recipe()
+    with pytest.raises(ValueError, match=r"loss must be one of lk, kl, tvd\+\+, ce, got 'mse'"):
+        Recipe(loss="mse", tokens=1)
+    with pytest.raises(ValueError, match="this one rounds nothing"):
+        Recipe(skip=SkipConfig(mlp=(1,)), tokens=1)
+    few = Recipe(**HOW, tokens=640)
+    with pytest.raises(ValueError, match="fewer than a step takes"):
+        Training(model, source(model, prompts=None, texts=prompts(2)), few, tmp_path / "few").run()
+    training(tmp_path / "a", model)
+    with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):
+        training(tmp_path / "a", model, seed=1)
+    full = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("layerskip.training.drafts.shutil.disk_usage", lambda _: full)
+    with pytest.raises(ValueError, match="GB are free; free some"):
+        training(tmp_path / "a", model).run()
+    assert json.loads((tmp_path / "a" / "work" / "recipe.json").read_text())["loss"] == "lk"
