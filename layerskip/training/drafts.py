@@ -186,7 +186,7 @@ class Training:
             for total, new in made:
                 if new:
                     note()
-                share = max(total / enough, self.seconds["texts"] / limit)
+                share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
                 self.progress(f"texts: {total:,} tokens", share)
 
     def _features(self, ids: Tensor) -> None:
