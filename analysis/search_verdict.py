@@ -53,8 +53,7 @@ def _found(search: Search, winner: Any, table: pd.DataFrame) -> list[str]:
     """What the winner is worth, and the best early exit beside it."""
     but = ", but it is not distinguishable from plain decoding" if winner["low"] <= 1 else ""
     said = [
-        f"The search found {winner['name']}, a draft that leaves out {winner['left_out']} of "
-        f"{2 * search.num_layers} sublayers of {search.document['model']['name']}{but} "
+        f"The search found {winner['name']}, a draft that {_draft(search, winner)}{but} "
         f"({setting(search.document)}): it {_speed(winner)}."
     ]
     best = _named(table, search.document["best_exit"])
@@ -65,6 +64,22 @@ def _found(search: Search, winner: Any, table: pd.DataFrame) -> list[str]:
             else f"The best early exit, {best['name']}, {_speed(best)}."
         )
     return said
+
+
+def _draft(search: Search, row: Any) -> str:
+    """What a finalist's draft does with the model's sublayers."""
+    finalist = next(each for each in search.finalists if each["name"] == row["name"])
+    low, count = finalist.get("low"), 2 * search.num_layers
+    of = f"{count} sublayers of {search.document['model']['name']}"
+    words = f"leaves out {row['left_out']} of {of}"
+    if low is not None:
+        rounded = len(low["attention"]) + len(low["mlp"])
+        runs = f"in {low['bits']} bits"
+        if row["left_out"]:
+            words += f" and runs {rounded} {runs}"
+        else:
+            words = f"runs {'all' if rounded == count else f'{rounded} of'} {of} {runs}"
+    return f"{words}, and that lookups join" if finalist["decoding"].get("lookup") else words
 
 
 def _nothing(search: Search, table: pd.DataFrame) -> str:

@@ -295,6 +295,23 @@ def test_a_winner_in_words(tmp_path):
     assert "nan" not in text
 
 
+@pytest.mark.parametrize(
+    ("skipped", "rounded", "lookup", "words"),
+    [
+        ([], range(12), True, "runs all 24 sublayers of tiny in 8 bits, and that lookups join (s"),
+        ([], range(11), False, "runs 22 of 24 sublayers of tiny in 8 bits (sampled"),
+        ([3], range(11), False, "leaves out 2 of 24 sublayers of tiny and runs 22 in 8 bits (sa"),
+    ],
+)
+def test_a_winner_in_low_precision_in_words(tmp_path, skipped, rounded, lookup, words):
+    document = made.made_up()
+    winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
+    winner["skipped"] = {"attention": skipped, "mlp": skipped}
+    winner["low"] = {"bits": 8, "attention": [*rounded], "mlp": [*rounded], "head": True}
+    winner["decoding"]["lookup"] = lookup
+    assert f"found trial-87, a draft that {words}" in said(tmp_path, document)
+
+
 def changed(**parts):
     """A made-up search with parts of its winner, and of what was measured of it, set anew."""
     document = made.made_up()
