@@ -79,7 +79,7 @@ def _draft(search: Search, row: Any) -> str:
             words += f" and runs {rounded} {runs}"
         else:
             words = f"runs {'all' if rounded == count else f'{rounded} of'} {of} {runs}"
-    return f"{words}, and that lookups join" if finalist["decoding"].get("lookup") else words
+    return f"{words}, joined by lookups" if finalist["decoding"].get("lookup") else words
 
 
 def _nothing(search: Search, table: pd.DataFrame) -> str:
