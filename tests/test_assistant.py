@@ -31,6 +31,11 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
+from layerskip.replay.chains import Chains
+from layerskip.replay.drafts import follow, look_up, replay
+from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.steps import steps_of
+from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
 from layerskip.timing.tables import analytic, cost_tables
 from layerskip.vocabulary import check_vocabularies
@@ -262,6 +267,75 @@ def test_check_passes_with_an_assistant() -> None:
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
     report = check(model, ids, None, assistant=Sublayers(other), max_new_tokens=12)
     assert report.passed
+
+
+# ---------------------------------------------------------------------------------------------
+# Replays.
+
+
+def traced(sample: bool, ended: bool) -> Trace:
+    ids, mask = prompts(model_of())
+    return take_trace(
+        model_of(),
+        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
+        max_new_tokens=40,
+        law=Law((), do_sample=sample, rows=1),
+        seeds=range(len(ids)),
+        eos=ENDS if ended else frozenset(),
+        draft_length=6,
+    )
+
+
+def check_simulations(drafts: Sequence[Draft], sample: bool, ended: bool) -> None:
+    """Simulated rounds are those of decoding, whatever the controller."""
+    trace = traced(sample, ended)
+    replays = [
+        look_up(trace, draft) if isinstance(draft, Lookup) else replay(trace, draft)
+        for draft in drafts
+    ]
+    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
+    made = (Fickle, lambda: Fickle(6), lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs))
+    for make in made:
+        run = decoded(drafts, make(), sample=sample, eos=ENDS if ended else frozenset())
+        real = [
+            SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
+            for r in run.played[1:]
+        ]
+        assert list(simulate(replays, make(), range(len(LENGTHS)))) == real
+
+
+def check_followed(draft: Draft, sample: bool) -> None:
+    """Followed, a draft agrees with its text as far as replayed whole."""
+    assert not isinstance(draft, Lookup)
+    trace = traced(sample, False)
+    whole, (some,) = replay(trace, draft), follow(trace, draft)
+    assert torch.equal(some.matches.cumprod(1), whole.matches.cumprod(1))
+    assert 0 < whole.survival[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("mixture", "sample", "ended"), covering(list(MIXTURES), [False, True], [False, True])
+)
+def test_simulated_rounds_are_those_of_decoding(mixture: str, sample: bool, ended: bool) -> None:
+    check_simulations(drafts_of(mixture), sample, ended)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_followed_assistant_is_one_replayed(sample: bool) -> None:
+    check_followed(drafts_of("assistant")[0], sample)
+
+
+def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
+    """The negative control: what it knows of the texts is what another model does."""
+    (draft,) = drafts_of("assistant")
+    assert isinstance(draft, Assistant)
+    (text, *_), trace = traced(False, False).texts, traced(False, False)
+    starts = [(text, text.prompt + i, 3) for i in range(9)]
+    chains = Chains(trace, draft, starts, 6, [None])
+    want = chains.run()[0].tokens
+    other = steps_of(trace, Assistant(Sublayers(second_of(noise=1.0))), follow=False)
+    chains.draft.texts = other.texts
+    assert not torch.equal(chains.run()[0].tokens, want)
 
 
 # ---------------------------------------------------------------------------------------------

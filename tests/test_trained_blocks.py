@@ -9,7 +9,16 @@ import pytest
 import torch
 from covering import covering
 from models import Erratic, Fickle
-from test_assistant import COSTS, ENDS, decoded, model_of, prompts, second_of
+from test_assistant import (
+    COSTS,
+    ENDS,
+    check_followed,
+    check_simulations,
+    decoded,
+    model_of,
+    prompts,
+    second_of,
+)
 from test_lookup import fits, texts_of
 from test_sampling import LEVEL, small_model
 
@@ -155,6 +164,20 @@ def test_texts_by_the_rejection_rule_follow_the_targets_law(kind: str, folder: P
     texts, stats = texts_of(skip)
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert fits(texts) > LEVEL
+
+
+@pytest.mark.parametrize(
+    ("mixture", "sample", "ended"), covering(list(MIXTURES), [False, True], [False, True])
+)
+def test_simulated_rounds_are_those_of_decoding(
+    mixture: str, sample: bool, ended: bool, folder: Path
+) -> None:
+    check_simulations(drafts_of(mixture, folder), sample, ended)
+
+
+@pytest.mark.parametrize(("kind", "sample"), covering(list(KINDS), [False, True]))
+def test_a_followed_module_is_one_replayed(kind: str, sample: bool, folder: Path) -> None:
+    check_followed(drafts_of(kind, folder)[0], sample)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.followers import Drafter
 from layerskip.decoding.laws import gumbel_noise
-from layerskip.model.sublayers import Pass
-from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
+from layerskip.replay.steps import steps_of
 from layerskip.replay.trace import Text, Trace
 
 Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
@@ -50,9 +50,10 @@ class Drafts(NamedTuple):
 
 
 class Chains:
-    """Drafts of one skip config that run on from given tokens, through the model together.
+    """Drafts that run on from given tokens, through the model together.
 
     Args:
+        draft: a skip config for the model's number of layers, or a `Drafter`.
         chains: C of them.
         steps: tokens that each drafts, J.
         vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
@@ -63,22 +64,17 @@ class Chains:
     def __init__(
         self,
         trace: Trace,
-        skip: SkipConfig,
+        draft: SkipConfig | Drafter,
         chains: Sequence[Chain],
         steps: int,
         vocabularies: Vocabularies,
         *,
         follow: bool = False,
     ) -> None:
-        self.trace, self.chains, self.steps = trace, chains, steps
+        self.trace, self.chains = trace, chains
         self.vocabularies, self.follow = vocabularies, follow
-        self.before: Tensor | None = None
-        layers = skip.shared_prefix() // 2  # whole ones, which the trace has been through
-        first = 2 * layers if follow else 0
-        model = trace.model
-        self.blocks = [*model.blocks[first : skip.shared_prefix()], *model.draft(skip)]
-        if follow and layers:
-            self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
+        self.draft = steps_of(trace, draft, follow=follow)
+        self.steps = min(steps, self.draft.longest or steps)
         facts = [
             (
                 text.number,
@@ -107,7 +103,6 @@ class Chains:
         ]
         if not all(shape):
             return drafts
-        self.rotary = self.trace.rotary(int(self.place.max()) + self.steps)
         groups = self._grouped(range(len(self.chains)), _GROUPS[0])
         vocabulary = self.trace.model.vocabulary
         together = max(1, min(_CHAINS, _LOGITS // vocabulary) // _GROUPS[0])
@@ -130,9 +125,8 @@ class Chains:
     ) -> list[int]:
         """Fill in the drafts of chains (B, G), so many steps of each; returns how many of each."""
         lengths, steps = list(lengths), max(lengths)
-        trace, model = self.trace, self.trace.model
-        texts, starts = self.text[layout[:, 0]], self.place[layout]  # (B,), (B, G)
-        cache = ChainCache(trace.cache, texts.to(model.device), starts.to(model.device), steps)
+        trace = self.trace
+        self.draft.begin(self.text[layout[:, 0]], self.place[layout], steps)
         begun = layout.flatten().unique()  # (A,)
         noise = None
         if trace.law.do_sample and not trace.rejection:
@@ -144,13 +138,8 @@ class Chains:
             flat = layout.flatten()  # (B G,)
             numbers = torch.searchsorted(begun, flat)  # (B G,) among those begun
             rows = torch.minimum(self.row[flat] + step, self.last_row[flat])  # (B G,)
-            cache.advance(step)
-            if self.before is None:
-                hidden = model.embed(fed[numbers, step].to(model.device).view(layout.shape))
-            else:
-                hidden = self.before[rows.to(model.device)].unflatten(0, layout.shape)  # (B, G, H)
-            raw = model.backend.run(hidden, Pass(model, cache, self.rotary), self.blocks)
-            raw = raw.flatten(0, 1)  # (B G, V)
+            tokens = fed[numbers, step].view(layout.shape)  # (B, G)
+            raw = self.draft.raw(step, tokens, rows.view(layout.shape)).flatten(0, 1)  # (B G, V)
             places = self.place[flat] + step + 1  # (B G,) of what is drawn
             at = _Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
             shared = None if noise is None else noise.at(step, numbers)
@@ -183,7 +172,7 @@ class Chains:
                     break
                 if int(alive.sum()) <= _REGROUP * layout.numel():
                     kept = begun[alive].tolist()
-                    layout, cache = self._regrouped(layout, kept, cache, steps, step + 1)
+                    layout = self._regrouped(layout, kept, steps, step + 1)
         return lengths
 
     def _histories(self, chains: Tensor, fed: Tensor) -> Histories:
@@ -236,17 +225,16 @@ class Chains:
         )
         return propose(trace.law, raw, histories, beside, target)
 
-    def _regrouped(
-        self, layout: Tensor, kept: Sequence[int], cache: ChainCache, steps: int, fed: int
-    ) -> tuple[Tensor, ChainCache]:
+    def _regrouped(self, layout: Tensor, kept: Sequence[int], steps: int, fed: int) -> Tensor:
         """The chains to be kept, in groups of a size that leaves few places empty."""
         groups = min((self._grouped(kept, size) for size in _GROUPS), key=_places_taken)
         if _places_taken(groups) > _REGROUP * layout.numel():
-            return layout, cache
+            return layout
         at = {chain: index for index, chain in enumerate(layout.flatten().tolist())}
-        chosen = torch.tensor([[at[chain] for chain in group] for group in groups])
-        chosen = chosen.to(cache.starts.device)
-        return torch.tensor(groups), cache.regrouped(chosen, steps, fed)
+        self.draft.regroup(
+            torch.tensor([[at[chain] for chain in group] for group in groups]), steps, fed
+        )
+        return torch.tensor(groups)
 
     def _grouped(self, chains: Sequence[int], size: int) -> list[list[int]]:
         """Groups of chains of one text, short ones filled up with their last."""

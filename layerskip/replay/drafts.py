@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.followers import Drafter
 from layerskip.decoding.lookup import Lookup
 from layerskip.replay.chains import Chain, Chains, Drafts, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
@@ -29,7 +30,7 @@ class Replay:
     controller would have kept of these drafts is for `simulation.py` to say.
 
     Attributes:
-        skip: whose sublayers drafted; None where drafts are looked up.
+        skip: whose sublayers drafted, or what it names; None of a `Lookup` and a `Drafter`.
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
@@ -38,6 +39,7 @@ class Replay:
             "margin" are told, (N, J) float32 each.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
         found: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
+        longest: how many tokens a draft has at most, where that is less than J.
     """
 
     trace: Trace
@@ -49,6 +51,7 @@ class Replay:
     margins: Tensor
     ends: Tensor
     found: Tensor | None = None
+    longest: int | None = None
 
     @property
     def draft_length(self) -> int:
@@ -64,14 +67,15 @@ class Replay:
 @torch.no_grad()
 def replay(
     trace: Trace,
-    skip: SkipConfig,
+    draft: SkipConfig | Drafter,
     draft_length: int | None = None,
     *,
     allowed: Tensor | None = None,
 ) -> Replay:
-    """Draft from every start of a trace with one skip config, as decoding would.
+    """Draft from every start of a trace with one draft, as decoding would.
 
     Args:
+        draft: a skip config, also of a trained module, or a second model as an `Assistant`.
         draft_length: tokens drafted from each start; the trace's by default.
         allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
 
@@ -79,18 +83,19 @@ def replay(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    skip, length = _checked(trace, skip, draft_length)
-    layer = _exit_layer(skip)
+    draft, length = _checked(trace, draft, draft_length)
+    layer = _exit_layer(draft)
     if layer is not None:
-        return _assembled(trace, skip, _exit(trace, skip, layer, length, allowed))
-    chains = Chains(trace, skip, _all_starts(trace), length, [allowed])
-    return _assembled(trace, skip, chains.run()[0])
+        assert isinstance(draft, SkipConfig)
+        return _assembled(trace, draft, _exit(trace, draft, layer, length, allowed), length)
+    chains = Chains(trace, draft, _all_starts(trace), length, [allowed])
+    return _assembled(trace, draft, chains.run()[0], length)
 
 
 @torch.no_grad()
 def follow(
     trace: Trace,
-    skip: SkipConfig,
+    draft: SkipConfig | Drafter,
     vocabularies: Vocabularies = (None,),
     draft_length: int | None = None,
     *,
@@ -115,9 +120,10 @@ def follow(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    skip, length = _checked(trace, skip, draft_length)
-    chains = Chains(trace, skip, _all_starts(trace), length, vocabularies, follow=True)
-    return [_followed(_assembled(trace, skip, each)) for each in chains.run(enough)]
+    draft, length = _checked(trace, draft, draft_length)
+    chains = Chains(trace, draft, _all_starts(trace), length, vocabularies, follow=True)
+    most = length if chains.steps < length and enough is None else 0
+    return [_followed(_assembled(trace, draft, each, most)) for each in chains.run(enough)]
 
 
 def look_up(trace: Trace, lookup: Lookup, draft_length: int | None = None) -> Replay:
@@ -145,9 +151,13 @@ def look_up(trace: Trace, lookup: Lookup, draft_length: int | None = None) -> Re
     return replace(played, found=torch.tensor([each.match for each in found]))
 
 
-def _checked(trace: Trace, skip: SkipConfig, draft_length: int | None) -> tuple[SkipConfig, int]:
-    """A skip config resolved for the trace's model, and the draft length asked for."""
-    return skip.resolve(trace.model.num_layers), _length(trace, draft_length)
+def _checked(
+    trace: Trace, draft: SkipConfig | Drafter, draft_length: int | None
+) -> tuple[SkipConfig | Drafter, int]:
+    """A draft, of a skip config resolved for the trace's model, and the draft length asked for."""
+    if isinstance(draft, SkipConfig):
+        draft = draft.resolve(trace.model.num_layers)
+    return draft, _length(trace, draft_length)
 
 
 def _length(trace: Trace, draft_length: int | None) -> int:
@@ -161,10 +171,12 @@ def _length(trace: Trace, draft_length: int | None) -> int:
     return length
 
 
-def _exit_layer(skip: SkipConfig) -> int | None:
+def _exit_layer(skip: SkipConfig | Drafter) -> int | None:
     """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
+    if not isinstance(skip, SkipConfig):
+        return None
     prefix = skip.shared_prefix()
-    if skip.low is not None:
+    if skip.low is not None or skip.trained is not None:
         return None
     return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
 
@@ -179,9 +191,16 @@ def _all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, skip: SkipConfig | None, drafts: Drafts) -> Replay:
-    """The replay of drafts (N, J) from every start."""
-    length = drafts.tokens.shape[1]
+def _assembled(
+    trace: Trace, draft: SkipConfig | Drafter | None, drafts: Drafts, longest: int = 0
+) -> Replay:
+    """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
+    most = drafts.tokens.shape[1]
+    length = max(most, longest)
+    if most < length:
+        rest = (0, length - most)
+        nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
+        drafts = Drafts(nothing, F.pad(drafts.confidences, rest), F.pad(drafts.margins, rest))
     slices, wanted, first = [], [], 0
     for text in trace.texts:
         slices.append(slice(first, first + text.starts))
@@ -191,8 +210,12 @@ def _assembled(trace: Trace, skip: SkipConfig | None, drafts: Drafts) -> Replay:
     own = torch.cat(wanted)  # (N, J)
     matches = (drafts.tokens == own) & (own != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
+    skip = draft if isinstance(draft, SkipConfig) else None
+    limit = most if most < length else None
     tokens, confidences, margins = drafts
-    return Replay(trace, skip, tuple(slices), tokens, matches, confidences, margins, ends)
+    return Replay(
+        trace, skip, tuple(slices), tokens, matches, confidences, margins, ends, longest=limit
+    )
 
 
 def astray(matches: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class _Draft:
         self.ends = replay.ends[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
         self.looked_up = replay.found is not None
+        self.longest = replay.longest
         if replay.found is not None:
             self.matches = replay.found[rows].tolist()
             ends = replay.ends[rows].long()  # (starts, J)
@@ -131,7 +132,8 @@ def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -
     """What a draft has to offer to the rows that are still going."""
     drafts = {number: row.drafts[source] for number, row in going.items()}
     if not all(draft.looked_up for draft in drafts.values()):
-        return Offer(allowed, None)
+        most = {n: draft.longest or allowed[n] for n, draft in drafts.items()}
+        return Offer({n: min(allowed[n], most[n]) for n in most}, None)
     starts = {number: row.start for number, row in going.items()}
     return Offer(
         {n: min(allowed[n], draft.lengths[starts[n]]) for n, draft in drafts.items()},

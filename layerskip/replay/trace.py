@@ -182,10 +182,10 @@ class Trace:
                 kind.append(torch.stack(tables).cpu())
         return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
 
-    def rotary(self, slots: int) -> Any:
-        """Angles of so many places, for drafts of any text."""
+    def rotary(self, slots: int, model: Sublayers) -> Any:
+        """Angles of so many places, for drafts of any text by a model."""
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
-        return self.model.rotary(slots, min(slots, max(ends)))
+        return model.rotary(slots, min(slots, max(ends)))
 
     def target_law(self, rows: Tensor, histories: Histories) -> Tensor:
         """Law of the token behind each of the P places so numbered, (N, V)."""
@@ -266,7 +266,7 @@ def take_trace(
             caches.append(opened.new_cache(1, len(tokens)))
             place = len(texts), tokens, len(prompt), emitted, key
             texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
-    cache = _joined(caches)
+    cache = joined(caches)
     trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
         raise ValueError("every text of the trace ends with its first token; give other prompts")
@@ -297,7 +297,7 @@ def _decode(
     return decoder.emitted
 
 
-def _joined(caches: list[RowCache]) -> RowCache:
+def joined(caches: list[RowCache]) -> RowCache:
     """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
     joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
     for layer in list(caches[0].keys):
