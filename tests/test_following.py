@@ -16,6 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.replay import chains as chains_module
+from layerskip.replay import steps as steps_module
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.simulation import count_rounds
@@ -194,7 +195,7 @@ def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(starts.numel())
             super().__init__(known, texts, starts, steps)
 
-    monkeypatch.setattr(chains_module, "ChainCache", Watched)
+    monkeypatch.setattr(steps_module, "ChainCache", Watched)
     monkeypatch.setattr(chains_module, "_LOGITS", 40 * 97)  # of 97 tokens: two groups of 16
     followed = followed_alone(traced("windows"), SKIPS["no prefix"])
     assert max(seen) == 32
