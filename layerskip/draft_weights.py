@@ -97,6 +97,17 @@ class Trained:
     base: str
     """`fingerprint` of the model they were trained for; they are of no use to another."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether the module drafts without any of the model's sublayers."""
+        return self.kind in ("feature-block", "heads")
+
+    @property
+    def words(self) -> str:
+        """What it is."""
+        named = {"exit-block": "a trained block", "feature-block": "a trained block over features"}
+        return named.get(self.kind, "trained heads" if self.alone else "healed")
+
     def __post_init__(self) -> None:
         if self.kind not in TRAINED:
             raise ValueError(f"kind must be one of {', '.join(TRAINED)}, got {shown(self.kind)}")

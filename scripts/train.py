@@ -1,5 +1,7 @@
 """Train one of the shipped models: knows their shapes, recipes and budgets; resumes by itself.
 
+demo-small is not shipped: a second model to draft for demo-llama, the classic way.
+
 python scripts/build_data.py --work runs/train
 python scripts/train.py demo-llama --work runs/train
 """
@@ -26,8 +28,8 @@ from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 TOKENS_PER_STEP = 4096
-STEPS = {"demo-llama": 1520, "demo-gemma2": 700}
-COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350}
+STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-small": 400}
+COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350, "demo-small": 200}
 # Further cycles of the learning rate: how long, from what factor.
 CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "demo-llama": ((400, 0.5), (80, 0.25), (40, 0.2))
@@ -64,7 +66,8 @@ def build_model(name: str) -> PreTrainedModel:
         )
         model = Gemma2ForCausalLM(config)
     else:
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=24, rope_theta=10000.0, **shape))
+        layers = 24 if name == "demo-llama" else 2
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, rope_theta=10000.0, **shape))
         with torch.no_grad():  # GPT-2's scaling of what writes to the residual stream
             for layer in model.model.layers:
                 for module in (layer.self_attn.o_proj, layer.mlp.down_proj):

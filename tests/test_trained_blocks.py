@@ -24,6 +24,8 @@ from test_sampling import LEVEL, small_model
 
 import layerskip
 from layerskip import Lookup, SkipConfig
+from layerskip.bench.methods import Engine, Task
+from layerskip.cli.options import describe_skip
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import trained as states
 from layerskip.decoding.assistant import Assistant
@@ -215,3 +217,19 @@ def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
     other = second_of()
     with pytest.raises(ValueError, match="belongs to a model with other weights"):
         decoded((skip_of("heads", folder).resolve(6),), Fixed(2), model=other)
+
+
+def test_they_are_told_of_in_words_and_records(folder: Path) -> None:
+    model = model_of()
+    wanted = {
+        "exit-block": ("exit 4, a trained block", 8, "early exit at 4), then a trained block"),
+        "feature-block": ("a trained block over features", 0, "a trained block over features"),
+        "heads": ("trained heads", 0, "trained heads"),
+    }
+    for kind, (label, kept, words) in wanted.items():
+        skip = skip_of(kind, folder)
+        told = Engine(model, Task(8), "self", skip).describe()
+        assert told["label"] == f"{label}, expected-gain"
+        assert told["num_kept"] == told["prefix"] == kept
+        assert SkipConfig.from_dict(told["skip"]) == skip
+        assert describe_skip(skip, 6).endswith(words)

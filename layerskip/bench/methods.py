@@ -171,14 +171,17 @@ class Engine:
             skip = self.skip.resolve(num_layers)
             labels.append(skip_label(self.skip, skip))
             vocabulary = skip.draft_vocabulary
-            own = {
+            own |= {
                 "skip": self.skip.to_dict(),
-                "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
-                "low": skip.to_dict().get("low"),
-                "num_kept": len(skip.kept()),
-                "prefix": skip.shared_prefix(),
                 "draft_vocabulary": vocabulary and len(vocabulary),
             }
+            if skip.trained is None or not skip.trained.alone:
+                own |= {
+                    "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
+                    "low": skip.to_dict().get("low"),
+                    "num_kept": len(skip.kept()),
+                    "prefix": skip.shared_prefix(),
+                }
         return {
             "name": self.name,
             "kind": self.kind,
@@ -374,6 +377,8 @@ def early_exit_peer(
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
     """A few words for a draft, as it was asked for and as it is for its model."""
+    if skip.trained is not None and skip.trained.alone:
+        return skip.trained.words
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
     if not resolved.skipped():
         label = "whole"
@@ -381,4 +386,5 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
         label = f"exit {skip.exit_layer}"
     low, vocabulary = resolved.low, skip.draft_vocabulary
     label += "" if low is None else f", {low.words(len(resolved.kept()))}"
+    label += "" if skip.trained is None else f", {skip.trained.words}"
     return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

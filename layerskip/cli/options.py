@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -271,6 +271,10 @@ def open_passes(
 
 
 def describe_skip(skip: SkipConfig, num_layers: int) -> str:
+    if skip.trained is not None and skip.trained.kind != "healed":
+        bare = replace(skip, trained=None)
+        before = "" if skip.trained.alone else f"{describe_skip(bare, num_layers)}, then "
+        return before + skip.trained.words
     kept, low = len(skip.kept(num_layers)), skip.resolve(num_layers).low
     words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:
