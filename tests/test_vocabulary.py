@@ -467,6 +467,8 @@ def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:
 
 
 def test_costs_are_those_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    # other work on the machine would let the second call measure again
+    monkeypatch.setattr("layerskip.timing.tables._CALLS", 1)
     opened = Sublayers(model_of("llama"))
     trimmed = opened.trimmed(SOME)
     ids = prompt(5)
