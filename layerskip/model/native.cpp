@@ -149,7 +149,9 @@ struct Matrix {
   int bits = 0;  // of a rounded one
   int64_t rounded_rows = 0, rounded_columns = 0;
   std::optional<Tensor> scales;  // (rows,) of 8 bits
+  std::optional<Tensor> inner, outer;  // what heals it: (rank, columns) and (rank, rows), bfloat16
 
+  int64_t rank() const { return inner ? inner->size(0) : 0; }
   int64_t rows() const { return bits ? rounded_rows : weight.size(0); }
   int64_t columns() const { return bits ? rounded_columns : weight.size(1); }
   int64_t row_bytes() const {
@@ -195,16 +197,24 @@ void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
           tensor.device(), "; open the model again");
 }
 
-// A matrix of numbers that `rounded.py` has packed.
+// A matrix of numbers that `rounded.py` has packed, and a delta, the product of outer and inner,
+// which is added to what the matrix gives.
 Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional<Tensor> bias,
-                      int bits, int64_t rows, int64_t columns) {
+                      int bits, int64_t rows, int64_t columns, std::optional<Tensor> inner,
+                      std::optional<Tensor> outer) {
   require(bits == 8 || bits == 4, "weights are rounded to 8 or 4 bits, not ", bits);
   const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
   const int64_t bytes = blocks * integers::BLOCK * integers::row_bytes(bits, columns);
   check<uint8_t>(packed, {bytes}, "packed numbers");
   require(scales.has_value() == (bits == 8), "rows have scales with 8 bits, and only then");
   if (scales) check<BFloat16>(*scales, {rows}, "the scales of rows");
-  return {packed, bias, bits, rows, columns, scales};
+  require(inner.has_value() == outer.has_value(), "a delta has two parts");
+  if (inner) {
+    const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
+    check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
+    check<BFloat16>(*outer, {rank, rows}, "the outer part of a delta");
+  }
+  return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
 
 template <typename S>
@@ -217,18 +227,53 @@ const S* numbers(const std::optional<Tensor>& tensor) {
   return tensor ? numbers<S>(*tensor) : nullptr;
 }
 
+// What a delta's inner part makes of inputs (n, columns): (n, rank).
+inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* out) {
+  const int64_t rank = matrix.rank(), columns = matrix.columns();
+  const BFloat16* inner = numbers<BFloat16>(matrix.inner);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t k = 0; k < rank; ++k) {
+      const BFloat16* row = inner + k * columns;
+      const float* given = x + t * columns;
+      Vec sums[2] = {Vec(0.0f), Vec(0.0f)};
+      int64_t i = 0;
+      for (; i + 2 * LANES <= columns; i += 2 * LANES)
+        for (int j = 0; j < 2; ++j)
+          sums[j] = at::vec::fmadd(widened(row + i + j * LANES), Vec::loadu(given + i + j * LANES),
+                                   sums[j]);
+      float total = sum(sums[0] + sums[1]);
+      for (; i < columns; ++i) total += static_cast<float>(row[i]) * given[i];
+      out[t * rank + k] = total;
+    }
+}
+
 // Some rows of the product with a rounded matrix, counted from its row `begin` on, of inputs that
-// were rounded for it; `weight` is where they lie, and `then` what is read after them.
+// were rounded for it; `weight` is where they lie, `small` what `shrink` has made of them, and `then`
+// what is read after them.
 template <typename S, typename O>
 void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
-                     void* inputs, int64_t tokens, const uint8_t* then, O* out, int64_t stride) {
+                     void* inputs, const float* small, int64_t tokens, const uint8_t* then, O* out,
+                     int64_t stride) {
   const BFloat16* scales = numbers<BFloat16>(matrix.scales);
   const S* bias = numbers<S>(matrix.bias);
+  const BFloat16* outer = numbers<BFloat16>(matrix.outer);
+  const int64_t rank = matrix.rank();
   const auto write = [&](int64_t t, int64_t row, const float* sums) {
     const int64_t here = std::min(integers::BLOCK, mine.last - row);
+    float healed[integers::BLOCK] = {};
+    for (int64_t k = 0; k < rank; ++k) {
+      const BFloat16* column = outer + k * matrix.rows() + begin + row;
+      const float by = small[t * rank + k];
+      if (here == integers::BLOCK) {
+        for (int64_t i = 0; i < integers::BLOCK; i += LANES)
+          at::vec::fmadd(Vec(by), widened(column + i), Vec::loadu(healed + i)).store(healed + i);
+      } else {
+        for (int64_t i = 0; i < here; ++i) healed[i] += by * static_cast<float>(column[i]);
+      }
+    }
     for (int64_t i = 0; i < here; ++i) {
       const int64_t at = begin + row + i;
-      float value = scales ? sums[i] * static_cast<float>(scales[at]) : sums[i];
+      float value = (scales ? sums[i] * static_cast<float>(scales[at]) : sums[i]) + healed[i];
       if (bias) value += static_cast<float>(bias[at]);
       out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
     }
@@ -248,13 +293,15 @@ Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   std::vector<int64_t> shape = given.sizes().vec();
   shape.back() = rows;
   const Tensor out = at::empty(shape, given.options());
+  std::vector<float> small(tokens * matrix.rank());
+  shrink(matrix, numbers<float>(x), tokens, small.data());
   const uint8_t* base = numbers<uint8_t>(matrix.weight);
   const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
   at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
     const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};
     const uint8_t* weight = base + mine.first * matrix.row_bytes();
     const uint8_t* then = weight + (last - first) * integers::BLOCK * matrix.row_bytes();
-    rounded_product<S>(matrix, 0, mine, weight, room.data_ptr(), tokens, then,
+    rounded_product<S>(matrix, 0, mine, weight, room.data_ptr(), small.data(), tokens, then,
                        static_cast<S*>(out.data_ptr()), rows);
   });
   return out;
@@ -519,6 +566,8 @@ class Pass {
     float *hidden, *normed;  // (n, H) each: every thread's own copy
     float* scores;           // (QUERIES, reach)
     float* packed;           // inputs of a product
+    const float* taken = nullptr;  // the same as they were
+    std::vector<float> small;      // what a delta's inner part makes of them
     size_t done = 0;         // products
 
     void meet() const { meeting.wait(of); }
@@ -618,6 +667,7 @@ class Pass {
   // Make x (n, columns) the inputs of the products that are next in `pieces_`.
   void take(Worker& me, const float* x) const {
     const Matrix& matrix = *pieces_[me.done].matrix;
+    me.taken = x;
     if (matrix.bits) {
       integers::round_inputs(matrix.bits, x, matrix.columns(), tokens_, me.packed);
     } else {
@@ -644,7 +694,12 @@ class Pass {
               reinterpret_cast<const S*>(then));
       return;
     }
-    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, tokens_, then, out, stride);
+    if (matrix.rank()) {
+      me.small.resize(tokens_ * matrix.rank());
+      shrink(matrix, me.taken, tokens_, me.small.data());
+    }
+    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(), tokens_, then,
+                       out, stride);
   }
 
   void work(Worker& me) {
@@ -841,7 +896,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
-           py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"));
+           py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
+           py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt);
   py::class_<Norm>(module, "Norm")
       .def(py::init<Tensor, double, bool>(), py::arg("weight"), py::arg("epsilon"),
            py::arg("one_plus"));

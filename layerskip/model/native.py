@@ -25,7 +25,7 @@ from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
-from layerskip.model.healed import Deltas, healed
+from layerskip.model.healed import Deltas
 from layerskip.model.lean import Lean, Place
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
@@ -141,8 +141,8 @@ class Native(Lean):
         """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
 
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            matrix = self._rounded(weight, bias, bits)
-            widened = super(Native, self)._low_linear(bits)
+            matrix = self._rounded(weight, bias, bits, deltas)
+            widened = super(Native, self)._low_linear(bits, deltas)
             wide = self.extension.wide_products
 
             def apply(x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Native(Lean):
                     return widened(weight, bias)(x)
                 return wide(matrix, x)  # type: ignore[no-any-return]
 
-            return healed(apply, None if deltas is None else deltas.get(id(weight)))
+            return apply
 
         return linear
 
@@ -271,13 +271,19 @@ class Native(Lean):
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
 
-    def _low(self, module: nn.Linear | TrimmedHead, bits: int) -> Any:
-        return self._rounded(module.weight, module.bias, bits)
+    def _low(self, module: nn.Linear | TrimmedHead, bits: int, deltas: Deltas | None = None) -> Any:
+        return self._rounded(module.weight, module.bias, bits, deltas)
 
-    def _rounded(self, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
+    def _rounded(
+        self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
+    ) -> Any:
         copy = self.copies.of(weight, bits, packed=True)
+        delta = None if deltas is None else deltas.get(id(weight))
+        inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
-        how = {"bits": bits, "rows": rows, "columns": columns}
+        how: dict[str, Any] = {"bits": bits, "rows": rows, "columns": columns}
+        if inner is not None and outer is not None:
+            how |= {"inner": inner.bfloat16(), "outer": outer.bfloat16().T.contiguous()}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
 
 
