@@ -523,7 +523,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
 
 def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
-    for command in ("demo", "generate", "check", "benchmark", "report", "env"):
+    for command in ("demo", "generate", "train", "check", "benchmark", "report", "env"):
         assert command in run("--help").stdout
         text = run(command, "--help", columns=60).stdout
         assert "--json" in text

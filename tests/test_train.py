@@ -8,18 +8,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import VOCABULARY, lively_model
+from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from layerskip import LowPrecision, SkipConfig
-from layerskip.model.sublayers import Sublayers
+from layerskip.cli.main import app
+from layerskip.costs.speculation import CostTable
+from layerskip.generation import generate
+from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
-from layerskip.training import data, features
+from layerskip.training import data, features, judging
 from layerskip.training.drafts import Recipe, Training, frozen, schedule
 from layerskip.training.healing import Healing
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
@@ -222,14 +229,8 @@ def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
         assert hidden.requires_grad
     assert all(parameter.requires_grad for parameter in model.parameters())
 
-    from layerskip.model.trained import save_trained
-
     trained = save_trained(tmp_path / "draft.safetensors", module.weights(), "healed", model)
     opened = Sublayers(model, "fused")
-    from dataclasses import replace
-
-    from layerskip.model.sublayers import Pass
-
     cache = opened.new_cache(2, 3)
     cache.place([0, 0], 3)
     step = Pass(opened, cache, opened.rotary(3, 3))
@@ -256,8 +257,6 @@ def held_out_overlap(model: Any, skip: SkipConfig, ids: Tensor, found: dict[str,
 def test_training_raises_the_overlap_on_texts_it_has_not_seen(
     rate: float, rises: bool, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     model = lively_model("llama", dtype=torch.float32)
     held = source(model)._continued([[1]] * 16, 99)
     ids = features.windows(held, 16)
@@ -290,6 +289,48 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_verdict_is_the_clocks(
+    faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 2
+    monkeypatch.setattr(judging, "cost_tables", lambda *_: costs)
+    monkeypatch.setattr(judging, "TIMED", 1)
+    monkeypatch.setattr(judging, "REPEATS", 1)
+    timed = judging._clock
+
+    def clock(*args: Any) -> dict[str, Any]:
+        found = timed(*args)
+        found["trained"]["speedup"] = 1.3 if faster else 0.9
+        found["before"]["speedup"] = 1.1
+        return found
+
+    monkeypatch.setattr(judging, "_clock", clock)
+    made = training(tmp_path, model)
+    skip = made.run()
+    record = judging.judge(Sublayers(model, "fused"), made, skip)
+    assert record["pays"] == faster
+    assert record == judging.read_record(tmp_path)
+    of = record["drafts"]["trained"]
+    assert of["formula"] == max(
+        (1 + sum(of["coupled"][:n])) / (0.3 * n + costs[0].verify_cost(n + 1)) for n in range(1, 5)
+    )
+    written = SkipConfig.load(tmp_path / "skip.json")
+    assert written.decoding is not None
+    # nothing else drafts in lean passes, so that there is nothing to go back to but plain decoding
+    assert (written.trained, written.decoding.enabled) == (
+        (skip.trained, None) if faster else (None, False)
+    )
+    ids = torch.tensor([[5, 9, 3, 44]])
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "top_k": 0}
+    plain = generate(model, ids, enabled=False, execution="fused", **how).sequences
+    assert torch.equal(
+        generate(model, ids, skip=tmp_path / "skip.json", execution="fused", **how).sequences, plain
+    )
+    assert not (tmp_path / "work" / "features").exists()
+
+
 # ---------------------------------------------------------------------------------------------
 # What is refused.
 
@@ -317,3 +358,29 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="GB are free; free some"):
         training(tmp_path / "a", model).run()
     assert json.loads((tmp_path / "a" / "work" / "recipe.json").read_text())["loss"] == "lk"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompts", "a", "--texts", "b"], "give --prompts or --texts, not both"),
+        (["--prompts", "empty.txt"], "prompts empty.txt are empty"),
+        (["--output", "empty.txt"], "--output empty.txt is a file; give a folder"),
+        (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made"),
+        (["--tokens", "0"], "x>=1"),
+        (["--minutes", "-1"], "minutes must be positive and finite, got -1"),
+        (["--skip", "exit.json"], "what is healed is what a draft rounds"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    SkipConfig.early_exit(3).save(tmp_path / "exit.json")
+    command = ["train", "demo-llama", *([] if "--output" in flags else ["--output", "out"]), *flags]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()[-1:]) == 1
+    assert "Traceback" not in done.stderr

@@ -83,7 +83,7 @@ def train(
 
     from layerskip.training.data import Source
     from layerskip.training.drafts import FOUR_BITS, Recipe, Training
-    from layerskip.training.judging import judge
+    from layerskip.training.judging import judge, read_record
 
     recipe = Recipe(
         kind=draft,
@@ -112,8 +112,12 @@ def train(
             progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
             say=talk.say,
         )
-        result = training.run()
-        record = judge(opened, training, result, progress=talk.progress, say=talk.say)
+        known = read_record(output)
+        if known is not None:
+            talk.say(f"this training is finished; {output / 'train.json'} says what came of it")
+        record = known or judge(
+            opened, training, training.run(), progress=talk.progress, say=talk.say
+        )
     talk.progress("")
     print(_table(record))
     if as_json:

@@ -174,6 +174,11 @@ class Training:
         self._features(ids)
         return self._train(ids, texts)
 
+    def clear(self) -> None:
+        """Remove what only training needs; texts and times stay."""
+        shutil.rmtree(self.work / "features", ignore_errors=True)
+        (self.work / "checkpoint.pt").unlink(missing_ok=True)
+
     def _texts(self) -> None:
         recipe, folder = self.recipe, self.work / "texts"
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)

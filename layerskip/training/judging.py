@@ -38,9 +38,9 @@ from layerskip.served import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.drafts import Progress, Training
 
-PROMPTS, NEW_TOKENS = 16, 64
+PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
-DEEPEST = 6
+DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
 
@@ -52,13 +52,12 @@ def judge(
     progress: Callable[[str], None] = lambda _text: None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> dict[str, Any]:
-    """Judge a trained draft, write `skip.json` and `train.json`, and clear the working files.
+    """Judge a trained draft, write `skip.json` and `train.json`; what was large is cleared away.
 
     Returns:
         The record in `train.json`.
     """
     recipe, folder = training.recipe, training.folder
-    known = folder / "train.json"
     held = training.source.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base = replace(recipe.skip, num_layers=None)
@@ -81,13 +80,13 @@ def judge(
     timed = _clock(opened, prompts, drafts, recipe, lambda what, _: progress(what))
     best = max(timed, key=lambda name: timed[name]["speedup"], default=None)
     pays = best == TRAINED and timed[TRAINED]["speedup"] > 1
+    usually = best is not None and timed[best]["speedup"] > 1 and usual is not None
     chosen = skip if pays else usual or SkipConfig()
-    paid = best is not None and timed[best]["speedup"] > 1
     written = replace(
         chosen,
         model=getattr(opened.model, "name_or_path", None) or None,
         model_hash=fingerprint(opened.model),
-        decoding=DecodingOptions(lookup=True, enabled=None if paid else False),
+        decoding=DecodingOptions(lookup=True, enabled=None if pays or usually else False),
         notes={"trained": {"pays": pays, "timed": timed}},
     )
     record = {
@@ -106,7 +105,8 @@ def judge(
     }
     check_record(record)
     written.save(folder / "skip.json")
-    write_text(known, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_text(folder / "train.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+    training.clear()
     say(_verdict(timed, pays))
     return record
 
