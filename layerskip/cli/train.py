@@ -81,6 +81,8 @@ def train(
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
 
+    import torch
+
     from layerskip.training.data import Source
     from layerskip.training.drafts import FOUR_BITS, Recipe, Training
     from layerskip.training.judging import judge, read_record
@@ -102,7 +104,7 @@ def train(
         temperature=temperature,
         seed=seed,
     )
-    with open_passes(loaded, loading, talk, threads=os.cpu_count()) as opened:
+    with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
         training = Training(
             loaded.model,
             source,
