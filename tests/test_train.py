@@ -367,7 +367,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (["--prompts", "empty.txt"], "prompts empty.txt are empty"),
         (["--output", "empty.txt"], "--output empty.txt is a file; give a folder"),
         (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made"),
-        (["--tokens", "0"], "x>=1"),
+        (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "minutes must be positive and finite, got -1"),
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
     ],
@@ -381,6 +381,5 @@ def test_the_command_refuses_in_one_line(
     command = ["train", "demo-llama", *([] if "--output" in flags else ["--output", "out"]), *flags]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()[-1:]) == 1
-    assert "Traceback" not in done.stderr
+    assert message in done.stderr.splitlines()[-1]  # behind what loading says
+    assert done.stderr.count("layerskip: error: ") == 1
