@@ -298,7 +298,12 @@ def test_a_winner_in_words(tmp_path):
 @pytest.mark.parametrize(
     ("skipped", "rounded", "lookup", "words"),
     [
-        ([], range(12), True, "runs all 24 sublayers of tiny in 8 bits, joined by lookups (sampled"),
+        (
+            [],
+            range(12),
+            True,
+            "runs all 24 sublayers of tiny in 8 bits, joined by lookups (sampled",
+        ),
         ([], range(11), False, "runs 22 of 24 sublayers of tiny in 8 bits (sampled"),
         ([3], range(11), False, "leaves out 2 of 24 sublayers of tiny and runs 22 in 8 bits (sa"),
     ],

@@ -140,6 +140,19 @@ def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
     assert off < 0.2 * (sick - healthy).abs().max()
 
 
+@torch.no_grad()
+def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompt(5)
+    skip = healed(model, tmp_path)
+    assert skip.trained is not None
+    beside = replace(skip, trained=replace(skip.trained, kind="heads", weights="not there"))
+    got, want = (
+        logits(Sublayers(model, "fused"), each, ids)
+        for each in (beside, replace(skip, trained=None))
+    )
+    assert torch.equal(got, want)
+
+
 def damaged(path: Path, how: str) -> None:
     data = path.read_bytes()
     if how == "missing":

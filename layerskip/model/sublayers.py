@@ -219,7 +219,9 @@ class Sublayers(Architecture):
         assert skip.low is not None
         bits = skip.low.bits if sublayer is not None else skip.low.head_bits
         assert bits is not None
-        healing = None if sublayer is None else skip.trained
+        healing = skip.trained if sublayer is not None else None
+        if healing is not None and healing.kind != "healed":
+            healing = None  # modules beside rounded sublayers
         key = (sublayer, bits, None if healing is None else healing.hash)
         block = self._low.get(key)
         if block is None:
