@@ -23,6 +23,7 @@ from layerskip import LowPrecision, SkipConfig
 from layerskip.cli.main import app
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, open_block
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
@@ -32,6 +33,7 @@ from layerskip.training.healing import Healing
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
 
 BITS = SkipConfig(attention=(2,), low=LowPrecision(bits=4, head=8))
+BLOCKS = ("exit-block", "feature-block", "heads")
 HOW: dict[str, Any] = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
 
 
@@ -148,24 +150,34 @@ def stop_at(words: str, share: float) -> Callable[[str, float], None]:
     return progress
 
 
-@pytest.mark.parametrize(("stage", "share"), [("texts", 0.3), ("features", 0.3), ("training", 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "stage", "share"),
+    [
+        ("healed", "texts", 0.3),
+        ("healed", "features", 0.3),
+        ("healed", "training", 0.5),
+        ("exit-block", "features", 0.3),
+        *((kind, "training", 0.5) for kind in BLOCKS),
+    ],
+)
 def test_a_second_start_goes_on_where_the_first_was(
-    stage: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, stage: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training(tmp_path / "whole").run()
+    how: dict[str, Any] = {"kind": kind, "skip": BITS if kind == "healed" else None}
+    training(tmp_path / "whole", **how).run()
     monkeypatch.setattr("layerskip.training.drafts.SAVE_SECONDS", 0.0)
     with pytest.raises(Stopped):
-        training(tmp_path / "parts", progress=stop_at(stage, share)).run()
+        training(tmp_path / "parts", progress=stop_at(stage, share), **how).run()
     assert not (tmp_path / "parts" / "draft.safetensors").exists()
     told: list[str] = []
-    again = training(tmp_path / "parts", progress=lambda what, _: told.append(what))
+    again = training(tmp_path / "parts", progress=lambda what, _: told.append(what), **how)
     skip = again.run()
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
     assert skip.trained is not None
     steps = sum(what.startswith("training") for what in told)
     assert (steps < 20) == (stage == "training")  # what was done is not done again
     assert again.trained_tokens == 640
-    once_more = training(tmp_path / "parts")
+    once_more = training(tmp_path / "parts", **how)
     assert once_more.run() == skip
     assert once_more.trained_tokens == 640
 
@@ -203,17 +215,25 @@ def test_features_are_the_targets_own_states(tmp_path: Path) -> None:
     opened = Sublayers(model, "fused")
     ids = features.windows([list(range(2, 90)), [5] * 57], 16)
     assert ids.shape == (9, 16)
-    done = list(features.compute(opened, ids, tmp_path, rows=2))
-    assert done == [8, 9]
-    got = features.states_of(tmp_path, [8, 0, 3])
-    with torch.no_grad():
-        want = features.run(opened, ids[[8, 0, 3]])
-        sizes = want.abs().amax(-1, keepdim=True)
-        assert ((got - want).abs() <= 2**-10 * sizes).all()
-        whole = model(ids[[8]]).logits
-        torch.testing.assert_close(opened.logits(want[:1]), whole, rtol=1e-4, atol=1e-4)
-    nbytes = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert 0 <= nbytes - features.nbytes(opened, ids.numel()) < 1000 * len(done)
+    for tap in (None, 4):
+        folder = tmp_path / f"behind {tap}"
+        done = list(features.compute(opened, ids, folder, tap=tap, rows=2))
+        assert done == [8, 9]
+        some = ids[[8, 0, 3]]
+        with torch.no_grad():
+            whole = model(some, output_hidden_states=True)
+            exact = features.run(opened, some, tap)
+            assert len(exact) == (1 if tap is None else 2)
+            for name, want in exact.items():
+                got = features.states_of(folder, [8, 0, 3], name)
+                sizes = want.abs().amax(-1, keepdim=True)
+                assert ((got - want).abs() <= 2**-10 * sizes).all()
+                if name == features.TAPPED:
+                    torch.testing.assert_close(want, whole.hidden_states[2], rtol=1e-4, atol=1e-4)
+            logits = opened.logits(exact[features.LAST])
+            torch.testing.assert_close(logits, whole.logits, rtol=1e-4, atol=1e-4)
+        nbytes = sum(file.stat().st_size for file in folder.iterdir())
+        assert 0 <= nbytes - features.nbytes(opened, ids.numel(), tap) < 1000 * len(done)
 
 
 def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
@@ -249,7 +269,7 @@ def held_out_overlap(model: Any, skip: SkipConfig, ids: Tensor, found: dict[str,
             name = key.replace("/", ".")
             module.inner[key].copy_(found[f"{name}.a"])
             module.outer[key].copy_(found[f"{name}.b"])
-        target = opened.logits(features.run(opened, ids))
+        target = opened.logits(features.run(opened, ids)[features.LAST])
         return float(overlap(opened.logits(module(ids)), target, 0.8).mean())
 
 
@@ -271,6 +291,62 @@ def test_training_raises_the_overlap_on_texts_it_has_not_seen(
         assert made["trained"] == made["untrained"]
 
 
+def overlap_by_depth(model: Any, skip: SkipConfig, ids: Tensor) -> list[float]:
+    """Of a written block, one token after another, by the states that decoding feeds it with."""
+    opened = Sublayers(model, "modules")
+    assert skip.trained is not None
+    block: Any = open_block(opened, skip.trained)
+    tap = skip.shared_prefix(6) if skip.trained.kind == "exit-block" else None
+    with torch.no_grad():
+        states = features.run(opened, ids, tap)
+        target = opened.logits(states[features.LAST])
+        if tap is not None:
+            made = [block(states[features.TAPPED])]
+        else:
+            before, embedded = torch.zeros_like(states[features.LAST]), opened.embed(ids)
+            before[:, 1:] = states[features.LAST][:, :-1]
+            made = [block(before, embedded)]
+            if skip.trained.kind == "heads":
+                made = [made[0][:, : ids.shape[1] - k, k] for k in range(4)]
+            else:
+                ahead = torch.zeros_like(before)
+                ahead[:, 1:] = made[0][:, :-1]
+                made.append(block(ahead, embedded))
+        return [
+            float(overlap(opened.logits(hidden), target[:, -hidden.shape[1] :], 0.8).mean())
+            for hidden in made
+        ]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_trained_blocks_draft_better_and_leave_the_text(kind: str, tmp_path: Path) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    held = source(model)._continued([[1]] * 16, 99)
+    ids = features.windows(held, 16)
+    made = {}
+    for name, how in (("untrained", 0.0), ("trained", 3e-3)):
+        told = {"kind": kind, "skip": None, "tokens": 4000 if how else 64, "rate": how}
+        skip = training(tmp_path / name, model, **told).run()
+        skip.save(tmp_path / name / "skip.json")
+        made[name] = overlap_by_depth(model, skip, ids)
+    gains = [after - before for before, after in zip(*made.values(), strict=True)]
+    assert gains[0] > 0.02
+    assert min(gains) > 0.005  # what is further on depends on tokens that are not seen
+    # what has not learnt anything is what it began with
+    opened, found = Sublayers(model), load_file(tmp_path / "untrained" / "draft.safetensors")
+    begin: Any = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "heads": Heads}[kind]
+    for name, weight in begin(opened).state_dict().items():
+        assert torch.equal(found[name], weight.half())
+    prompt, how = torch.tensor([[5, 9, 3, 44]]), {"max_new_tokens": 24, "seed": 1, "top_k": 0}
+    for sample in (False, True):
+        told = {"do_sample": sample, "execution": "fused", **how}
+        plain = generate(model, prompt, enabled=False, **told).sequences
+        skip_file = tmp_path / "trained" / "skip.json"
+        got = generate(model, prompt, skip=skip_file, controller="fixed", **told)
+        assert torch.equal(got.sequences, plain)
+        assert got.stats.num_accepted_tokens > 0
+
+
 def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     model = lively_model("llama", dtype=torch.float32)
     given = source(model)
@@ -289,13 +365,15 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
 
-@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "faster"), [("healed", True), ("healed", False), *((kind, True) for kind in BLOCKS)]
+)
 def test_the_verdict_is_the_clocks(
-    faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = lively_model("llama", dtype=torch.float32)
     costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 2
-    monkeypatch.setattr(judging, "cost_tables", lambda *_: costs)
+    monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
     monkeypatch.setattr(judging, "TIMED", 1)
     monkeypatch.setattr(judging, "REPEATS", 1)
     timed = judging._clock
@@ -307,14 +385,19 @@ def test_the_verdict_is_the_clocks(
         return found
 
     monkeypatch.setattr(judging, "_clock", clock)
-    made = training(tmp_path, model)
+    made = training(tmp_path, model, kind=kind, skip=BITS if kind == "healed" else None)
     skip = made.run()
     record = judging.judge(Sublayers(model, "fused"), made, skip)
     assert record["pays"] == faster
     assert record == judging.read_record(tmp_path)
+    assert ("untrained" in record["drafts"]) == (kind in ("healed", "exit-block"))
     of = record["drafts"]["trained"]
-    assert of["formula"] == max(
-        (1 + sum(of["coupled"][:n])) / (0.3 * n + costs[0].verify_cost(n + 1)) for n in range(1, 5)
+    assert of["bytes"] > 0
+    assert (
+        of["formula"]
+        == max(  # drafting nothing is one way, too
+            (1 + sum(of["coupled"][:n])) / (0.3 * n + costs[0].verify_cost(n + 1)) for n in range(5)
+        )
     )
     written = SkipConfig.load(tmp_path / "skip.json")
     assert written.decoding is not None
@@ -345,8 +428,16 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         Recipe()
     with pytest.raises(ValueError, match=r"loss must be one of lk, kl, tvd\+\+, ce, got 'mse'"):
         Recipe(loss="mse", tokens=1)
-    with pytest.raises(ValueError, match="this one rounds nothing"):
-        Recipe(skip=SkipConfig(mlp=(1,)), tokens=1)
+    for kind, skip, message in (
+        ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
+        ("exit-block", SkipConfig(mlp=(1,)), "an exit block stands behind an early exit"),
+        ("exit-block", SkipConfig(), "an exit block stands behind an early exit"),
+        ("exit-block", SkipConfig.early_exit(6), "exit_layer must be in 1..5"),
+        ("heads", SkipConfig.early_exit(3), "of kind heads runs none of the model's layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training(tmp_path / "none", model, kind=kind, skip=skip)
+    assert not (tmp_path / "none").exists()
     few = Recipe(**HOW, tokens=640)
     with pytest.raises(ValueError, match="fewer than a step takes"):
         Training(model, source(model, prompts=None, texts=prompts(2)), few, tmp_path / "few").run()
@@ -370,6 +461,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "minutes must be positive and finite, got -1"),
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
+        (["--skip", "exit.json", "--draft", "heads"], "--skip names a draft to heal; leave it out"),
+        (["--exit-layer", "2"], "--exit-layer is of --draft exit-block; leave it out with healed"),
+        (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],
 )
 def test_the_command_refuses_in_one_line(

@@ -42,10 +42,22 @@ def train(
     texts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Texts to train on as they are.")
     ] = None,
-    draft: Annotated[Literal["healed"], typer.Option(help="What is trained.")] = "healed",
+    draft: Annotated[
+        Literal["healed", "exit-block", "feature-block", "heads"],
+        typer.Option(
+            help="What is trained: what corrects low precision, a layer behind an early exit, one "
+            "over the last hidden state and the token, or four tokens' heads over those."
+        ),
+    ] = "healed",
     skip: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="The draft to heal.  [default: all in 4 bits, head 8]"),
+    ] = None,
+    exit_layer: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="E", help="Layers before an exit block.  [default: a quarter of them]"
+        ),
     ] = None,
     loss: Annotated[
         Literal["lk", "kl", "tvd++", "ce"], typer.Option(help="What training lowers.")
@@ -72,9 +84,15 @@ def train(
     """
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
+    if skip is not None and draft != "healed":
+        raise ValueError(f"--skip names a draft to heal; leave it out with --draft {draft}")
+    if exit_layer is not None and draft != "exit-block":
+        raise ValueError(f"--exit-layer is of --draft exit-block; leave it out with {draft}")
     given = None if prompts is None else read_given(prompts)
     whole = None if texts is None else read_given(texts)
     base = None if skip is None else SkipConfig.load(skip).bare()
+    if exit_layer is not None:
+        base = SkipConfig.early_exit(exit_layer)
     if tokens is None and minutes is None:
         minutes = MINUTES
     _writable(output)
@@ -84,13 +102,13 @@ def train(
     import torch
 
     from layerskip.training.data import Source
-    from layerskip.training.drafts import FOUR_BITS, Recipe, Training
+    from layerskip.training.drafts import Recipe, Training
     from layerskip.training.judging import judge, read_record
 
     recipe = Recipe(
         kind=draft,
         loss=loss,
-        skip=base or FOUR_BITS,
+        skip=base,
         tokens=tokens,
         minutes=minutes,
         seed=seed,

@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
-from layerskip.model.backend import softcap
-from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features
-from layerskip.training.healing import RANK, Healing
+from layerskip.training.healing import RANK
+from layerskip.training.laws import Laws, Student
 from layerskip.training.loop import train
 from layerskip.training.losses import LOSSES
+from layerskip.training.students import KINDS, RATES, skip_for, student_of
 from layerskip.vocabulary import ranked
 
 Progress = Callable[[str, float], None]
@@ -42,8 +41,6 @@ SAVE_SECONDS = 60.0
 WARM_UP = 20
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
-KINDS = ("healed",)
-FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +48,12 @@ class Recipe:
     """What is trained, on how much, and how.
 
     Attributes:
-        skip: the draft to heal; by default the whole model in 4 bits and its head in 8.
+        skip: what the draft runs of the model: the draft to heal, or the exit that an exit block
+            stands behind; by default what `skip_for` says.
         tokens: to train on, over all passes; None: as many as `minutes` allow.
         minutes: of texts, features, training and judging together.
         vocabulary: how many of the target's most frequent tokens the loss looks at.
+        rate: of learning, at most; by default the kind's own.
         window: tokens of a sequence; `rows` of them are a step.
 
     Raises:
@@ -63,12 +62,12 @@ class Recipe:
 
     kind: str = "healed"
     loss: str = "lk"
-    skip: SkipConfig = FOUR_BITS
+    skip: SkipConfig | None = None
     tokens: int | None = None
     minutes: float | None = None
     seed: int = 0
     temperature: float = 0.8
-    rate: float = 1e-3
+    rate: float | None = None
     rank: int = RANK
     vocabulary: int = 8192
     window: int = 256
@@ -84,16 +83,15 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        if not 0 <= self.rate < math.inf:
+        if self.rate is not None and not 0 <= self.rate < math.inf:
             raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
         if self.tokens is None and self.minutes is None:
             raise ValueError("say how long to train: tokens or minutes")
-        if self.skip.low is None:
-            raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": self.skip.to_dict()}
+        skip = None if self.skip is None else self.skip.to_dict()
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": skip}
 
 
 class Training:
@@ -103,8 +101,12 @@ class Training:
         model: a causal language model; its weights stay as they are.
         folder: of what is made; there already, and empty or of the same training.
 
+    Attributes:
+        skip: what the draft runs of the model, resolved.
+        tap: behind how many sublayers it reads states, if anywhere before the last.
+
     Raises:
-        ValueError: the folder holds another training.
+        ValueError: the folder holds another training, or the recipe's skip is none for its kind.
     """
 
     def __init__(
@@ -119,7 +121,10 @@ class Training:
         say: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.opened = Sublayers(model, execution)
-        self.recipe = replace(recipe, skip=recipe.skip.resolve(self.opened.num_layers))
+        self.skip = skip_for(recipe.kind, recipe.skip, self.opened.num_layers)
+        rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
+        self.recipe = replace(recipe, skip=self.skip, rate=rate)
+        self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None
         self.source, self.folder, self.work = source, folder, folder / "work"
         self.progress, self.say = progress, say
         self.work.mkdir(parents=True, exist_ok=True)
@@ -198,9 +203,9 @@ class Training:
         folder = self.work / "features"
         tokens = ids.numel()
         there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        self._need(features.nbytes(self.opened, tokens) - there, "features")
+        self._need(features.nbytes(self.opened, tokens, self.tap) - there, "features")
         with self._timed("features") as note:
-            for done in features.compute(self.opened, ids, folder):
+            for done in features.compute(self.opened, ids, folder, tap=self.tap):
                 note()
                 self.progress(
                     f"features: {done * ids.shape[1]:,} of {tokens:,} tokens", done / len(ids)
@@ -225,20 +230,21 @@ class Training:
             spent = self.seconds["texts"] + self.seconds["features"]
             budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - spent)
         steps = math.ceil((recipe.tokens or 1 << 50) / ids[0].numel() / rows)
-        frequent = self._frequent(texts)
-        head = _Head(self.opened, frequent)
+        laws = Laws(self.opened, self._frequent(texts), recipe.loss, recipe.temperature)
         with frozen(model):
-            module = Healing(
-                Sublayers(model, "modules"),
-                recipe.skip,
+            half = half_is_fast(self.opened.device)
+            module = student_of(
+                recipe.kind,
+                self.opened,
+                self.skip,
                 rank=recipe.rank,
-                dtype=torch.bfloat16 if half_is_fast(self.opened.device) else torch.float32,
+                dtype=torch.bfloat16 if half else torch.float32,
                 seed=recipe.seed,
             )
             optimizer = torch.optim.AdamW(
-                module.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0
+                module.parameters(), lr=recipe.rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
             )
-            step_loss = partial(self._loss, module, head, ids)
+            step_loss = partial(self._loss, module, laws, ids)
             with self._timed("training") as note:
                 for step, loss in train(
                     module,
@@ -263,7 +269,7 @@ class Training:
             self.text_tokens = ids.numel()
             self.parameters = sum(each.numel() for each in module.parameters())
             trained = save_trained(path, module.weights(), recipe.kind, model)
-        return replace(recipe.skip, trained=trained, num_layers=None)
+        return replace(self.skip, trained=trained, num_layers=None)
 
     def _frequent(self, texts: list[data.Text]) -> Tensor:
         """The tokens that the loss looks at: the answers' most frequent, (n,)."""
@@ -277,33 +283,17 @@ class Training:
         self.say(f"the loss looks at {len(frequent):,} tokens, {self.covered:.1%} of the answers'")
         return frequent.sort().values
 
-    def _loss(self, module: Healing, head: _Head, ids: Tensor, step: int) -> Tensor:
-        recipe = self.recipe
-        numbers = _order(len(ids), recipe.rows, step, recipe.seed)
-        some = ids[numbers].to(self.opened.device)  # (B, T)
+    def _loss(self, module: Student, laws: Laws, ids: Tensor, step: int) -> Tensor:
+        numbers = _order(len(ids), self.recipe.rows, step, self.recipe.seed)
         device = self.opened.device
+        some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
         half = half_is_fast(device)
         with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
-            with torch.no_grad():
-                states = features.states_of(self.work / "features", numbers).to(device)
-                target = head(states.to(self.opened.dtype)).float()  # (B, T, n)
-            logits = head(module(some)).float()  # (B, T, n)
-        following = F.pad(head.places[some[:, 1:]], (0, 1), value=-1)  # (B, T)
-        return LOSSES[recipe.loss](logits, target, following, recipe.temperature)
-
-
-class _Head:
-    """Logits of some tokens through the frozen norm and head, with gradients for what comes in."""
-
-    def __init__(self, model: Sublayers, tokens: Tensor) -> None:
-        self.norm, self.cap = model.decoder.norm, softcap(model.softcap)
-        self.rows = TrimmedHead(model.model.lm_head, tokens.tolist())
-        self.places = torch.full((model.vocabulary,), -1, device=model.device)  # of a token
-        self.places[tokens] = torch.arange(len(tokens), device=model.device)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(self.norm(hidden), self.rows.weight, self.rows.bias)
-        return logits if self.cap is None else self.cap(logits)
+            states = features.states_of(folder, numbers).to(device)
+            tapped = None
+            if self.tap is not None:
+                tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
+            return module.loss(laws.batch(some, states, tapped), laws)
 
 
 def schedule(step: int, share: float) -> float:

@@ -2,7 +2,8 @@
 
 The target runs over the texts once. Its last hidden states are kept in half precision, each token's
 by its largest number (they may be too large for it): the law at every place is computed from them
-through the frozen norm and head whenever it is asked for.
+through the frozen norm and head whenever it is asked for. Those at a tap are kept beside them where
+a draft reads them.
 Letters: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a draft's head.
 """
 
@@ -21,6 +22,8 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 CHUNK = 64
 """Windows of a file."""
+LAST, TAPPED = "", "tapped."
+"""Which states, in front of the names of tensors."""
 
 
 def windows(texts: list[list[int]], length: int) -> Tensor:
@@ -30,23 +33,35 @@ def windows(texts: list[list[int]], length: int) -> Tensor:
     return stream[: count * length].view(count, length)
 
 
-def nbytes(model: Sublayers, tokens: int) -> int:
+def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
     """Disk that the features of so many tokens take."""
-    return tokens * (2 * int(model.config.hidden_size) + 4)
+    return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
-def run(model: Sublayers, ids: Tensor) -> Tensor:
-    """Last hidden states of windows (B, T), before the final norm, (B, T, H)."""
+def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
+    """Hidden states of windows (B, T): the last, before the final norm, and behind `tap` sublayers.
+
+    (B, T, H) each.
+    """
     rows, count = ids.shape
     cache = model.new_cache(rows, count)
     cache.place([0] * rows, count)
     step = Pass(model, cache, model.rotary(count, count))
-    return model.run(model.embed(ids), step, range(model.num_sublayers))
+    hidden, found = model.embed(ids.to(model.device)), {}
+    if tap is not None:
+        hidden = found[TAPPED] = model.run(hidden, step, range(tap))
+    found[LAST] = model.run(hidden, step, range(tap or 0, model.num_sublayers))
+    return found
 
 
 @torch.no_grad()
-def compute(model: Sublayers, ids: Tensor, folder: Path, *, rows: int = 4) -> Iterator[int]:
+def compute(
+    model: Sublayers, ids: Tensor, folder: Path, *, tap: int | None = None, rows: int = 4
+) -> Iterator[int]:
     """Write the features of windows (N, T) to a folder, file by file; those there are kept.
+
+    Args:
+        tap: as of `run`.
 
     Yields:
         Windows done so far.
@@ -55,22 +70,25 @@ def compute(model: Sublayers, ids: Tensor, folder: Path, *, rows: int = 4) -> It
     for first in range(0, len(ids), CHUNK):
         some, path = ids[first : first + CHUNK], _path(folder, first)
         if not path.exists():
-            states = torch.cat([run(model, part).float() for part in some.split(rows)])
-            sizes = states.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # (N, T, 1)
-            found = {"states": (states / sizes).half(), "sizes": sizes[..., 0].contiguous()}
+            parts, tensors = [run(model, part, tap) for part in some.split(rows)], {}
+            for name in parts[0]:
+                states = torch.cat([part[name].float() for part in parts])  # (N, T, H)
+                sizes = states.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # (N, T, 1)
+                tensors[f"{name}states"] = (states / sizes).half()
+                tensors[f"{name}sizes"] = sizes[..., 0].contiguous()
             with replacing(path) as partial:
-                save_file(found, partial)
+                save_file(tensors, partial)
         yield first + len(some)
 
 
-def states_of(folder: Path, numbers: list[int]) -> Tensor:
-    """Last hidden states of the windows of those numbers, float32, (B, T, H)."""
+def states_of(folder: Path, numbers: list[int], name: str = LAST) -> Tensor:
+    """Hidden states of the windows of those numbers, float32, (B, T, H)."""
     found = []
     for number in numbers:
         place = number % CHUNK
         with safe_open(_path(folder, number - place), "pt") as file:  # mapped, not read
-            states = file.get_slice("states")[place : place + 1]  # (1, T, H)
-            sizes = file.get_slice("sizes")[place : place + 1]  # (1, T)
+            states = file.get_slice(f"{name}states")[place : place + 1]  # (1, T, H)
+            sizes = file.get_slice(f"{name}sizes")[place : place + 1]  # (1, T)
         found.append(states.float() * sizes[..., None])
     return torch.cat(found)
 

@@ -1,4 +1,4 @@
-"""The module that trains a healed draft: deltas of low rank on rounded linears; knows no losses.
+"""The module that trains a healed draft: deltas of low rank on rounded linears; knows no files.
 
 The forward pass is the draft's own, sublayer by sublayer through the library's modules, over whole
 windows: every place sees the draft's keys and values before it, where decoding has the target's.
@@ -18,11 +18,12 @@ from layerskip.config import SkipConfig
 from layerskip.model.modules import Modules
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.training.laws import Batch, Laws, Student
 
 RANK = 16
 
 
-class Healing(nn.Module):
+class Healing(Student):
     """What a skip config's draft computes, with deltas to train.
 
     Args:
@@ -85,8 +86,10 @@ class Healing(nn.Module):
             hidden = block(hidden, step)
         return hidden
 
+    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+        return laws.distance(self(batch.ids), batch)
+
     def weights(self) -> dict[str, Tensor]:
-        """What goes into the draft's file."""
         found = {}
         for key, inner in self.inner.items():
             name = key.replace("/", ".")

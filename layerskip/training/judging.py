@@ -26,6 +26,7 @@ from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import stream_key
+from layerskip.decoding.trained import TrainedDraft, as_drafter
 from layerskip.defaults import unprepared
 from layerskip.files.trainings import SCHEMA, check_record
 from layerskip.files.writing import write_text
@@ -60,9 +61,12 @@ def judge(
     recipe, folder = training.recipe, training.folder
     held = training.source.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
-    base = replace(recipe.skip, num_layers=None)
-    usual = unprepared(opened).skip
-    drafts = {TRAINED: skip, "untrained": base} | ({} if usual is None else {BEFORE: usual})
+    base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
+    drafts = {TRAINED: skip}
+    if training.skip.shared_prefix() < opened.num_sublayers:  # else it would be the whole model
+        drafts["untrained"] = base
+    if usual is not None:
+        drafts[BEFORE] = usual
     acceptance = {
         name: _acceptance(opened, prompts, drafts, name, recipe.temperature, progress)
         for name in ("greedy", "coupled")
@@ -73,7 +77,7 @@ def judge(
             **{law: found[name] for law, found in acceptance.items()},
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
             "formula": _formula(acceptance["coupled"][name], cost),
-            "bytes": opened.low_bytes(each),
+            "bytes": _own_bytes(opened, each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
@@ -150,6 +154,14 @@ def _costs(
     )
     resolved = [skip.resolve(opened.num_layers) for skip in drafts]
     return cost_tables(opened, resolved, request)
+
+
+def _own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
+    """Memory that the draft's own weights take."""
+    drafter = as_drafter(opened, skip)
+    if isinstance(drafter, TrainedDraft):
+        return sum(weight.nbytes for weight in drafter.block.parameters())
+    return opened.low_bytes(skip)
 
 
 def _formula(survival: Sequence[float], costs: CostTable) -> float:

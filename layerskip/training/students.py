@@ -1,0 +1,129 @@
+"""What is trained for each kind of draft, and the loss of a step; knows no files and no loop.
+
+Letters: B windows, T tokens of one, H hidden width, K heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.config import LowPrecision, SkipConfig
+from layerskip.model import blocks
+from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads
+from layerskip.model.sublayers import Sublayers
+from layerskip.training.healing import Healing
+from layerskip.training.laws import Batch, Laws, Student
+
+KINDS = ("healed", *blocks.KINDS)
+RATES = {"healed": 1e-3, "exit-block": 5e-4, "feature-block": 5e-4, "heads": 1e-3}
+"""Of learning; a layer that begins with weights of the model is moved less than what is new."""
+FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
+ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
+HEADS = 4
+DEEPER = 0.8  # the weight of a step further on: it counts only where those before it are right
+
+
+def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
+    """What a draft of a kind runs of the model, resolved.
+
+    Where nobody says, a healed one runs everything in 4 bits and the head in 8, an exit block
+    stands behind a quarter of the layers.
+
+    Raises:
+        ValueError: this kind cannot stand on it.
+    """
+    if kind == "healed":
+        found = (skip or FOUR_BITS).resolve(num_layers)
+        if found.low is None:
+            raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
+        return found
+    if kind == "exit-block":
+        usual = SkipConfig.early_exit(max(1, round(num_layers / 4)))
+        found = (skip or usual).resolve(num_layers)
+        if not len(found.kept()) == found.shared_prefix() < 2 * num_layers:
+            raise ValueError(
+                "an exit block stands behind an early exit: name an exit_layer, and leave out or "
+                "round nothing before it"
+            )
+        return found
+    found = (skip or SkipConfig()).resolve(num_layers)
+    if found.shared_prefix() < 2 * num_layers:
+        raise ValueError(f"a draft of kind {kind} runs none of the model's layers; name no skip")
+    return found
+
+
+class _Block(Student):
+    """A module of `blocks`, its weights in float32 meanwhile."""
+
+    def __init__(self, model: Sublayers, block: AnyBlock) -> None:
+        super().__init__()
+        self.block = block.float()
+        self.embed = model.embed
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: weight.half() for name, weight in self.block.state_dict().items()}
+
+    def before(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The states of the token before each, and what is embedded of it, (B, T, H) each."""
+        return shifted(batch.states), self.embed(batch.ids).float()
+
+
+class _Exit(_Block):
+    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+        return laws.distance(self.block(batch.tapped), batch)
+
+
+class _Feature(_Block):
+    """Runs over the texts several times, from the second on over what it made of them itself.
+
+    Then all keys are of its own features, where in decoding only those of drafted tokens are.
+    """
+
+    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+        features, embedded = self.before(batch)
+        losses = []
+        for _ in range(ROLLOUTS):
+            made = self.block(features, embedded)  # (B, T, H)
+            losses.append(laws.distance(made, batch))
+            features = shifted(made)
+        return _weighted(losses)
+
+
+class _Heads(_Block):
+    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+        made = self.block(*self.before(batch))  # (B, T, K, H)
+        count = made.shape[1]
+        every = range(min(made.shape[2], count))
+        return _weighted([laws.distance(made[:, : count - k, k], batch, k) for k in every])
+
+
+def student_of(
+    kind: str, model: Sublayers, skip: SkipConfig, *, rank: int, dtype: torch.dtype, seed: int
+) -> Student:
+    """What is trained for a draft.
+
+    Args:
+        skip: what the draft runs of the model, resolved.
+        rank, dtype, seed: of `Healing`.
+    """
+    if kind == "healed":
+        modules = Sublayers(model.model, "modules")
+        return Healing(modules, skip, rank=rank, dtype=dtype, seed=seed)
+    if kind == "exit-block":
+        return _Exit(model, ExitBlock(model))
+    if kind == "feature-block":
+        return _Feature(model, FeatureBlock(model))
+    return _Heads(model, Heads(model, HEADS))
+
+
+def shifted(states: Tensor) -> Tensor:
+    """Those of the token before each, zeros before the first: (B, T, H)."""
+    return F.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def _weighted(losses: list[Tensor]) -> Tensor:
+    """The mean over steps, a deeper one counting less."""
+    weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
+    return (weights * torch.stack(losses)).sum() / weights.sum()
