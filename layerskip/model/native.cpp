@@ -149,7 +149,9 @@ struct Matrix {
   int bits = 0;  // of a rounded one
   int64_t rounded_rows = 0, rounded_columns = 0;
   std::optional<Tensor> scales;  // (rows,) of 8 bits
-  std::optional<Tensor> inner, outer;  // what heals it: (rank, columns) and (rank, rows), bfloat16
+  // what heals it, bfloat16: (rank, columns), and by blocks of rows (blocks, rank, BLOCK), which
+  // are read from end to end
+  std::optional<Tensor> inner, outer;
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
   int64_t rows() const { return bits ? rounded_rows : weight.size(0); }
@@ -212,7 +214,7 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
   if (inner) {
     const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
     check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
-    check<BFloat16>(*outer, {rank, rows}, "the outer part of a delta");
+    check<BFloat16>(*outer, {blocks, rank, integers::BLOCK}, "the outer part of a delta");
   }
   return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
@@ -261,15 +263,13 @@ void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint
   const auto write = [&](int64_t t, int64_t row, const float* sums) {
     const int64_t here = std::min(integers::BLOCK, mine.last - row);
     float healed[integers::BLOCK] = {};
-    for (int64_t k = 0; k < rank; ++k) {
-      const BFloat16* column = outer + k * matrix.rows() + begin + row;
-      const float by = small[t * rank + k];
-      if (here == integers::BLOCK) {
-        for (int64_t i = 0; i < integers::BLOCK; i += LANES)
-          at::vec::fmadd(Vec(by), widened(column + i), Vec::loadu(healed + i)).store(healed + i);
-      } else {
-        for (int64_t i = 0; i < here; ++i) healed[i] += by * static_cast<float>(column[i]);
-      }
+    const BFloat16* block = outer + (begin + row) * rank;  // rows begin with a block of BLOCK
+    for (int64_t i = 0; rank && i < integers::BLOCK; i += LANES) {
+      Vec added(0.0f);
+      for (int64_t k = 0; k < rank; ++k)
+        added = at::vec::fmadd(Vec(small[t * rank + k]), widened(block + k * integers::BLOCK + i),
+                               added);
+      added.store(healed + i);
     }
     for (int64_t i = 0; i < here; ++i) {
       const int64_t at = begin + row + i;

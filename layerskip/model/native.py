@@ -283,7 +283,9 @@ class Native(Lean):
         rows, columns = copy.shape
         how: dict[str, Any] = {"bits": bits, "rows": rows, "columns": columns}
         if inner is not None and outer is not None:
-            how |= {"inner": inner.bfloat16(), "outer": outer.bfloat16().T.contiguous()}
+            filled = F.pad(outer.bfloat16(), (0, 0, 0, -len(outer) % ROWS))
+            blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
+            how |= {"inner": inner.bfloat16(), "outer": blocks}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
 
 
