@@ -20,6 +20,7 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.generation import generate
 from layerskip.model import extension
+from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
@@ -76,6 +77,14 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     unhealed = logits(Sublayers(model, execution), replace(skip, trained=None), ids)
     assert (got - unhealed).abs().max() > 0.01  # healing does something
     assert skip.shared_prefix() == 2
+
+
+def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
+    if extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    model = tiny("llama").float()
+    drafted = Sublayers(model, "native").draft(healed(model, tmp_path, bits=4))
+    assert all(isinstance(block, NativeBlock) for block in drafted)
 
 
 def test_memory_is_told_and_shared(tmp_path: Path) -> None:

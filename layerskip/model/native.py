@@ -124,9 +124,7 @@ class Native(Lean):
         joined = getattr(self.layers[sublayer // 2][0].mlp, "gate_up_proj", None)
         if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
             return lean  # up does not begin with a block
-        if deltas is not None:
-            return lean
-        matrix = partial(self._low, bits=bits)
+        matrix = partial(self._low, bits=bits, deltas=deltas)
         return self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, matrix)
 
     def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
