@@ -7,18 +7,17 @@ by the clock; the winner is the clock's.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.bench.batches import Batch
+from layerskip.bench.decoded import seconds_per_token
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
@@ -245,9 +244,9 @@ def confirm(
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
-    plain = _typical(decoded, "plain")
+    plain = seconds_per_token(decoded, "plain")
     for finalist in finalists:
-        typical = _typical(decoded, finalist.name)
+        typical = seconds_per_token(decoded, finalist.name)
         faster, low, high = ratio_of_totals(plain, typical)
         finalist.confirmed = {
             "speedup": faster,
@@ -259,17 +258,6 @@ def confirm(
             **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
     return float(len(plain) / plain.sum())
-
-
-def _typical(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
-    """Seconds per token of a method on each prompt, the median of the repeats, (prompts,)."""
-    seconds: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for each in records:
-        if each["method"] == name:
-            after = sum(each["new_tokens"]) - sum(each["first_tokens"])
-            spent = each["seconds"]["total"] - each["seconds"]["first"]
-            seconds[tuple(each["prompts"])].append(spent / after)
-    return np.array([np.median(times) for _, times in sorted(seconds.items())])
 
 
 def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -136,9 +136,8 @@ class _Exit(_Layered):
         return self.session.tapped(self.prefix, starts, tokens.shape[1])
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        further = self.advance(hidden, self.places(offset))[:, 0] if offset else None
-        out = self.catch_up() if further is None else further  # (R, H)
-        return self.session.model.draft_head(out[None], None)[0]
+        further = self.advance(hidden, self.places(offset))[:, 0] if offset else self.catch_up()
+        return self.session.model.draft_head(further[None], None)[0]
 
 
 class _Features(_Layered):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.draft_weights import TRAINED
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
@@ -31,7 +32,7 @@ from layerskip.training.healing import RANK
 from layerskip.training.laws import Laws, Student
 from layerskip.training.loop import train
 from layerskip.training.losses import LOSSES
-from layerskip.training.students import KINDS, RATES, skip_for, student_of
+from layerskip.training.students import RATES, skip_for, student_of
 from layerskip.vocabulary import ranked
 
 Progress = Callable[[str, float], None]
@@ -74,7 +75,7 @@ class Recipe:
     rows: int = 4
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", KINDS), ("loss", tuple(LOSSES))):
+        for name, allowed in (("kind", TRAINED), ("loss", tuple(LOSSES))):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
+from layerskip.bench.decoded import seconds_per_token
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
@@ -201,26 +202,17 @@ def _clock(
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     timed = {}
     for name in (TRAINED, BEFORE) if decoded else ():
-        faster, low, high = ratio_of_totals(_typical(decoded, "plain"), _typical(decoded, name))
+        faster, low, high = ratio_of_totals(
+            seconds_per_token(decoded, "plain"), seconds_per_token(decoded, name)
+        )
         ends = [None if np.isnan(end) else float(end) for end in (low, high)]
         timed[name] = {
             "speedup": float(faster),
             "low": ends[0],
             "high": ends[1],
-            "tokens_per_second": float(1 / _typical(decoded, name).mean()),
+            "tokens_per_second": float(1 / seconds_per_token(decoded, name).mean()),
         }
     return timed
-
-
-def _typical(records: Sequence[dict[str, Any]], name: str) -> Any:
-    """Seconds per token on each prompt, the median of the repeats, (prompts,)."""
-    seconds: dict[tuple[str, ...], list[float]] = {}
-    for each in records:
-        if each["method"] == name:
-            after = sum(each["new_tokens"]) - sum(each["first_tokens"])
-            spent = each["seconds"]["total"] - each["seconds"]["first"]
-            seconds.setdefault(tuple(each["prompts"]), []).append(spent / after)
-    return np.array([np.median(times) for _, times in sorted(seconds.items())])
 
 
 def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:

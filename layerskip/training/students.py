@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.model import blocks
 from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.healing import Healing
 from layerskip.training.laws import Batch, Laws, Student
 
-KINDS = ("healed", *blocks.KINDS)
 RATES = {"healed": 1e-3, "exit-block": 5e-4, "feature-block": 5e-4, "heads": 1e-3}
 """Of learning; a layer that begins with weights of the model is moved less than what is new."""
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
