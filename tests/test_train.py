@@ -180,6 +180,10 @@ def test_a_second_start_goes_on_where_the_first_was(
     once_more = training(tmp_path / "parts", **how)
     assert once_more.run() == skip
     assert once_more.trained_tokens == 640
+    whole = training(tmp_path / "whole", **how)
+    assert again.curve == whole.curve
+    assert [point["tokens"] for point in whole.curve][::4] == [0, 320, 640]
+    assert len(whole.curve[0]["overlap"]) == {"feature-block": 3, "heads": 4}.get(kind, 1)
 
 
 CHILD = """
@@ -282,10 +286,11 @@ def test_training_raises_the_overlap_on_texts_it_has_not_seen(
     ids = features.windows(held, 16)
     made = {}
     for name, how in (("untrained", 0.0), ("trained", rate)):
-        training(tmp_path / name, model, tokens=4000, rate=how).run()
-        made[name] = held_out_overlap(
-            model, BITS, ids, load_file(tmp_path / name / "draft.safetensors")
-        )
+        folder = tmp_path / name
+        training(folder, model, tokens=4000, rate=how).run()
+        made[name] = held_out_overlap(model, BITS, ids, load_file(folder / "draft.safetensors"))
+    curve = [point["overlap"][0] for point in training(folder, model, tokens=4000, rate=rate).curve]
+    assert (curve[-1] > curve[0] + 0.02) == rises
     assert (made["trained"] > made["untrained"] + 0.02) == rises
     if not rises:
         assert made["trained"] == made["untrained"]
@@ -325,7 +330,7 @@ def test_trained_blocks_draft_better_and_leave_the_text(kind: str, tmp_path: Pat
     ids = features.windows(held, 16)
     made = {}
     for name, how in (("untrained", 0.0), ("trained", 3e-3)):
-        told = {"kind": kind, "skip": None, "tokens": 4000 if how else 64, "rate": how}
+        told = {"kind": kind, "skip": None, "tokens": 6000 if how else 64, "rate": how}
         skip = training(tmp_path / name, model, **told).run()
         skip.save(tmp_path / name / "skip.json")
         made[name] = overlap_by_depth(model, skip, ids)
@@ -439,7 +444,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
             training(tmp_path / "none", model, kind=kind, skip=skip)
     assert not (tmp_path / "none").exists()
     few = Recipe(**HOW, tokens=640)
-    with pytest.raises(ValueError, match="fewer than a step takes"):
+    with pytest.raises(ValueError, match="too few for a step"):
         Training(model, source(model, prompts=None, texts=prompts(2)), few, tmp_path / "few").run()
     training(tmp_path / "a", model)
     with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):

@@ -38,6 +38,7 @@ _RECORD = has(
     covered=_SHARE,
     parameters=COUNT,
     seconds=named(SECONDS),
+    curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(_SHARE, least=1)), least=1),
     held_out=has(prompts=COUNT, new_tokens=COUNT),
     drafts=named(_DRAFT),
     timed=named(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +72,22 @@ class Source:
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
+        self.drawing = model
         self.temperature, self.seed = temperature, seed
         self.answers = texts is None
         every = max(2, min(HELD_OUT, len(given))) if given is not None else 0
         ids = [] if given is None else [encode(tokenizer, each)[0].tolist() for each in given]
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
+
+    @contextmanager
+    def in_half(self) -> Iterator[None]:
+        """Draw with a copy in bfloat16 meanwhile: texts nearly of the model's law, and sooner."""
+        self.drawing = deepcopy(self.model).bfloat16()
+        try:
+            yield
+        finally:
+            self.drawing = self.model
 
     def batch(self, number: int) -> list[Text]:
         """The training texts of that number; there is no end to them, unless they are given."""
@@ -140,7 +152,7 @@ class Source:
         new: list[list[int]] = [[] for _ in prompts]
         base = (self.seed * 1_000_003 + number) * BATCH
         for round_ in decode(
-            self.model,
+            self.drawing,
             ids,
             mask,
             enabled=False,

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features
 from layerskip.training.healing import RANK
-from layerskip.training.laws import Laws, Student
+from layerskip.training.laws import Batch, Laws, Student
 from layerskip.training.loop import train
 from layerskip.training.losses import LOSSES
 from layerskip.training.students import RATES, skip_for, student_of
@@ -39,6 +39,10 @@ Progress = Callable[[str, float], None]
 """Told what is done, in words, and the share of it that is."""
 
 SAVE_SECONDS = 60.0
+APART = 8
+"""Windows that are kept apart, at most, to measure a curve on."""
+POINTS = 8
+"""Of a curve, beside the one before training."""
 WARM_UP = 20
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
@@ -172,13 +176,24 @@ class Training:
         self._texts()
         texts = data.all_texts(self.work / "texts")
         ids = features.windows([text.ids for text in texts], self.recipe.window)
-        if len(ids) < self.recipe.rows:
+        if len(ids) <= self.recipe.rows:
             raise ValueError(
-                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, fewer than a step "
-                f"takes ({self.recipe.rows} times {self.recipe.window}); give more prompts or texts"
+                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
+                f"step ({self.recipe.rows} windows of {self.recipe.window}) and a window kept "
+                "apart; give more prompts or texts"
             )
         self._features(ids)
         return self._train(ids, texts)
+
+    @property
+    def curve(self) -> list[dict[str, Any]]:
+        """How training went, on windows kept apart: by `tokens`, `loss` and `overlap` by step."""
+        points: list[dict[str, Any]] = parse(self._curve.read_bytes())
+        return points
+
+    @property
+    def _curve(self) -> Path:
+        return self.work / "curve.json"
 
     def clear(self) -> None:
         """Remove what only training needs; texts and times stay."""
@@ -190,7 +205,8 @@ class Training:
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
         limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * FOR_TEXTS
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        with self._timed("texts") as note:
+        half = half_is_fast(self.opened.device)
+        with self._timed("texts") as note, self.source.in_half() if half else nullcontext():
             made = data.collect(
                 self.source, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
             )
@@ -245,7 +261,10 @@ class Training:
             optimizer = torch.optim.AdamW(
                 module.parameters(), lr=recipe.rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
             )
-            step_loss = partial(self._loss, module, laws, ids)
+            count = _trained_on(len(ids), rows)
+            step_loss = partial(self._loss, module, laws, ids[:count])
+            measure = partial(self._measure, module, laws, ids, range(count, len(ids)))
+            self._begin_curve(checkpoint, measure)
             with self._timed("training") as note:
                 for step, loss in train(
                     module,
@@ -260,6 +279,8 @@ class Training:
                     note()
                     done = step * rows * ids.shape[1]
                     share = max(step / steps, self.seconds["training"] / budget)
+                    if min(share, 1.0) * POINTS >= len(self.curve):
+                        measure(done)
                     left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
                     self.progress(
                         f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
@@ -286,20 +307,61 @@ class Training:
 
     def _loss(self, module: Student, laws: Laws, ids: Tensor, step: int) -> Tensor:
         numbers = _order(len(ids), self.recipe.rows, step, self.recipe.seed)
+        with self._autocast():
+            batch = self._batch(laws, ids, numbers)
+            return laws.distance(module.made(batch), batch)
+
+    def _begin_curve(self, checkpoint: Path, measure: Callable[[int], None]) -> None:
+        """Measure before training, or leave what was measured behind the checkpoint's step."""
+        if not checkpoint.exists():
+            write_text(self._curve, "[]")
+            measure(0)
+            return
+        step = torch.load(checkpoint, weights_only=True)["step"]
+        tokens = step * self.recipe.rows * self.recipe.window
+        kept = [point for point in self.curve if point["tokens"] <= tokens]
+        write_text(self._curve, json.dumps(kept))
+
+    @torch.no_grad()
+    def _measure(self, module: Student, laws: Laws, ids: Tensor, apart: range, tokens: int) -> None:
+        """Add a point to the curve, after so many tokens of training."""
+        losses, overlaps = [], []
+        with self._autocast():
+            for number in apart:
+                batch = self._batch(laws, ids, [number])
+                made = module.made(batch)
+                losses.append(laws.distance(made, batch).item())
+                overlaps.append(laws.overlaps(made, batch))
+        point = {
+            "tokens": tokens,
+            "loss": sum(losses) / len(apart),
+            "overlap": [sum(step) / len(apart) for step in zip(*overlaps, strict=True)],
+        }
+        write_text(self._curve, json.dumps([*self.curve, point]))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        device = self.opened.device
+        half = half_is_fast(device)
+        return torch.autocast(device.type, torch.bfloat16) if half else nullcontext()
+
+    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> Batch:
+        """What is learned from the windows of those numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
-        half = half_is_fast(device)
-        with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
-            states = features.states_of(folder, numbers).to(device)
-            tapped = None
-            if self.tap is not None:
-                tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
-            return module.loss(laws.batch(some, states, tapped), laws)
+        states, tapped = features.states_of(folder, numbers).to(device), None
+        if self.tap is not None:
+            tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
+        return laws.batch(some, states, tapped)
 
 
 def schedule(step: int, share: float) -> float:
     """Up in WARM_UP steps, then cosine to zero over the budget, whatever it is counted in."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def _trained_on(count: int, rows: int) -> int:
+    """How many of the windows are trained on; curves are measured on the others, the last ones."""
+    return max(rows, count - max(1, min(APART, count // 16)))
 
 
 def _order(count: int, rows: int, step: int, seed: int) -> list[int]:

@@ -18,7 +18,7 @@ from layerskip.config import SkipConfig
 from layerskip.model.modules import Modules
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.training.laws import Batch, Laws, Student
+from layerskip.training.laws import Batch, Made, Student
 
 RANK = 16
 
@@ -86,8 +86,8 @@ class Healing(Student):
             hidden = block(hidden, step)
         return hidden
 
-    def loss(self, batch: Batch, laws: Laws) -> Tensor:
-        return laws.distance(self(batch.ids), batch)
+    def made(self, batch: Batch) -> Made:
+        return [(self(batch.ids), 0)]
 
     def weights(self) -> dict[str, Tensor]:
         found = {}

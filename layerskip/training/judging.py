@@ -103,6 +103,7 @@ def judge(
         "covered": training.covered,
         "parameters": training.parameters,
         "seconds": training.seconds,
+        "curve": training.curve,
         "held_out": {"prompts": len(prompts), "new_tokens": NEW_TOKENS},
         "drafts": table,
         "timed": timed,

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from layerskip.model.backend import softcap
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Sublayers
-from layerskip.training.losses import LOSSES
+from layerskip.training.losses import LOSSES, overlap
+
+DEEPER = 0.8  # the weight of a step further on: it counts only where those before it are right
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,34 @@ class Laws:
         following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
         return Batch(ids, states, tapped, self.logits(states), following)
 
-    def distance(self, hidden: Tensor, batch: Batch, ahead: int = 0) -> Tensor:
-        """The loss of hidden states (B, T - ahead, H), each of the law so many tokens further on.
+    def distance(self, made: Made, batch: Batch) -> Tensor:
+        """The loss of a draft's steps, a scalar: their mean, a deeper one counting less."""
+        losses = []
+        for hidden, ahead in made:
+            target, following = batch.target[:, ahead:], batch.following[:, ahead:]
+            losses.append(self.loss(self.logits(hidden), target, following, self.temperature))
+        weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
+        return (weights * torch.stack(losses)).sum() / weights.sum()
 
-        Scalar.
-        """
-        target, following = batch.target[:, ahead:], batch.following[:, ahead:]
-        return self.loss(self.logits(hidden), target, following, self.temperature)
+    def overlaps(self, made: Made, batch: Batch) -> list[float]:
+        """By step of a draft, the mean overlap of its laws with the target's."""
+        return [
+            overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).mean().item()
+            for hidden, ahead in made
+        ]
+
+
+Made = list[tuple[Tensor, int]]
+"""By step of a draft, hidden states (B, T - a, H), and how many tokens further on than the next one
+their laws are: a."""
 
 
 class Student(nn.Module, ABC):
     """What is trained."""
 
     @abstractmethod
-    def loss(self, batch: Batch, laws: Laws) -> Tensor:
-        """Of a step, a scalar."""
+    def made(self, batch: Batch) -> Made:
+        """What its steps make of windows."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:

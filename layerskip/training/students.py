@@ -1,4 +1,4 @@
-"""What is trained for each kind of draft, and the loss of a step; knows no files and no loop.
+"""What is trained for each kind of draft, and what it makes of texts; knows no files, no losses.
 
 Letters: B windows, T tokens of one, H hidden width, K heads.
 """
@@ -13,14 +13,13 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.healing import Healing
-from layerskip.training.laws import Batch, Laws, Student
+from layerskip.training.laws import Batch, Made, Student
 
 RATES = {"healed": 1e-3, "exit-block": 5e-4, "feature-block": 5e-4, "heads": 1e-3}
 """Of learning; a layer that begins with weights of the model is moved less than what is new."""
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
 HEADS = 4
-DEEPER = 0.8  # the weight of a step further on: it counts only where those before it are right
 
 
 def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
@@ -69,8 +68,8 @@ class _Block(Student):
 
 
 class _Exit(_Block):
-    def loss(self, batch: Batch, laws: Laws) -> Tensor:
-        return laws.distance(self.block(batch.tapped), batch)
+    def made(self, batch: Batch) -> Made:
+        return [(self.block(batch.tapped), 0)]
 
 
 class _Feature(_Block):
@@ -79,22 +78,20 @@ class _Feature(_Block):
     Then all keys are of its own features, where in decoding only those of drafted tokens are.
     """
 
-    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+    def made(self, batch: Batch) -> Made:
         features, embedded = self.before(batch)
-        losses = []
+        steps: Made = []
         for _ in range(ROLLOUTS):
-            made = self.block(features, embedded)  # (B, T, H)
-            losses.append(laws.distance(made, batch))
-            features = shifted(made)
-        return _weighted(losses)
+            steps.append((self.block(features, embedded), 0))  # (B, T, H)
+            features = shifted(steps[-1][0])
+        return steps
 
 
 class _Heads(_Block):
-    def loss(self, batch: Batch, laws: Laws) -> Tensor:
+    def made(self, batch: Batch) -> Made:
         made = self.block(*self.before(batch))  # (B, T, K, H)
         count = made.shape[1]
-        every = range(min(made.shape[2], count))
-        return _weighted([laws.distance(made[:, : count - k, k], batch, k) for k in every])
+        return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
 
 
 def student_of(
@@ -119,9 +116,3 @@ def student_of(
 def shifted(states: Tensor) -> Tensor:
     """Those of the token before each, zeros before the first: (B, T, H)."""
     return F.pad(states[:, :-1], (0, 0, 1, 0))
-
-
-def _weighted(losses: list[Tensor]) -> Tensor:
-    """The mean over steps, a deeper one counting less."""
-    weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
-    return (weights * torch.stack(losses)).sum() / weights.sum()
