@@ -410,6 +410,11 @@ def test_the_verdict_is_the_clocks(
     assert (written.trained, written.decoding.enabled) == (
         (skip.trained, None) if faster else (None, False)
     )
+    # what was trained is there either way, and was so before it had a file
+    assert SkipConfig.load(tmp_path / "trained.json") == judging.trained_skip(tmp_path) == skip
+    (tmp_path / "trained.json").unlink()
+    assert judging.trained_skip(tmp_path) == skip.resolve(6)
+    assert Path(judging.trained_skip(tmp_path).trained.weights) == tmp_path / "draft.safetensors"
     ids = torch.tensor([[5, 9, 3, 44]])
     how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "top_k": 0}
     plain = generate(model, ids, enabled=False, execution="fused", **how).sequences
@@ -447,6 +452,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="too few for a step"):
         Training(model, source(model, prompts=None, texts=prompts(2)), few, tmp_path / "few").run()
     training(tmp_path / "a", model)
+    with pytest.raises(ValueError, match="a holds no finished training: it has no trained.json"):
+        judging.trained_skip(tmp_path / "a")
     with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):
         training(tmp_path / "a", model, seed=1)
     full = type("Usage", (), {"free": 10})

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.draft_weights import TRAINED
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
@@ -38,6 +38,8 @@ from layerskip.vocabulary import ranked
 Progress = Callable[[str, float], None]
 """Told what is done, in words, and the share of it that is."""
 
+TRAINED_FILE = "trained.json"
+"""The skip config of the trained draft, whether it pays or not."""
 SAVE_SECONDS = 60.0
 APART = 8
 """Windows that are kept apart, at most, to measure a curve on."""
@@ -172,7 +174,7 @@ class Training:
             note()
 
     def run(self) -> SkipConfig:
-        """All stages; the skip config of the trained draft, and its file beside it."""
+        """All stages; the skip config of the trained draft, which lies in the folder, too."""
         self._texts()
         texts = data.all_texts(self.work / "texts")
         ids = features.windows([text.ids for text in texts], self.recipe.window)
@@ -291,7 +293,16 @@ class Training:
             self.text_tokens = ids.numel()
             self.parameters = sum(each.numel() for each in module.parameters())
             trained = save_trained(path, module.weights(), recipe.kind, model)
-        return replace(self.skip, trained=trained, num_layers=None)
+        skip = replace(
+            self.skip,
+            trained=trained,
+            num_layers=None,
+            model=getattr(model, "name_or_path", None) or None,
+            model_hash=trained.base,
+            decoding=DecodingOptions(lookup=True),
+        )
+        skip.save(self.folder / TRAINED_FILE)
+        return skip
 
     def _frequent(self, texts: list[data.Text]) -> Tensor:
         """The tokens that the loss looks at: the answers' most frequent, (n,)."""

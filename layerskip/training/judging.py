@@ -8,6 +8,7 @@ what paid before.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from layerskip.bench.batches import one_by_one
 from layerskip.bench.decoded import seconds_per_token
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import DecodingOptions, SkipConfig, Trained
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
@@ -38,7 +39,7 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import take_trace
 from layerskip.served import end_tokens
 from layerskip.timing.tables import cost_tables
-from layerskip.training.drafts import Progress, Training
+from layerskip.training.drafts import TRAINED_FILE, Progress, Training
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
@@ -89,8 +90,8 @@ def judge(
     chosen = skip if pays else usual or SkipConfig()
     written = replace(
         chosen,
-        model=getattr(opened.model, "name_or_path", None) or None,
-        model_hash=fingerprint(opened.model),
+        model=skip.model,
+        model_hash=skip.model_hash,
         decoding=DecodingOptions(lookup=True, enabled=None if pays or usually else False),
         notes={"trained": {"pays": pays, "timed": timed}},
     )
@@ -220,7 +221,10 @@ def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:
     words = ", ".join(f"{name} {each['speedup']:.2f}x plain" for name, each in timed.items())
     if pays:
         return f"the trained draft pays: {words}"
-    return f"the trained draft does not pay here ({words}): skip.json drafts what paid before"
+    return (
+        f"the trained draft does not pay here ({words}): skip.json drafts what paid before, "
+        f"{TRAINED_FILE} what was trained"
+    )
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -231,3 +235,27 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     check_record(record)
     return record
+
+
+def trained_skip(folder: Path) -> SkipConfig:
+    """The draft that a training made, whether it pays or not.
+
+    Raises:
+        ValueError: the folder holds none.
+    """
+    if (folder / TRAINED_FILE).exists():
+        return SkipConfig.load(folder / TRAINED_FILE)
+    record, weights = read_record(folder), folder / "draft.safetensors"
+    if record is None or not weights.exists():
+        raise ValueError(
+            f"{folder} holds no finished training: it has no {TRAINED_FILE}; run `layerskip train "
+            f"--output {folder}` again, which goes on where it was"
+        )
+    # of a training before there was that file
+    trained = Trained(
+        kind=record["recipe"]["kind"],
+        weights=str(weights.absolute()),
+        hash=hashlib.sha256(weights.read_bytes()).hexdigest(),
+        base=record["base"],
+    )
+    return replace(SkipConfig.from_dict(record["recipe"]["skip"]), trained=trained)
