@@ -21,13 +21,13 @@ from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.decoded import seconds_per_token
-from layerskip.bench.methods import Engine, Task
+from layerskip.bench.methods import Engine, Method, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig, Trained
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.trained import TrainedDraft, as_drafter
 from layerskip.defaults import unprepared
 from layerskip.files.trainings import SCHEMA, check_record
@@ -36,7 +36,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.exits import law_of
-from layerskip.replay.trace import take_trace
+from layerskip.replay.trace import Trace, take_trace
 from layerskip.served import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.drafts import TRAINED_FILE, Progress, Training
@@ -69,17 +69,22 @@ def judge(
         drafts["untrained"] = base
     if usual is not None:
         drafts[BEFORE] = usual
-    acceptance = {
-        name: _acceptance(opened, prompts, drafts, name, recipe.temperature, progress)
-        for name in ("greedy", "coupled")
-    }
-    costs = _costs(opened, prompts, list(drafts.values()), recipe.temperature)
+    acceptance: dict[str, dict[str, list[float]]] = {name: {} for name in drafts}
+    for law, temperature in (("greedy", None), ("coupled", recipe.temperature)):
+        progress(f"judging: {law} texts")
+        trace = answers(opened, prompts, temperature)
+        for name, each in drafts.items():
+            progress(f"judging: {law} replay of {name}")
+            acceptance[name][law] = replay(trace, each).survival
+    request = request_of(opened, prompts[0], recipe.temperature)
+    resolved = [each.resolve(opened.num_layers) for each in drafts.values()]
+    costs = cost_tables(opened, resolved, request)
     table = {
         name: {
-            **{law: found[name] for law, found in acceptance.items()},
+            **acceptance[name],
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
-            "formula": _formula(acceptance["coupled"][name], cost),
-            "bytes": _own_bytes(opened, each),
+            "formula": formula(acceptance[name]["coupled"], cost),
+            "bytes": own_bytes(opened, each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
@@ -118,48 +123,51 @@ def judge(
     return record
 
 
-def _acceptance(
+def answers(
     opened: Sublayers,
     prompts: Sequence[Tensor],
-    drafts: dict[str, SkipConfig],
-    law: str,
-    temperature: float,
-    progress: Callable[[str], None],
-) -> dict[str, list[float]]:
-    """By draft, the share of all starts whose first 1, 2, ... drafted tokens are accepted."""
-    progress(f"judging: {law} texts")
-    how = {"do_sample": law == "coupled", "temperature": temperature}
-    trace = take_trace(
+    temperature: float | None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    draft_length: int = DEEPEST,
+) -> Trace:
+    """The target's answers to prompts (1, T), to replay drafts along; None is greedy."""
+    return take_trace(
         opened,
         prompts,
-        max_new_tokens=NEW_TOKENS,
-        law=law_of(how),
+        max_new_tokens=new_tokens,
+        law=_law(temperature),
         eos=end_tokens(opened.model),
-        draft_length=DEEPEST,
+        draft_length=draft_length,
     )
-    found = {}
-    for name, skip in drafts.items():
-        progress(f"judging: {law} replay of {name}")
-        found[name] = replay(trace, skip).survival
-    return found
 
 
-def _costs(
-    opened: Sublayers, prompts: Sequence[Tensor], drafts: Sequence[SkipConfig], temperature: float
-) -> list[CostTable]:
-    ids = prompts[0]
-    request = Request(
+def request_of(
+    opened: Sublayers,
+    ids: Tensor,
+    temperature: float | None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    clock: Callable[[], float] | None = None,
+) -> Request:
+    """To answer one prompt (1, T) as text `seed` of `answers` was."""
+    return Request(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        law=law_of({"do_sample": True, "temperature": temperature}),
-        keys=[stream_key(0)],
+        max_new_tokens=new_tokens,
+        law=_law(temperature),
+        keys=[stream_key(seed)],
+        eos=end_tokens(opened.model),
+        clock=clock,
     )
-    resolved = [skip.resolve(opened.num_layers) for skip in drafts]
-    return cost_tables(opened, resolved, request)
 
 
-def _own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
+def _law(temperature: float | None) -> Law:
+    return law_of({"do_sample": temperature is not None, "temperature": temperature})
+
+
+def own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
     """Memory that the draft's own weights take."""
     drafter = as_drafter(opened, skip)
     if isinstance(drafter, TrainedDraft):
@@ -167,7 +175,7 @@ def _own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
     return opened.low_bytes(skip)
 
 
-def _formula(survival: Sequence[float], costs: CostTable) -> float:
+def formula(survival: Sequence[float], costs: CostTable) -> float:
     """The speedup that acceptance by depth and costs promise, at the best draft length."""
     tokens, best = 1.0, 1.0
     for count, share in enumerate(survival, 1):
@@ -190,29 +198,53 @@ def _clock(
     methods = [Engine(opened.model, task)]
     for name in (TRAINED, BEFORE):
         methods.append(Engine(opened.model, task, name, drafts.get(name), lookup=True))
+    return speedups(opened.model, task, methods, prompts[:TIMED], repeats=REPEATS, note=note)
+
+
+def speedups(
+    model: Any,
+    task: Task,
+    methods: Sequence[Method],
+    prompts: Sequence[Tensor],
+    *,
+    repeats: int,
+    note: Progress,
+) -> dict[str, dict[str, Any]]:
+    """How much faster than plain decoding methods decode prompts (1, T), all in turn.
+
+    Args:
+        methods: plain decoding first.
+
+    Returns:
+        By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
+        over prompts, `tokens_per_second`, and how many of the texts `compared` with those of plain
+        decoding were `equal`; nothing where every text ended with its first token.
+    """
     found: list[dict[str, Any]] = []
     benchmark(
-        opened.model,
+        model,
         task,
         methods,
-        one_by_one(prompts[:TIMED]),
-        repeats=REPEATS,
+        one_by_one(prompts),
+        repeats=repeats,
         warmup=1,
         write=found.append,
         note=note,
     )
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
-    timed = {}
-    for name in (TRAINED, BEFORE) if decoded else ():
-        faster, low, high = ratio_of_totals(
-            seconds_per_token(decoded, "plain"), seconds_per_token(decoded, name)
-        )
+    timed: dict[str, dict[str, Any]] = {}
+    for method in methods[1:] if decoded else ():
+        seconds = seconds_per_token(decoded, method.name)
+        faster, low, high = ratio_of_totals(seconds_per_token(decoded, methods[0].name), seconds)
         ends = [None if np.isnan(end) else float(end) for end in (low, high)]
-        timed[name] = {
+        same = [all(each["equal"]) for each in found if each["method"] == method.name]
+        timed[method.name] = {
             "speedup": float(faster),
             "low": ends[0],
             "high": ends[1],
-            "tokens_per_second": float(1 / seconds_per_token(decoded, name).mean()),
+            "tokens_per_second": float(1 / seconds.mean()),
+            "compared": len(same),
+            "equal": sum(same),
         }
     return timed
 
