@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from layerskip import LowPrecision, SkipConfig
 from layerskip.cli.main import app
+from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, open_block
@@ -296,6 +297,42 @@ def test_training_raises_the_overlap_on_texts_it_has_not_seen(
         assert made["trained"] == made["untrained"]
 
 
+def test_what_is_healed_is_healed_further(tmp_path: Path) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    skip = training(tmp_path / "first", model, tokens=1500, rate=3e-3).run()
+    before = load_file(tmp_path / "first" / "draft.safetensors")
+    (tmp_path / "elsewhere.safetensors").write_bytes(weights(tmp_path / "first"))
+    assert skip.low is not None
+    assert skip.trained is not None
+    gone = "layers.2.mlp.down_proj"  # of what is left out, and of what had no deltas yet
+    del before["layers.3.mlp.up_proj.a"], before["layers.3.mlp.up_proj.b"]
+    trained = save_trained(tmp_path / "fewer.safetensors", before, "healed", model)
+    fewer = replace(skip, mlp=(2,), trained=trained, notes={"from": "a search"})
+    same = training(tmp_path / "same", model, tokens=640, skip=fewer, rate=0.0)
+    found = same.run()
+    assert found.trained is not None
+    assert (found.mlp, found.notes, found.trained.hash == trained.hash) == ((2,), None, False)
+    after = load_file(tmp_path / "same" / "draft.safetensors")
+    assert f"{gone}.a" in before
+    assert not any(name.startswith(gone) for name in after)
+    assert all(torch.equal(after[name], before[name]) for name in after if name in before)
+    assert not after["layers.3.mlp.up_proj.b"].any()
+    assert after["layers.3.mlp.up_proj.a"].any()
+    assert same.curve[0]["overlap"] == same.curve[-1]["overlap"]
+    # the same weights elsewhere are the same training, others are not
+    moved = replace(
+        skip, trained=replace(skip.trained, weights=str(tmp_path / "elsewhere.safetensors"))
+    )
+    training(tmp_path / "second", model, skip=skip)
+    training(tmp_path / "second", model, skip=moved)
+    with pytest.raises(ValueError, match="holds a training with another skip"):
+        training(tmp_path / "second", model, skip=replace(skip, trained=trained))
+    (tmp_path / "elsewhere.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is not the file that its skip config names"):
+        training(tmp_path / "third", model, skip=moved)
+    assert not (tmp_path / "third").exists()
+
+
 def overlap_by_depth(model: Any, skip: SkipConfig, ids: Tensor) -> list[float]:
     """Of a written block, one token after another, by the states that decoding feeds it with."""
     opened = Sublayers(model, "modules")
@@ -440,6 +477,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         Recipe(loss="mse", tokens=1)
     for kind, skip, message in (
         ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
+        (
+            "healed",
+            replace(BITS, trained=Trained(kind="heads", weights="x", hash="0" * 64, base="b")),
+            "a draft of kind heads cannot be healed",
+        ),
         ("exit-block", SkipConfig(mlp=(1,)), "an exit block stands behind an early exit"),
         ("exit-block", SkipConfig(), "an exit block stands behind an early exit"),
         ("exit-block", SkipConfig.early_exit(6), "exit_layer must be in 1..5"),

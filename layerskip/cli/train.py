@@ -51,7 +51,11 @@ def train(
     ] = "healed",
     skip: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The draft to heal.  [default: all in 4 bits, head 8]"),
+        typer.Option(
+            metavar="FILE",
+            help="The draft to heal, from where its weights are if it names healed ones.  "
+            "[default: all in 4 bits, head 8]",
+        ),
     ] = None,
     exit_layer: Annotated[
         int | None,
@@ -90,7 +94,7 @@ def train(
         raise ValueError(f"--exit-layer is of --draft exit-block; leave it out with {draft}")
     given = None if prompts is None else read_given(prompts)
     whole = None if texts is None else read_given(texts)
-    base = None if skip is None else SkipConfig.load(skip).bare()
+    base = None if skip is None else SkipConfig.load(skip)
     if exit_layer is not None:
         base = SkipConfig.early_exit(exit_layer)
     if tokens is None and minutes is None:

@@ -229,13 +229,17 @@ class Sublayers(Architecture):
             if sublayer is None:
                 block = backend.head(self._rows, bits)
             else:
-                deltas = None if healing is None else self._deltas(healing)
+                deltas = None if healing is None else self.deltas(healing)
                 block = backend.low(sublayer, bits, deltas)
             self._low[key] = block
         return block
 
-    def _deltas(self, trained: Trained) -> Deltas:
-        """What heals the linears of the sublayers, checked once for each opening."""
+    def deltas(self, trained: Trained) -> Deltas:
+        """What heals the linears of the sublayers, checked once for each opening.
+
+        Raises:
+            ValueError: the file is not the one that is named, or heals another model.
+        """
         if trained.hash not in self._opened:
             weights = {
                 name: linear.weight
@@ -268,7 +272,7 @@ class Sublayers(Architecture):
         if head_bits is not None:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
         if skip.trained is not None and skip.trained.kind == "healed":
-            nbytes += sum(a.nbytes + b.nbytes for a, b in self._deltas(skip.trained).values())
+            nbytes += sum(a.nbytes + b.nbytes for a, b in self.deltas(skip.trained).values())
         return nbytes
 
     def head_of(self, rows: TrimmedHead) -> Block:

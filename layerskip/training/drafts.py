@@ -55,8 +55,8 @@ class Recipe:
     """What is trained, on how much, and how.
 
     Attributes:
-        skip: what the draft runs of the model: the draft to heal, or the exit that an exit block
-            stands behind; by default what `skip_for` says.
+        skip: what the draft runs of the model: the draft to heal, perhaps from healed weights on,
+            or the exit that an exit block stands behind; by default what `skip_for` says.
         tokens: to train on, over all passes; None: as many as `minutes` allow.
         minutes: of texts, features, training and judging together.
         vocabulary: how many of the target's most frequent tokens the loss looks at.
@@ -96,8 +96,10 @@ class Recipe:
             raise ValueError("say how long to train: tokens or minutes")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON; weights to begin with are known by their hash, wherever they lie."""
         skip = None if self.skip is None else self.skip.to_dict()
+        if skip is not None and "trained" in skip:
+            del skip["trained"]["weights"]
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": skip}
 
 
@@ -128,7 +130,12 @@ class Training:
         say: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.opened = Sublayers(model, execution)
-        self.skip = skip_for(recipe.kind, recipe.skip, self.opened.num_layers)
+        chosen = skip_for(recipe.kind, recipe.skip, self.opened.num_layers)
+        self.skip = replace(
+            chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
+        )
+        if self.skip.trained is not None:
+            self.opened.deltas(self.skip.trained)  # a wrong file is told now, not in an hour
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None

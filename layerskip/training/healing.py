@@ -29,7 +29,7 @@ class Healing(Student):
     Args:
         model: opened with "modules"; its own weights are left as they are, and get no gradients as
             long as nobody asks for them.
-        skip: resolved, with `low`.
+        skip: resolved, with `low`; what it names healed weights for begins with them.
         dtype: of the rounded weights here.
 
     Attributes:
@@ -44,6 +44,7 @@ class Healing(Student):
         assert skip.low is not None
         self.opened = [model]  # in a list, so that its weights are not this module's
         self.bits = skip.low.bits
+        known = {} if skip.trained is None else model.deltas(skip.trained)
         generator = torch.Generator().manual_seed(seed)
         self.inner, self.outer = nn.ParameterDict(), nn.ParameterDict()
         self._names: dict[int, str] = {}
@@ -52,9 +53,10 @@ class Healing(Student):
             rows, columns = linear.weight.shape
             key = name.replace(".", "/")
             bound = 1 / math.sqrt(columns)
-            inner = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
-            self.inner[key] = nn.Parameter(inner)
-            self.outer[key] = nn.Parameter(torch.zeros(rows, rank))
+            new = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+            inner, outer = known.get(id(linear.weight), (new, torch.zeros(rows, rank)))
+            self.inner[key] = nn.Parameter(inner.float().clone())
+            self.outer[key] = nn.Parameter(outer.float().clone())
             self._names[id(linear.weight)] = key
             self._weights[key] = rounded(linear.weight, self.bits).widened(dtype)
         low = set(skip.rounded())

@@ -66,7 +66,7 @@ def judge(
     base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # else it would be the whole model
-        drafts["untrained"] = base
+        drafts["untrained" if base.trained is None else "begun with"] = base
     if usual is not None:
         drafts[BEFORE] = usual
     acceptance: dict[str, dict[str, list[float]]] = {name: {} for name in drafts}

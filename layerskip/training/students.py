@@ -26,7 +26,7 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
     """What a draft of a kind runs of the model, resolved.
 
     Where nobody says, a healed one runs everything in 4 bits and the head in 8, an exit block
-    stands behind a quarter of the layers.
+    stands behind a quarter of the layers. One that is healed already is healed further.
 
     Raises:
         ValueError: this kind cannot stand on it.
@@ -35,6 +35,8 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
         found = (skip or FOUR_BITS).resolve(num_layers)
         if found.low is None:
             raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
+        if found.trained is not None and found.trained.kind != "healed":
+            raise ValueError(f"a draft of kind {found.trained.kind} cannot be healed; name another")
         return found
     if kind == "exit-block":
         usual = SkipConfig.early_exit(max(1, round(num_layers / 4)))
