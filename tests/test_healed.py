@@ -61,16 +61,20 @@ def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
 def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
-    family: str, execution: str, tmp_path: Path
+    bits: int, family: str, execution: str, tmp_path: Path
 ) -> None:
+    """In 8 bits the sum of both is rounded, in 4 the weight alone."""
     model, other, ids = tiny(family), tiny(family), prompt(9)
-    skip, found = healed(model, tmp_path, bits=4), deltas(model)
+    skip, found = healed(model, tmp_path, bits=bits), deltas(model)
     with torch.no_grad():
         for name, linear in Sublayers(other).named_linears(skip.rounded()):
-            wide = rounded(linear.weight, 4).widened(torch.float64)
-            linear.weight.copy_(wide + found[f"{name}.b"].double() @ found[f"{name}.a"].double())
+            delta = found[f"{name}.b"].double() @ found[f"{name}.a"].double()
+            before, behind = (delta, 0) if bits == 8 else (0, delta)
+            wide = rounded(linear.weight + before, bits).widened(torch.float64)
+            linear.weight.copy_(wide + behind)
     got = logits(Sublayers(model, execution), skip, ids)
     want = logits(Sublayers(other, execution), replace(skip, low=None, trained=None), ids)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -89,15 +93,27 @@ def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
 
 def test_memory_is_told_and_shared(tmp_path: Path) -> None:
     model = tiny("llama")
-    skip = healed(model, tmp_path)
+    skip = healed(model, tmp_path, bits=4)
     opened, plain = Sublayers(model, "fused"), replace(skip, trained=None)
     opened.draft(plain)
     once = copies_of(model).nbytes
     opened.draft(skip)
     assert copies_of(model).nbytes == once == opened.low_bytes(plain)
-    sizes = [linear.weight.shape for _, linear in opened.named_linears(range(12))]
+    sizes = [linear.weight.shape for _, linear in opened.named_linears(skip.rounded())]
     of_deltas = sum(RANK * (rows + columns) * 8 for rows, columns in sizes)  # float64
     assert opened.low_bytes(skip) == once + of_deltas
+
+
+def test_healed_copies_in_8_bits_take_what_others_do_and_are_made_once(tmp_path: Path) -> None:
+    model = tiny("llama")
+    skip = healed(model, tmp_path)
+    opened = Sublayers(model, "fused")
+    opened.draft(skip)
+    once = copies_of(model).nbytes
+    Sublayers(model, "fused").draft(skip)
+    assert copies_of(model).nbytes == once == opened.low_bytes(skip)
+    opened.draft(replace(skip, trained=None))  # whose copies are others
+    assert copies_of(model).nbytes == 2 * once
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

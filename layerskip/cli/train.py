@@ -73,6 +73,10 @@ def train(
         float | None,
         typer.Option(metavar="M", help=f"Of everything.  [default: {MINUTES:g}, or --tokens]"),
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="R", help="Of a healed draft's deltas.  [default: 16]"),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="Of the answers, as in serving.")
     ] = 0.8,
@@ -92,6 +96,8 @@ def train(
         raise ValueError(f"--skip names a draft to heal; leave it out with --draft {draft}")
     if exit_layer is not None and draft != "exit-block":
         raise ValueError(f"--exit-layer is of --draft exit-block; leave it out with {draft}")
+    if rank is not None and draft != "healed":
+        raise ValueError(f"--rank is of --draft healed; leave it out with {draft}")
     given = None if prompts is None else read_given(prompts)
     whole = None if texts is None else read_given(texts)
     base = None if skip is None else SkipConfig.load(skip)
@@ -107,6 +113,7 @@ def train(
 
     from layerskip.training.data import Source
     from layerskip.training.drafts import Recipe, Training
+    from layerskip.training.healing import RANK
     from layerskip.training.judging import judge, read_record
 
     recipe = Recipe(
@@ -117,6 +124,7 @@ def train(
         minutes=minutes,
         seed=seed,
         temperature=temperature,
+        rank=rank or RANK,
     )
     source = Source(
         loaded.model,

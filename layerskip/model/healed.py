@@ -1,28 +1,54 @@
 """Deltas of low rank that heal products with rounded weights; knows no rounding and no file.
 
-A draft's rounded weight is off by what rounding lost. A trained delta B A is added to what comes
-out, W x + B (A x): at rank 16 a twentieth of the weight's numbers, which training spends where the
-draft's law gains most.
+A draft's weight is off by what rounding lost, and by what the sublayers lack that it leaves out. A
+trained delta B A mends that, at rank 16 with a twentieth of the weight's numbers. In 4 bits it is
+added to what comes out, W x + B (A x): rounding would lose it. Rounding to 8 bits keeps it, so that
+W + B A is what is rounded, and healing costs nothing when decoding.
 Letters: R rows and C columns of a weight, r rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.model.products import Function
 
+MERGED = 8
+"""Bits that keep what a delta adds to a weight."""
 Delta = tuple[Tensor, Tensor]
 """Inner (r, C) and outer (R, r)."""
-Deltas = Mapping[int, Delta]
-"""By the id of the weight."""
 
 
-def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[int, Delta]:
+@dataclass(frozen=True)
+class Deltas:
+    """Those of a model's weights.
+
+    Attributes:
+        hash: tells them from others.
+        by_weight: by the id of the weight.
+    """
+
+    hash: str
+    by_weight: Mapping[int, Delta]
+
+    def within(self, weight: Tensor, bits: int) -> Delta | None:
+        """What a weight is healed with before it is rounded to so many bits."""
+        return self.by_weight.get(id(weight)) if bits == MERGED else None
+
+    def beside(self, weight: Tensor, bits: int) -> Delta | None:
+        """What its products are healed with."""
+        return None if bits == MERGED else self.by_weight.get(id(weight))
+
+
+def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor], hash: str) -> Deltas:
     """The deltas of a file, `name.a` (r, C) and `name.b` (R, r), in their weight's dtype and place.
+
+    Args:
+        hash: the file's.
 
     Raises:
         ValueError: a tensor belongs to no weight or does not fit it.
@@ -37,7 +63,7 @@ def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[i
         if inner is None or outer is None or (*outer.shape, columns) != (rows, *inner.shape):
             raise ValueError(f"trained deltas of {name} do not fit a weight ({rows}, {columns})")
         made[id(weight)] = inner.to(weight), outer.to(weight)
-    return made
+    return Deltas(hash, made)
 
 
 def healed(product: Function, delta: Delta | None) -> Function:

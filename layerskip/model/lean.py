@@ -88,8 +88,8 @@ class Lean(Backend):
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            copy = self.copies.of(weight, bits, packed=self.packed)
-            return healed(copy.linear(bias), None if deltas is None else deltas.get(id(weight)))
+            product = self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
+            return healed(product, None if deltas is None else deltas.beside(weight, bits))
 
         return linear
 

@@ -61,8 +61,8 @@ class Modules(Backend):
     def _low(self, bits: int, deltas: Deltas | None = None) -> LinearOf:
         def linear(module: nn.Linear) -> Function:
             weight = module.weight
-            product = self.copies.of(weight, bits).linear(module.bias)
-            return healed(product, None if deltas is None else deltas.get(id(weight)))
+            product = self.copies.of(weight, bits, deltas=deltas).linear(module.bias)
+            return healed(product, None if deltas is None else deltas.beside(weight, bits))
 
         return linear
 

@@ -275,8 +275,8 @@ class Native(Lean):
     def _rounded(
         self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
     ) -> Any:
-        copy = self.copies.of(weight, bits, packed=True)
-        delta = None if deltas is None else deltas.get(id(weight))
+        copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
+        delta = None if deltas is None else deltas.beside(weight, bits)
         inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
         how: dict[str, Any] = {"bits": bits, "rows": rows, "columns": columns}

@@ -10,8 +10,7 @@ raise, and by some of their numbers, since changes through `.data` leave no trac
 is rounded anew when it is next used. A change through `.data` to none of those numbers goes
 unnoticed, and so does any while the model stays opened. It costs drafts acceptance and nothing
 else: no text depends on a copy, since the exact weights verify whatever a draft proposes.
-Products with a copy may be healed: a trained delta of low rank is added to what comes out, so that
-the draft is that of weight plus delta, and of it only the weight is rounded.
+A copy may be healed: then a trained delta of low rank is in what was rounded (see `healed`).
 Letters: R rows, C columns, G groups of 32 columns, U units of 64, r rank.
 """
 
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layerskip.model.healed import Deltas
 from layerskip.model.products import Function
 
 GROUP = 32
@@ -215,23 +215,30 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # a weight -> what it was when its copies were made, and by bits and layout the copies
+        # a weight -> what it was when its copies were made, and they by bits, layout, healing
         self._made: Any = WeakTensorKeyDictionary()
 
-    def of(self, weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
+    def of(
+        self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
+    ) -> Rounded:
         """A weight of the model in low precision.
 
         Args:
             weight: the same object as long as it is the same weight.
             packed: for native products.
+            deltas: what is rounded with it, where such a copy can hold it.
         """
+        delta = None if deltas is None else deltas.within(weight, bits)
+        healing = None if delta is None or deltas is None else deltas.hash
         with self._lock:
             if weight not in self._made:
                 self._made[weight] = (_state(weight), {})
             kept = self._made[weight][1]
-            if (bits, packed) not in kept:
-                kept[bits, packed] = rounded(weight, bits, packed=packed)
-            return kept[bits, packed]  # type: ignore[no-any-return]
+            key = (bits, packed, healing)
+            if key not in kept:
+                whole = weight if delta is None else weight.detach() + delta[1] @ delta[0]  # (R, C)
+                kept[key] = rounded(whole, bits, packed=packed)
+            return kept[key]  # type: ignore[no-any-return]
 
     def forget_changed(self) -> None:
         """Drop the copies of weights that are not what they were."""

@@ -246,7 +246,7 @@ class Sublayers(Architecture):
                 for name, linear in self.named_linears(range(self.num_sublayers))
             }
             found = trained_weights(self.model, trained)
-            self._opened[trained.hash] = paired(found, weights)
+            self._opened[trained.hash] = paired(found, weights, trained.hash)
         return self._opened[trained.hash]
 
     def named_linears(
@@ -272,7 +272,9 @@ class Sublayers(Architecture):
         if head_bits is not None:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
         if skip.trained is not None and skip.trained.kind == "healed":
-            nbytes += sum(a.nbytes + b.nbytes for a, b in self.deltas(skip.trained).values())
+            deltas = self.deltas(skip.trained)
+            apart = [deltas.beside(weight, bits) for weight in weights]
+            nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)
         return nbytes
 
     def head_of(self, rows: TrimmedHead) -> Block:
