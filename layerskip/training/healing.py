@@ -44,7 +44,7 @@ class Healing(Student):
         assert skip.low is not None
         self.opened = [model]  # in a list, so that its weights are not this module's
         self.bits = skip.low.bits
-        known = {} if skip.trained is None else model.deltas(skip.trained)
+        known = {} if skip.trained is None else model.deltas(skip.trained).by_weight
         generator = torch.Generator().manual_seed(seed)
         self.inner, self.outer = nn.ParameterDict(), nn.ParameterDict()
         self._names: dict[int, str] = {}
