@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from layerskip.bench.batches import Batch
 from layerskip.bench.methods import Clock, Decoded, Task
@@ -70,6 +71,7 @@ class Row:
     """A draft, or several of which a round takes one.
 
     Attributes:
+        draft: None of a mixture.
         parts: names of what a mixture is made of; of a single draft its own.
         known: what the file says of it.
     """
@@ -96,9 +98,8 @@ class Way:
     costs: Sequence[CostTable] = ()
     one_row = True
 
-    @property
-    def kind(self) -> str:
-        return "self" if self.drafts else "plain"
+    def __post_init__(self) -> None:
+        self.kind = "self" if self.drafts else "plain"
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind}
@@ -272,7 +273,7 @@ def influences(trace: Trace) -> list[float]:
     """Of layers 1 to L-2, how far they turn the hidden state, on the mean (1 - cosine)."""
     states = torch.cat([text.states for text in trace.texts], dim=1).float()  # (L, N, H)
     turned = 1 - F.cosine_similarity(states[:-2], states[1:-1], dim=-1)  # (L - 2, N)
-    return turned.mean(1).tolist()  # type: ignore[no-any-return]
+    return turned.mean(1).tolist()
 
 
 def given(path: Path) -> Row:
@@ -289,7 +290,6 @@ def given(path: Path) -> Row:
             "minutes": sum(record["seconds"].values()) / 60,
             "loss": record["recipe"]["loss"],
             "seed": record["recipe"]["seed"],
-            "parameters": record["parameters"],
         }
     return row
 
@@ -311,10 +311,13 @@ def measure_sizes(opened: Sublayers, rows: Sequence[Row]) -> None:
     for row in rows:
         if isinstance(row.draft, SkipConfig):
             row.known["bytes"] = own_bytes(opened, row.draft)
+            if row.draft.trained is not None:
+                weights = load_file(row.draft.trained.weights).values()
+                row.known["parameters"] = sum(weight.numel() for weight in weights)
         elif isinstance(row.draft, Assistant):
-            weights = list(row.draft.model.model.parameters())
-            row.known["bytes"] = sum(weight.nbytes for weight in weights)
-            row.known["parameters"] = sum(weight.numel() for weight in weights)
+            own = list(row.draft.model.model.parameters())
+            row.known["bytes"] = sum(weight.nbytes for weight in own)
+            row.known["parameters"] = sum(weight.numel() for weight in own)
         others = [by_name[name].known for name in row.parts if name != row.name]
         for what in ("bytes", "parameters"):
             row.known.setdefault(what, sum(other[what] for other in others))
@@ -367,9 +370,9 @@ def go_on(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row], laws: Sequence[str], clocked: Sequence[str]) -> list[list[str]]:
     """The lines of the table, its head first."""
-    head = ["draft", "MB", "parameters", "tokens", "minutes", *laws, "c"]
+    head = ["draft", "MB", "parameters", "tokens", "minutes", *map(heading, laws), "c"]
     for law in clocked:
-        head += [f"predicted {law}", f"measured {law}"]
+        head += [f"predicted, {heading(law)}", f"measured, {heading(law)}"]
     lines = [head]
     for row in rows:
         known = row.known
@@ -384,6 +387,10 @@ def table(rows: Sequence[Row], laws: Sequence[str], clocked: Sequence[str]) -> l
             line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append(line)
     return lines
+
+
+def heading(law: str) -> str:
+    return law if law == GREEDY else f"T={law}"
 
 
 def number(value: float | None) -> str:
@@ -453,10 +460,10 @@ def compare(args: argparse.Namespace) -> None:
         for row in rows:
             if isinstance(row.draft, SkipConfig):
                 row.draft = row.draft.resolve(opened.num_layers)
-        by_name = {row.name: row for row in rows}
+        made_of = {row.name: identity(row.draft) for row in rows if row.draft is not None}
         for row in rows:
-            drafts = [by_name[name].draft for name in row.parts]
-            row.known |= {"name": row.name, "kind": row.kind, "drafts": list(map(identity, drafts))}
+            drafts = [made_of[name] for name in row.parts]
+            row.known |= {"name": row.name, "kind": row.kind, "drafts": drafts}
         measure_sizes(opened, rows)
         go_on(args.output, document, rows)
 
@@ -489,7 +496,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--assistant", metavar="MODEL", help="a second model of its vocabulary")
     parser.add_argument("--prompts", type=Path, help="a file, spec-bench or copying")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says")
-    parser.add_argument("--limit", type=int, default=2, help="prompts of each category")
+    parser.add_argument("--limit", type=int, help="prompts of each category, at most")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.8, help="of the clock")
     parser.add_argument("--greedy", action="store_true", help="time greedy decoding, too")
