@@ -20,7 +20,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import read_prompts
 
-NEW = 20
+NEW = 12
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,8 @@ def _known_costs(monkeypatch):
     costs = CostTable(0.3, (1.0, 1.1, 1.2))
 
     def given(_model, drafts, _request):
-        return [
-            replace(costs, draft=0.0) if type(d).__name__ == "Lookup" else costs for d in drafts
-        ]
+        free = replace(costs, draft=0.0)
+        return [free if isinstance(draft, Lookup) else costs for draft in drafts]
 
     monkeypatch.setattr(compare_drafts, "cost_tables", given)
 
@@ -143,7 +142,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(there, tmp_path, capsys)
     made.write(tmp_path / "drafts" / "broken.json", {"kind": "drafts"})
     SkipConfig.layers([2]).save(tmp_path / "gaps.json")
     for more, how, message in (
-        (["--new-tokens", "9"], {}, "holds a comparison with another max_new_tokens (20, now 9)"),
+        (["--new-tokens", "9"], {}, "holds a comparison with another max_new_tokens (12, now 9)"),
         ([], {"drafts": ["heads"]}, "has gaps, too, which is not named now"),
         ([], {"drafts": ["gaps.json", tmp_path / "gaps.json"]}, "two drafts are called 'gaps'"),
         ([], {"drafts": [tmp_path / "heads"]}, "holds no finished training"),
