@@ -105,9 +105,13 @@ def pareto(search: Search) -> Plot | None:
     table = table[table["acceptance"].notna() & table["copy_of"].isna()]
     if not len(table):
         return None
+    known = search_tables.finalists(search)
+    known = known.dropna(subset=["alpha"]) if len(known) else known
     figure, axes = new_figure(4.6)
-    axes.set_xlim(0, max(1.0, table["draft_cost"].max()) * 1.02)
-    axes.set_ylim(max(0.0, table["acceptance"].min() - 0.05), 1)
+    dearest = max([1.0, table["draft_cost"].max(), *(known["draft_cost"] if len(known) else ())])
+    least = min([table["acceptance"].min(), *(known["alpha"] if len(known) else ())])
+    axes.set_xlim(0, dearest * 1.02)
+    axes.set_ylim(max(0.0, least - 0.05), 1)
     if search.finalists:
         first = search.finalists[0]
         costs = CostTable(first["draft_cost"], tuple(first["verify"]))
@@ -133,8 +137,6 @@ def pareto(search: Search) -> Plot | None:
         front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
         label="not dominated",
     )  # fmt: skip
-    known = search_tables.finalists(search)
-    known = known.dropna(subset=["alpha"]) if len(known) else known
     for number, (_, row) in enumerate(known.iterrows()):
         axes.plot(
             row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),

@@ -178,7 +178,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "name": finalist["name"],
                 "role": ", ".join(named),
                 "trial": finalist["trial"],
-                "kind": kinds[finalist["trial"]],
+                "kind": "given" if finalist["trial"] is None else kinds[finalist["trial"]],
                 **_sets(finalist),
                 "alpha": _number(finalist["alpha"]),
                 "draft_cost": finalist["draft_cost"],

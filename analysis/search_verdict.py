@@ -79,6 +79,9 @@ def _draft(search: Search, row: Any) -> str:
             words += f" and runs {rounded} {runs}"
         else:
             words = f"runs {'all' if rounded == count else f'{rounded} of'} {of} {runs}"
+    trained = finalist.get("trained")
+    if trained is not None:
+        words += f", {trained}" if trained == "healed" else f", with {trained}"
     return f"{words}, joined by lookups" if finalist["decoding"].get("lookup") else words
 
 

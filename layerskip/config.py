@@ -123,7 +123,7 @@ class SkipConfig:
             raise TypeError(f"low must be LowPrecision, got {self.low!r}")
         if not isinstance(self.trained, Trained | None):
             raise TypeError(f"trained must be Trained, got {self.trained!r}")
-        if self.trained is not None and self.trained.kind == "healed" and self.low is None:
+        if self.trained is not None and not self.trained.module and self.low is None:
             raise ValueError("healed weights correct what low rounds, and low rounds nothing")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")

@@ -98,6 +98,11 @@ class Trained:
     """`fingerprint` of the model they were trained for; they are of no use to another."""
 
     @property
+    def module(self) -> bool:
+        """Whether it is a module that the model lacks, and does not heal what the model has."""
+        return self.kind != "healed"
+
+    @property
     def alone(self) -> bool:
         """Whether the module drafts without any of the model's sublayers."""
         return self.kind in ("feature-block", "heads")

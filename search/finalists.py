@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
+from torch import Tensor
 
 from layerskip.bench.batches import Batch
 from layerskip.bench.decoded import seconds_per_token
@@ -37,7 +38,7 @@ from layerskip.search.objective import (
 )
 from layerskip.search.sampler import claim
 from layerskip.search.space import Space
-from layerskip.timing.tables import measure
+from layerskip.timing.tables import analytic, measure
 
 CANDIDATES = 2
 """So many more configs are replayed whole than finalists are wanted."""
@@ -53,7 +54,7 @@ class Finalist:
 
     Attributes:
         name: of the method that it is timed as.
-        trial: number of its trial in the study.
+        trial: number of its trial in the study; None of a given draft that is no trial's.
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
         choice: how to decode with it.
@@ -64,7 +65,7 @@ class Finalist:
     """
 
     name: str
-    trial: int
+    trial: int | None
     skip: SkipConfig
     drafts: Replay
     choice: Choice
@@ -113,8 +114,9 @@ def choose(
 ) -> list[Finalist]:
     """The configs of the highest predicted speedup by whole replays, best first.
 
-    The best early exit of the study is among them, as one more where it is none of the best.
-    Configs that skip nothing are not: plain decoding is timed anyway.
+    The best early exit of the study is among them, as one more where it is none of the best, and so
+    is, in a space with healed weights, the best config that has them. Configs that skip nothing are
+    not: plain decoding is timed anyway.
     """
     plain = 1.0 / objective.step_seconds
 
@@ -127,20 +129,22 @@ def choose(
         mask = claim(trial, space)
         if mask:
             trials.setdefault(mask, trial)
-    exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()
+    kinds = [{space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()]
+    if space.trained is not None:
+        kinds.append({mask for mask in trials if space.skip_config(mask).trained})
     ranked = sorted(trials, key=lambda mask: -score(trials[mask]))
     looked_at = ranked[: candidates(count)]
-    looked_at += [mask for mask in ranked if mask in exits][:1]
+    for kind in kinds:
+        looked_at += [mask for mask in ranked if mask in kind][:1]
     found = []
     for number, mask in enumerate(dict.fromkeys(looked_at)):
         progress("the best drafts, replayed whole", number / len(looked_at))
         found.append((mask, _closely(trials[mask], space, mask, objective)))
     found.sort(key=lambda pair: -pair[1].predicted)
-    kept = found[:count]
-    best_exit = next((pair for pair in found if pair[0] in exits), None)
-    if best_exit is not None and best_exit not in kept:
-        kept.append(best_exit)
-    return [finalist for _, finalist in kept]
+    best = [next((mask for mask, _ in found if mask in kind), None) for kind in kinds]
+    return [
+        finalist for number, (mask, finalist) in enumerate(found) if number < count or mask in best
+    ]
 
 
 def candidates(count: int) -> int:
@@ -154,15 +158,41 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     costs = objective.costs(skip, size)
     drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
     tokens = None if size is None else objective.vocabulary(size)
-    where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
     name = f"trial-{trial.number}" if depth is None else f"exit-{depth}"
     origin = str(trial.user_attrs.get("origin")).removeprefix("seed:")
     if space.bits and origin.startswith(f"{space.bits}-bits"):
         name = origin  # a seed that says what it is
+    return _finalist(name, trial.number, skip, tokens, drafts, costs, objective)
+
+
+def fixed(name: str, skip: SkipConfig, objective: Objective) -> Finalist:
+    """A draft that is no config of a space; what it costs is a guess until `price_again`.
+
+    Args:
+        skip: perhaps with a draft vocabulary.
+    """
+    trace, tokens = objective.trace, skip.draft_vocabulary
+    model = trace.model if tokens is None else trace.model.trimmed(tokens)
+    skip = skip.resolve(model.num_layers)
+    drafts = replay(trace, skip, allowed=_allowed(trace, tokens))
+    return _finalist(name, None, skip, tokens, drafts, analytic(model, skip), objective)
+
+
+def _finalist(
+    name: str,
+    trial: int | None,
+    skip: SkipConfig,
+    tokens: tuple[int, ...] | None,
+    drafts: Replay,
+    costs: CostTable,
+    objective: Objective,
+) -> Finalist:
+    size = objective.trace.model.vocabulary if tokens is None else len(tokens)
+    where = {"batch_size": 1, "draft_vocabulary": size}
     finalist = Finalist(
         name=name,
-        trial=trial.number,
+        trial=trial,
         skip=replace(
             skip,
             decoding=DecodingOptions(draft_vocabulary=tokens),
@@ -175,6 +205,15 @@ def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) 
     )
     finalist.decide(objective.looked_up.replay)
     return finalist
+
+
+def _allowed(trace: Trace, tokens: tuple[int, ...] | None) -> Tensor | None:
+    """What a draft with a vocabulary of its own can draw on each text, (texts, V) bool."""
+    if tokens is None:
+        return None
+    allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
+    allowed[:, tokens] = True
+    return allowed
 
 
 def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None:
@@ -199,11 +238,8 @@ def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None
 
 def predict(finalist: Finalist, trace: Trace) -> float:
     """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
-    skip, allowed = finalist.skip, None
-    if skip.draft_vocabulary is not None:
-        allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
-        allowed[:, skip.draft_vocabulary] = True
-    how = finalist.choice.decoding
+    skip, how = finalist.skip, finalist.choice.decoding
+    allowed = _allowed(trace, skip.draft_vocabulary)
     drafts = replay(trace, skip, how.max_draft_length, allowed=allowed)
     looked_up = look_up(trace, Lookup(), how.max_draft_length)
     return speedup(drafts, finalist.costs, how, LookedUp(looked_up, finalist.looked_up))

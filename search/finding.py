@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,9 +22,12 @@ from torch import Tensor
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import stream_key
+from layerskip.decoding.trained import as_drafter
+from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
@@ -36,6 +39,7 @@ from layerskip.search.finalists import (
     candidates,
     choose,
     confirm,
+    fixed,
     gains,
     predict,
     price_again,
@@ -79,6 +83,7 @@ class Search:
         trace: the target's texts.
         objective: what a config is worth; after `price`.
         study: the ledger; after `open`.
+        beside: by name, drafts that are timed beside what is found; after `open`.
         finalists: after `choose`; timed after `confirm`.
         seconds: what each step took.
 
@@ -125,6 +130,9 @@ class Search:
         self._given = False  # the costs, by the caller
         self.finalists: list[Finalist] = []
         self.plain_tokens_per_second: float | None = None
+        if space.trained is not None:
+            self.opened.deltas(space.trained)  # refused before anything slow is done
+        self.beside: dict[str, SkipConfig] = {}
         started = time.perf_counter()
         self.trace = self._trace(self.traced)
         self.seconds["trace"] = time.perf_counter() - started
@@ -167,12 +175,18 @@ class Search:
 
         Args:
             storage, name: as for `layerskip.search.study.open_study`.
-            given: a person's own configs, by name, to try first.
+            given: a person's own configs, by name, to try first. What trained modules draft cannot
+                be varied: it is timed beside what is found.
 
         Raises:
-            ValueError: as `open_study`; a given config that the space does not hold.
+            ValueError: as `open_study`; a given config that the space does not hold, or a trained
+                module that is none of the model's.
         """
-        planted = seeds.given(self.space, given or {})
+        known = dict(given or {})
+        modules = {n: skip for n, skip in known.items() if skip.trained and skip.trained.module}
+        others = {n: skip for n, skip in known.items() if n not in modules}
+        planted = seeds.given(self.space, others)
+        self.beside = self._beside(modules.values())
         self.study = study.open_study(
             self.space, storage=storage, name=name, identity=self.identity
         )
@@ -184,6 +198,20 @@ class Search:
         kept = {n: int(mask, 16) for n, mask in self.study.user_attrs["seeds"].items()}
         self.seeds = planted | {n: mask for n, mask in kept.items() if n not in planted}
         return self.study
+
+    def _beside(self, modules: Iterable[SkipConfig]) -> dict[str, SkipConfig]:
+        """What is timed beside what is found: modules, and around healed weights the usual.
+
+        A space in which everything low is healed does not hold that.
+        """
+        found: dict[str, SkipConfig] = {}
+        for skip in modules:
+            assert skip.trained is not None
+            as_drafter(self.opened, skip.resolve(self.space.num_layers))  # refused now
+            number = sum(name.startswith(skip.trained.kind) for name in found) + 1
+            found[f"{skip.trained.kind}{f'-{number}' * (number > 1)}"] = skip
+        before = unprepared(self.opened).skip if self.space.trained else None
+        return found if before is None else {**found, "before": before}
 
     def price(self, cost: Mapping[str, Any] | None = None) -> Objective:
         """Measure what sublayers cost, unless the study, or the caller, knows; after `open`.
@@ -198,14 +226,18 @@ class Search:
         if known is None:
             started = time.perf_counter()
             if mine is None:
-                mine = measured(self.opened, self.traced, self.law, self.space.bits, self.progress)
+                mine = measured(
+                    self.opened, self.traced, self.law, self.space.everything_low, self.progress
+                )
                 self.seconds["cost"] = time.perf_counter() - started
             self.study.set_user_attr("cost", dict(mine))
             known = self.study.user_attrs["cost"]  # another worker's, if that was later
-        if self.space.bits and known.get("low_bits") != self.space.bits:
+        low = low_facts(self.space.everything_low)
+        if low and low != {name: known[name] for name in LOW_FACTS if name in known}:
             raise ValueError(
-                f"the costs given do not know low precision of {self.space.bits} bits; measure "
-                "them with it, or leave them out"
+                f"the costs given do not know low precision of {self.space.bits} bits"
+                f"{' with these healed weights' if self.space.trained else ''}; measure them with "
+                "it, or leave them out"
             )
         if cost is not None and dict(cost) != known:
             raise ValueError(
@@ -274,25 +306,26 @@ class Search:
                 sum(ids.shape[1] + self.task.max_new_tokens for ids in some)
                 for some in (self.traced, self.held_out)
             )
-            share = held_out / traced
-            seconds += share * (self.seconds["trace"] or 0.0) + share * whole * (count + 1)
-            seconds += (count + 1) * PRICING_SECONDS
+            share, more = held_out / traced, 1 + len(self.beside)
+            seconds += share * (self.seconds["trace"] or 0.0) + share * whole * (count + more)
+            seconds += (count + more) * PRICING_SECONDS
             texts = len(self.held_out) * self.task.max_new_tokens * self.objective.step_seconds
             # plain, the exit as slow as it, and drafts that halve it; prompts come on top
-            seconds += texts * repeats * (2 + count / 2) * PROMPTS
+            seconds += texts * repeats * (1 + more + count / 2) * PROMPTS
         return seconds
 
     def choose(self, count: int = FINALISTS) -> list[Finalist]:
         """The best drafts by whole replays, on held-out prompts, too; after `run`.
 
         Where they are to be timed, and costs were measured here, theirs are measured again, as
-        decoding does it.
+        decoding does it. Those beside what was found have no other costs.
         """
         started = time.perf_counter()
         found = choose(self.study, self.space, self.objective, count, self.progress)
+        beside = [fixed(name, skip, self.objective) for name, skip in self.beside.items()]
+        self._price_again(beside if self._given or not self.held_out else found + beside)
+        found = sorted(found + beside, key=lambda finalist: -finalist.predicted)
         if self.held_out:
-            if not self._given:
-                self._price_again(found)
             trace = self._trace(self.held_out)
             for number, finalist in enumerate(found):
                 self.progress("the best drafts on other texts", number / len(found))
@@ -315,7 +348,6 @@ class Search:
         for number, finalist in enumerate(finalists):
             self.progress("prices of the best drafts", number / len(finalists))
             price_again(finalist, self.objective.looked_up.replay, request)
-        finalists.sort(key=lambda finalist: -finalist.predicted)
 
     def confirm(self, repeats: int = REPEATS) -> None:
         """Time the finalists and plain decoding in turn on the held-out prompts."""
@@ -360,7 +392,16 @@ class Search:
             skip = replace(skip, decoding=replace(skip.decoding, acceptance="rejection"))
         name = getattr(self.model, "name_or_path", "") or None
         skip = replace(skip, model=name, model_hash=fingerprint(self.model), notes=notes)
-        return SearchResult(skip, best, tuple(self.finalists), self.study, record(self))
+        return SearchResult(
+            skip, best, tuple(self.finalists), self.study, record(self), self._healed()
+        )
+
+    def _healed(self) -> SkipConfig | None:
+        """Of the finalists that have the space's trained weights the best."""
+        trained = self.space.trained
+        having = [each for each in self.finalists if trained and each.skip.trained == trained]
+        best = winner(having) or next(iter(having), None)
+        return None if best is None else replace(best.skip, costs=None)
 
 
 @dataclass(frozen=True)
@@ -374,6 +415,7 @@ class SearchResult:
         finalists: best first by prediction, with what the clock said of them.
         study: every trial, as Optuna has it.
         record: all of it as JSON values: what `layerskip report` reads, but for a header.
+        healed: around healed weights, the best found that has them, to train further.
     """
 
     skip: SkipConfig
@@ -381,3 +423,4 @@ class SearchResult:
     finalists: tuple[Finalist, ...]
     study: Study
     record: Mapping[str, Any]
+    healed: SkipConfig | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
+from layerskip.config import SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import sublayers as costs
@@ -23,7 +24,7 @@ def measured(
     model: Sublayers,
     prompts: Sequence[Tensor],
     law: Law,
-    bits: Literal[8, 4] | None,
+    low: SkipConfig | None,
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """The costs here, measured again where the machine was busy; see `timing.sublayers.measure`."""
@@ -31,7 +32,7 @@ def measured(
     attempts = 0
     while attempts < ATTEMPTS and (not attempts or time.perf_counter() - started < PATIENCE):
         attempts += 1
-        found = costs.measure(model, prompts, law=law, bits=bits, progress=progress)
+        found = costs.measure(model, prompts, law=law, low=low, progress=progress)
         if not costs.disturbed(found):
             return found
     warnings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from optuna import Study
@@ -82,6 +83,7 @@ def finalist_row(finalist: Finalist) -> dict[str, Any]:
         "trial": finalist.trial,
         "skipped": _skipped(skip),
         "low": skip.to_dict().get("low"),
+        "trained": None if skip.trained is None else skip.trained.words,
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
             "lookup": decoding.lookup is True,
@@ -97,6 +99,9 @@ def finalist_row(finalist: Finalist) -> dict[str, Any]:
 
 
 def _skipped(skip: SkipConfig) -> dict[str, list[int]]:
+    """What of the model a draft leaves out: all of it where a module drafts alone."""
+    if skip.trained is not None and skip.trained.alone:
+        skip = replace(skip, attention=(every := tuple(range(skip.num_layers or 0))), mlp=every)
     return {"attention": list(skip.attention), "mlp": list(skip.mlp)}
 
 

@@ -2,22 +2,23 @@
 
 A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
-the head does. A `layer` or `sublayer` space is made of switches, each of which chooses for its own
-few sublayers, so that masks and parameters stand one to one: no two trials of a study with
-different parameters mean the same draft.
+the head does; what is low may be healed by trained weights, the same for all. A `layer` or
+`sublayer` space is made of switches, each of which chooses for its own few sublayers, so that masks
+and parameters stand one to one: no two trials of a study with different parameters mean the same
+draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import LowPrecision, SkipConfig, Trained
 from layerskip.files.schema import integer, optional
 
 KINDS = ("exit", "layer", "sublayer")
@@ -55,6 +56,10 @@ class Space:
     """Sublayers left out at most, 1 or more; None for any number."""
     bits: Literal[8, 4] | None = None
     """Of low precision; None: everything that runs runs exactly."""
+    head: Literal[8, 4] | None = None
+    """Of a low head; None: as many as `bits`."""
+    trained: Trained | None = field(default=None, repr=False)
+    """Healed weights that sublayers in low precision compute with; None: the model's own."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,7 +67,7 @@ class Space:
         integer(1)(self.num_layers, "num_layers")
         optional(integer(1))(self.budget, "budget")
         if self.bits is not None:
-            LowPrecision(bits=self.bits)  # refuses others
+            LowPrecision(bits=self.bits, head=self.head or True)  # refuses others
 
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
@@ -209,10 +214,21 @@ class Space:
         ]
 
     def mask(self, skip: SkipConfig) -> int:
-        """The mask of a config, whether the space holds it or not; ValueError for another model."""
+        """The mask of a config, whether the space holds it or not.
+
+        Raises:
+            ValueError: it is for another model, or in another precision than the space, or other
+                trained weights are its.
+        """
         skip = skip.resolve(self.num_layers)
-        if skip.low is not None and self.bits not in (None, skip.low.bits):
-            raise ValueError(f"it runs sublayers in {skip.low.bits} bits, not in {self.bits}")
+        if skip.low is not None and self.bits is not None:
+            if skip.low.bits != self.bits:
+                raise ValueError(f"it runs sublayers in {skip.low.bits} bits, not in {self.bits}")
+            bits = self.head or self.bits
+            if skip.low.head_bits not in (None, bits):
+                raise ValueError(f"it runs the head in {skip.low.head_bits} bits, not in {bits}")
+        if skip.trained not in (None, self.trained):
+            raise ValueError("its trained weights are not those that the search is around")
         low = sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         head = self._low_head if skip.low is not None and skip.low.head else 0
         return sum(1 << sublayer for sublayer in skip.skipped()) | low | head
@@ -228,10 +244,16 @@ class Space:
             bits=self.bits or 8,
             attention=layers(rounded),
             mlp=layers(rounded >> 1),
-            head=bool(mask & self._low_head),
+            head=(self.head or True) if mask & self._low_head else False,
         )
-        skip = SkipConfig(attention=layers(mask), mlp=layers(mask >> 1), low=low)
+        trained = self.trained if rounded & self._every else None
+        skip = SkipConfig(attention=layers(mask), mlp=layers(mask >> 1), low=low, trained=trained)
         return skip.resolve(self.num_layers)
+
+    @property
+    def everything_low(self) -> SkipConfig | None:
+        """The config that runs all in low precision, whether or not the space holds it."""
+        return self.skip_config(self.low_mask(0)) if self.bits else None
 
     def params(self, mask: int) -> dict[str, Any]:
         """The parameters of a mask that the space holds.
@@ -258,14 +280,20 @@ class Space:
         return sum(choices[params[name]] for name, choices in self.switches.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, `bits` where there are any; equal dicts are equal spaces."""
+        """The fields as JSON values, those of low precision where it has them.
+
+        Equal dicts are equal spaces; trained weights are the same wherever they lie.
+        """
         known = asdict(self)
-        return known if self.bits else {k: v for k, v in known.items() if k != "bits"}
+        if self.trained is not None:
+            del known["trained"]["weights"]
+        low = ("bits", "head", "trained")
+        return {k: v for k, v in known.items() if v is not None or k not in low}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
-            words += f", in {self.bits} bits or exactly"
+            words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
         if self.allow_ends:
             words += ", ends free"
         return words if self.budget is None else f"{words}, at most {self.budget} sublayers"

@@ -32,6 +32,52 @@ def low_bits(
     return 8 if Sublayers(model, execution).execution == "native" else None
 
 
+def space_for(
+    model: Any,
+    execution: str,
+    given: Mapping[str, SkipConfig],
+    *,
+    kind: str,
+    bits: Asked = "auto",
+    allow_ends: bool = False,
+    budget: int | None = None,
+    cost: Mapping[str, Any] | None = None,
+) -> Space:
+    """The space to search, in the precision of the given config that is healed, if one is.
+
+    Raises:
+        ValueError: another precision was asked for, or two given configs are healed by different
+            weights.
+    """
+    own = [(n, skip) for n, skip in given.items() if skip.trained and not skip.trained.module]
+    for name, skip in own[1:]:
+        if skip.trained != own[0][1].trained:
+            raise ValueError(
+                f"skip configs {own[0][0]} and {name} are healed by different weights; give one of "
+                "them, to search around it"
+            )
+    head: Literal[8, 4] | None = None
+    if own:
+        name, around = own[0]
+        assert around.low is not None
+        if bits not in ("auto", around.low.bits):
+            raise ValueError(
+                f"skip config {name} is healed in {around.low.bits} bits, and {bits or 'no'} bits "
+                "were asked for; leave them out"
+            )
+        bits = around.low.bits
+        head = None if isinstance(around.low.head, bool) else around.low.head
+    return Space(
+        kind=kind,
+        num_layers=model.config.num_hidden_layers,
+        allow_ends=allow_ends,
+        budget=budget,
+        bits=low_bits(bits, model, execution, cost),
+        head=head,
+        trained=own[0][1].trained if own else None,
+    )
+
+
 def search(
     model: Any,
     prompts: Sequence[Tensor],
@@ -74,7 +120,9 @@ def search(
         timeout: seconds after which no further trial starts.
         max_new_tokens: of each text, at most.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
-        seeds: configs of your own to try first, by name.
+        seeds: configs of your own to try first, by name. Where one is healed, the search is around
+            it: all that is low is healed by its weights. Those of other trained modules cannot be
+            varied, and are timed beside what is found.
         cost: what `layerskip.timing.sublayers.measure` returned; measured by default.
         storage, study_name: where the trials are kept, and taken up again: a database URL, a
             journal file's path, or None for memory.
@@ -91,12 +139,15 @@ def search(
             f"finalists and repeats must be 1 or more, got {finalists} and {repeats}; to time "
             "nothing, give no held_out"
         )
-    where = Space(
+    where = space_for(
+        model,
+        execution,
+        seeds or {},
         kind=space,
-        num_layers=model.config.num_hidden_layers,
+        bits=bits,
         allow_ends=allow_ends,
         budget=budget,
-        bits=low_bits(bits, model, execution, cost),
+        cost=cost,
     )
     task = Task(
         max_new_tokens,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch import Tensor
 from transformers import SuppressTokensLogitsProcessor
 
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.costs.pricing import cost_table, step_seconds
+from layerskip.costs.pricing import LOW_FACTS, cost_table, low_facts, step_seconds
 from layerskip.decoding.laws import Law
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.trained import save_trained
 from layerskip.timing import sublayers as cost
 from layerskip.timing.sublayers import disturbed, measure
 
@@ -128,7 +131,7 @@ def test_low_precision_is_compared_with_plain_steps_beside_it(
 ) -> None:
     """A machine at half its speed while low precision is timed does not make it dearer."""
     machine = Machine()
-    quiet = machine.measure(bits=8)
+    quiet = machine.measure(low=SkipConfig.low_precision(8))
     run_low = cost._Sweeps._run_low
 
     def at_half_speed(self: Any, watch: Any, *, kept: bool) -> None:
@@ -140,7 +143,7 @@ def test_low_precision_is_compared_with_plain_steps_beside_it(
             each.now = machine.now
 
     monkeypatch.setattr(cost._Sweeps, "_run_low", at_half_speed)
-    busy = machine.measure(bits=8)
+    busy = machine.measure(low=SkipConfig.low_precision(8))
     for name in ("low_attention", "low_mlp", "low_head", "draft_rest", "passes"):
         for here, there in zip(busy[name], quiet[name], strict=True):
             assert here == pytest.approx(there)
@@ -178,7 +181,7 @@ def test_trimmed_heads_are_timed_in_draft_steps(monkeypatch: pytest.MonkeyPatch)
 
 def test_low_precision_is_timed_in_drafts_of_everything_low() -> None:
     machine = Machine()
-    record = machine.measure(bits=8)
+    record = machine.measure(low=SkipConfig.low_precision(8))
     assert record["low_bits"] == 8
     for c, context in enumerate((16, 64)):
         sublayers = [machine.seconds(i, 1, context) / 3 for i in range(2 * LAYERS)]
@@ -193,7 +196,7 @@ def test_low_precision_is_timed_in_drafts_of_everything_low() -> None:
 
 def test_a_table_prices_what_is_low() -> None:
     machine = Machine()
-    record = machine.measure(bits=8)
+    record = machine.measure(low=SkipConfig.low_precision(8))
     one = [machine.seconds(i, 1, 16) for i in range(2 * LAYERS)]
     step = sum(one) + HEAD + REST
     for low in (LowPrecision(), LowPrecision(head=False), LowPrecision(attention=(1, 3), mlp=())):
@@ -211,7 +214,7 @@ def test_a_table_prices_what_is_low() -> None:
 
 def test_what_is_low_is_repeated_as_much_as_where_it_was_timed() -> None:
     """A draft of everything low costs what was measured; a short one is cheaper by its share."""
-    record = Machine().measure(bits=8)
+    record = Machine().measure(low=SkipConfig.low_precision(8))
     step, cheaper = step_seconds(record, 16), record | {"repeated": [[0.5], [0.5]]}
     (share,) = record["repeated_shares"][0]
     every, few = SkipConfig.low_precision(), SkipConfig(exit_layer=1, low=LowPrecision())
@@ -225,7 +228,7 @@ def test_what_is_low_is_repeated_as_much_as_where_it_was_timed() -> None:
 
 
 def test_a_factor_of_which_noise_left_nothing_has_a_price_all_the_same() -> None:
-    record = Machine().measure(bits=8) | {"repeated": [[0.0], [0.0]]}
+    record = Machine().measure(low=SkipConfig.low_precision(8)) | {"repeated": [[0.0], [0.0]]}
     there = 0.9 * record["repeated_shares"][0][0]
     for name in ("attention", "mlp"):  # what is low was timed where the factor is 0
         whole = [times[0] for times in record[name]]
@@ -236,13 +239,50 @@ def test_a_factor_of_which_noise_left_nothing_has_a_price_all_the_same() -> None
 
 
 def test_low_precision_without_a_price_is_told() -> None:
-    exact, low = Machine().measure(), Machine().measure(bits=4)
+    exact, low = Machine().measure(), Machine().measure(low=SkipConfig.low_precision(4))
     with pytest.raises(ValueError, match="know no low precision, so that 8 bits have no price"):
         cost_table(exact, SkipConfig.low_precision())
     with pytest.raises(ValueError, match="of 4 bits only, so that 8 bits have no price"):
         cost_table(low, SkipConfig.low_precision())
     skip = SkipConfig(exit_layer=2, low=LowPrecision(bits=4, mlp=()))
     assert cost_table(low, skip, draft_vocabulary=24).draft < cost_table(low, skip).draft
+
+
+def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
+    machine = Machine()
+    head = LowPrecision(bits=4, head=8)
+    trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", machine.model.model)
+    whole = SkipConfig(low=head, trained=trained)
+    asked: list[Any] = []
+    rounded = machine.model._rounded
+
+    def noted(sublayer: int | None, skip: SkipConfig) -> Any:
+        asked.append(skip.trained)
+        return rounded(sublayer, skip)
+
+    machine.model._rounded = noted  # type: ignore[method-assign]
+    record = machine.measure(low=whole)
+    assert set(asked) == {trained}  # timed as they will run
+    facts = {"low_bits": 4, "low_head_bits": 8, "healed": trained.hash}
+    assert low_facts(whole) == facts == {name: record[name] for name in LOW_FACTS}
+    assert json.loads(json.dumps(record)) == record
+    skip = replace(whole, attention=(2,), mlp=(3,))
+    unhealed = {name: value for name, value in record.items() if name != "healed"}
+    assert cost_table(record, skip) == cost_table(unhealed, replace(skip, trained=None))
+    low_head = SkipConfig(attention=(2,), low=LowPrecision(bits=4, attention=(), mlp=(), head=8))
+    assert cost_table(record, low_head).draft < cost_table(record, SkipConfig(attention=(2,))).draft
+    for wrong, message in (
+        (replace(skip, trained=None), "are of drafts that other weights heal, or none"),
+        (replace(skip, trained=replace(trained, hash="0" * 64)), "that other weights heal"),
+        (replace(skip, low=LowPrecision(bits=4)), "know a head in 8 bits only, so that 4 bits"),
+        (replace(skip, trained=replace(trained, kind="heads")), "do not price trained heads; time"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cost_table(record, wrong)
+    with pytest.raises(ValueError, match="are of drafts that other weights heal, or none"):
+        cost_table(unhealed, skip)
+    with pytest.raises(ValueError, match="read off a draft of everything low"):
+        machine.measure(low=skip)
 
 
 def test_a_draft_vocabulary_has_a_price() -> None:

@@ -18,13 +18,16 @@ from cost_records import MACHINES, cost_record
 from models import lively_model, prompt
 
 import layerskip
+from layerskip.analysis import write_report
 from layerskip.bench.checks import _fingerprint
 from layerskip.bench.methods import Task
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
 from layerskip.files.searches import read_search
+from layerskip.model.blocks import ExitBlock, Heads
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.trained import save_trained
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.search import SearchResult, finalists, finding, prices, search, whole
@@ -33,6 +36,7 @@ from layerskip.search.finding import Search, default_trials
 from layerskip.search.objective import TOLERANCE, Choice, Objective, best_choice, choices
 from layerskip.search.space import Space
 from layerskip.timing.tables import machine, stored
+from layerskip.training.students import skip_for
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
@@ -152,6 +156,117 @@ class TestLowPrecision:
     def test_costs_that_do_not_know_it_are_refused(self, llama: Any) -> None:
         with pytest.raises(ValueError, match="do not know low precision of 8 bits"):
             find(llama, bits=8)
+
+
+@pytest.fixture(scope="module")
+def mine(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> SkipConfig:
+    """All in 8 bits but for layer 5, with deltas that make nonsense of the MLP of layer 3."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, linear in Sublayers(llama).named_linears(range(10)):
+        rows, columns = linear.weight.shape
+        found[f"{name}.a"] = torch.randn(2, columns, generator=generator)
+        size = 2.0 if name.startswith("layers.3.mlp") else 1e-4
+        found[f"{name}.b"] = size * torch.randn(rows, 2, generator=generator)
+    path = tmp_path_factory.mktemp("healed") / "draft.safetensors"
+    trained = save_trained(path, found, "healed", llama)
+    return SkipConfig(
+        attention=(5,), mlp=(5,), low=LowPrecision(bits=8), trained=trained, num_layers=6
+    )
+
+
+class TestTrained:
+    """Around healed weights, and beside trained modules."""
+
+    def test_what_is_healed_may_be_left_out_after_all(
+        self, llama: Any, mine: SkipConfig, tmp_path: Path
+    ) -> None:
+        assert mine.trained is not None
+        cost = COST | LOW | {"healed": mine.trained.hash}
+        going: dict[str, Any] = {"cost": cost, "bits": "auto", "seeds": {"mine": mine}}
+        result = find(llama, **going, held_out=HELD_OUT, trials=40, finalists=2, repeats=1)
+        document = checked(result, tmp_path)
+        assert document["space"]["trained"]["hash"] == mine.trained.hash
+        assert next(t["origin"] for t in document["trials"]) == "seed:mine"
+        objective = Objective(result.finalists[0].drafts.trace, cost)
+        whole, without = (objective(replace(mine, mlp=mlp)) for mlp in ((5,), (3, 5)))
+        assert whole.acceptance is not None
+        assert without.acceptance is not None
+        assert without.acceptance > whole.acceptance + 0.2  # candidates run with their deltas
+        assert result.healed is not None
+        assert result.healed.trained == mine.trained
+        assert 3 in result.healed.mlp or 3 not in (result.healed.low.mlp or ())  # type: ignore[union-attr]
+        names = [finalist["name"] for finalist in document["finalists"]]
+        assert ("before" in names) == (Sublayers(llama).execution == "native")
+        healed = [f for f in document["finalists"] if f["trained"] == "healed"]
+        assert healed
+        assert all(finalist["confirmed"]["faults"] == 0 for finalist in document["finalists"])
+        # what was found is a draft to train, and the same weights elsewhere are the same study
+        result.healed.save(tmp_path / "found.json")
+        again = SkipConfig.load(tmp_path / "found.json")
+        assert again == result.healed
+        assert skip_for("healed", again, 6).trained == mine.trained
+
+    def test_other_weights_are_another_study(
+        self, llama: Any, mine: SkipConfig, tmp_path: Path
+    ) -> None:
+        assert mine.trained is not None
+        how: dict[str, Any] = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": "auto"}
+        cost = COST | LOW
+        find(llama, **how, cost=cost)
+        with pytest.raises(ValueError, match="was made with another space"):
+            find(llama, **how, cost=cost | {"healed": mine.trained.hash}, seeds={"mine": mine})
+        elsewhere = {"storage": None, "seeds": {"mine": mine}}
+        with pytest.raises(ValueError, match="8 bits with these healed weights; measure them"):
+            find(llama, **how | elsewhere, cost=cost)
+        foreign = replace(mine, trained=replace(mine.trained, base="weights-0"))
+        with pytest.raises(ValueError, match="belongs to a model with other weights"):
+            find(llama, **how | elsewhere | {"seeds": {"mine": foreign}}, cost=cost)
+        two = {"mine": mine, "other": replace(mine, trained=replace(mine.trained, hash="1" * 64))}
+        with pytest.raises(ValueError, match="mine and other are healed by different weights"):
+            find(llama, **how | elsewhere | {"seeds": two}, cost=cost)
+        with pytest.raises(ValueError, match="mine is healed in 8 bits, and no bits were asked"):
+            find(llama, **how | elsewhere | {"bits": None}, cost=cost)
+
+    def test_trained_modules_are_timed_beside_what_is_found(
+        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that agrees with the llama, and one that does not."""
+        opened = Sublayers(llama)
+        block, heads = ExitBlock(opened), Heads(opened, 2)
+        exits = save_trained(tmp_path / "e.safetensors", block.state_dict(), "exit-block", llama)
+        few = save_trained(tmp_path / "h.safetensors", heads.state_dict(), "heads", llama)
+        given = {
+            "a.json": SkipConfig(exit_layer=5, trained=exits),
+            "b.json": SkipConfig(trained=few, decoding=DecodingOptions(draft_vocabulary=(5, 6))),
+        }
+        tables = [CostTable(0.0, (1.0, 1.0)), CostTable(0.05, (1.0, 1.0))]
+        found = SimpleNamespace(tables=lambda: tables)
+        monkeypatch.setattr(finalists, "measure", lambda *_, **__: found)
+        result = find(llama, seeds=given, held_out=HELD_OUT, finalists=1, repeats=1)
+        document = checked(result, tmp_path)
+        rows = {row["name"]: row for row in document["finalists"]}
+        assert {"exit-block", "heads"} < rows.keys()
+        assert rows["exit-block"]["trial"] is rows["heads"]["trial"] is None
+        assert rows["exit-block"]["trained"] == "a trained block"
+        assert rows["exit-block"]["skipped"] == {"attention": [5], "mlp": [5]}
+        assert len(rows["heads"]["skipped"]["mlp"]) == 6
+        assert rows["heads"]["draft_vocabulary"] == 2
+        assert rows["heads"]["draft_cost"] == 0.05  # that of the clock, whatever costs are given
+        for row in rows.values():
+            assert row["confirmed"]["compared"] == row["confirmed"]["equal"] == 1
+        assert [row["predicted"] for row in document["finalists"]] == sorted(
+            (row["predicted"] for row in document["finalists"]), reverse=True
+        )
+        assert result.healed is None
+        if result.winner is not None and result.winner.trial is None:
+            assert result.skip.trained is not None
+        write_report([search_files.write(tmp_path / "s.json", document)], tmp_path / "report")
+        page = (tmp_path / "report" / "index.html").read_text()
+        assert "heads" in page
+        foreign = {"a": SkipConfig(exit_layer=5, trained=replace(exits, base="weights-0"))}
+        with pytest.raises(ValueError, match="belongs to a model with other weights"):
+            find(llama, seeds=foreign, trials=1)
 
 
 def result_trace(model: Any) -> Any:

@@ -1,13 +1,15 @@
 """The sets that a search walks, their parameters, and the sets it starts from."""
 
+import json
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import LowPrecision, SkipConfig, Trained
 from layerskip.search import seeds
 from layerskip.search.space import Space, changed
 
@@ -111,6 +113,32 @@ def test_low_precision_as_masks():
         sets.mask(SkipConfig.low_precision(4))
     assert 0b1_000100_000100 not in sets  # left out and rounded
     assert sets.mask(skip) not in space("sublayer", 3)
+
+
+def test_what_is_low_is_healed_by_the_space_s_weights():
+    trained = Trained(kind="healed", weights="draft.safetensors", hash="0" * 64, base="mine")
+    where = space(num_layers=2, bits=4, head=8, trained=trained)
+    head, sublayer = where.skip_config(1 << 8), where.skip_config(1 << 5)
+    assert head.low == LowPrecision(bits=4, attention=(), mlp=(), head=8)
+    assert (head.trained, sublayer.trained) == (None, trained)
+    assert sublayer.low == LowPrecision(bits=4, attention=(), mlp=(0,), head=False)
+    assert where.everything_low == SkipConfig(
+        low=LowPrecision(bits=4, head=8), trained=trained
+    ).resolve(2)
+    for mask in (0, 1 << 8, 1 << 5, where.low_mask(0), where.low_mask(2)):
+        assert where.mask(where.skip_config(mask)) == mask
+    moved = replace(where, trained=replace(trained, weights="elsewhere"))
+    assert moved.to_dict() == where.to_dict()
+    assert json.loads(json.dumps(where.to_dict()))["trained"]["hash"] == "0" * 64
+    assert replace(where, trained=None).to_dict() != where.to_dict()
+    assert "in 4 bits, healed, or exactly" in str(where)
+    for skip, message in (
+        (SkipConfig(low=LowPrecision(bits=4)), "it runs the head in 4 bits, not in 8"),
+        (replace(where.everything_low, trained=replace(trained, hash="1" * 64)), "not those that"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            where.mask(skip)
+    assert space(num_layers=2).everything_low is None
 
 
 def test_flips_bring_back_in_the_draft_s_own_precision():

@@ -271,7 +271,7 @@ def open_passes(
 
 
 def describe_skip(skip: SkipConfig, num_layers: int) -> str:
-    if skip.trained is not None and skip.trained.kind != "healed":
+    if skip.trained is not None and skip.trained.module:
         bare = replace(skip, trained=None)
         before = "" if skip.trained.alone else f"{describe_skip(bare, num_layers)}, then "
         return before + skip.trained.words

@@ -1,7 +1,8 @@
 """The search command: from flags to a study and its files; knows how nothing is searched.
 
 It fills a folder: `study.log` (the trials, unless `--storage` says where else), `cost.json`,
-`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`.
+`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`; around
+healed weights also `found.json`, the best that has them, to train further.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
-    from layerskip.search.finding import Search
+    from layerskip.search.finding import Search, SearchResult
     from layerskip.search.study import Progress
     from layerskip.search.workers import Asked
 
@@ -103,7 +104,11 @@ def search(
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Skip config to try first, as JSON; repeatable."),
+        typer.Option(
+            metavar="FILE",
+            help="Skip config to try first; repeatable. One that is healed is searched around, one "
+            "of another trained module timed beside what is found.",
+        ),
     ] = None,
     storage: Annotated[
         str | None,
@@ -166,15 +171,12 @@ def search(
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
     from layerskip.search.finding import Search
-    from layerskip.search.space import Space
-    from layerskip.search.whole import low_bits
+    from layerskip.search.whole import space_for
     from layerskip.search.workers import Asked, sharing
     from layerskip.timing.threads import cpu_threads
 
-    layers = loaded.model.config.num_hidden_layers
-    chosen = chosen[: max(1, (positions or default_positions(loaded.model)) // max_new_tokens)]
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
-    asked_bits = named.get(bits, bits)
+    chosen = chosen[: max(1, (positions or default_positions(loaded.model)) // max_new_tokens)]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
     with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
@@ -186,12 +188,14 @@ def search(
             task=sampling.task(
                 loaded.model, max_new_tokens, seed=seed, execution=loading.execution
             ),
-            space=Space(
+            space=space_for(
+                loaded.model,
+                loading.execution,
+                given,
                 kind=space,
-                num_layers=layers,
+                bits=named.get(bits, bits),
                 allow_ends=allow_ends,
                 budget=budget,
-                bits=low_bits(asked_bits, loaded.model, loading.execution),
             ),
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
         )
@@ -237,7 +241,7 @@ def search(
     }
     study = {"name": study_name, "storage": redacted(where)}
     record = {**header, "kind": "search", "schema": SCHEMA, "study": study, **result.record}
-    _finish(output, record, result.skip, loaded.name, talk, as_json)
+    _finish(output, record, result, loaded.name, talk, as_json)
 
 
 def _known_threads(output: Path, workers: int) -> int | None:
@@ -342,12 +346,12 @@ def _say_bound(talk: Talk, going: Search) -> None:
 
 
 def _finish(
-    output: Path, record: dict[str, Any], skip: SkipConfig, name: str, talk: Talk, as_json: bool
+    output: Path, record: dict[str, Any], result: SearchResult, name: str, talk: Talk, as_json: bool
 ) -> None:
     """Write the files, and say what was found."""
     from layerskip.analysis import write_report
 
-    here = record["environment"]
+    here, skip = record["environment"], result.skip
     notes = {
         **(skip.notes or {}),
         "created": record["created"],
@@ -362,6 +366,9 @@ def _finish(
     write_text(output / "trials.csv", _csv(record["trials"]))
     write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
+    if result.healed is not None:
+        result.healed.save(output / "found.json")
+        talk.say(f"`layerskip train --skip {output / 'found.json'}` heals further what was found")
     talk.progress("drawing the report")
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")

@@ -12,6 +12,22 @@ from typing import Any
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
 
+LOW_FACTS = ("low_bits", "low_head_bits", "healed")
+AGAIN = "measure them again with this draft's low precision"
+
+
+def low_facts(low: SkipConfig | None) -> dict[str, Any]:
+    """What a record says of the drafts that its prices of low precision are of; None: it has none.
+
+    The head's bits, where they are not those of the rest, and the hash of what heals them.
+    """
+    if low is None or low.low is None:
+        return {}
+    facts: dict[str, Any] = {"low_bits": low.low.bits}
+    if low.low.head_bits not in (None, low.low.bits):
+        facts["low_head_bits"] = low.low.head_bits
+    return facts if low.trained is None else {**facts, "healed": low.trained.hash}
+
 
 def step_seconds(record: Mapping[str, Any], context: int | None = None) -> float:
     """Seconds of one target step of the whole batch: a pass over one token of every row."""
@@ -29,7 +45,8 @@ def cost_table(
 
     A draft step runs the kept sublayers and the head over one token. Verification carries the last
     drafted token through the shared prefix alone, then all drafted tokens and the one before them
-    through the rest of the model and the head. Sublayers in low precision have prices of their own.
+    through the rest of the model and the head. Sublayers in low precision have prices of
+    their own, with what heals them.
 
     Args:
         record: what `layerskip.timing.sublayers.measure` returned; its `repeated` and `draft_rest`,
@@ -42,13 +59,19 @@ def cost_table(
             sizes the head's cost lies on a line, below them it stays.
 
     Raises:
-        ValueError: a draft vocabulary or low precision that the record does not know.
+        ValueError: a draft vocabulary or low precision that the record does not know, or a trained
+            module, which is none of the parts.
     """
     attention, mlp, head, rest = (
         _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
     )
     layers = len(attention[0])
     skip = skip.resolve(layers)
+    if skip.trained is not None and skip.trained.module:
+        raise ValueError(
+            f"costs of sublayers do not price {skip.trained.words}; time the whole draft, with "
+            "layerskip.timing.tables.cost_tables"
+        )
     prefix, counts = skip.shared_prefix(), record["counts"]
     sublayers = [  # [count][sublayer]
         [seconds for pair in zip(a, m, strict=True) for seconds in pair]
@@ -109,9 +132,16 @@ def _low(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> li
     if bits != skip.low.bits:
         known = "no low precision" if bits is None else f"low precision of {bits} bits only"
         raise ValueError(
-            f"these costs know {known}, so that {skip.low.bits} bits have no price; measure them "
-            f"again with bits={skip.low.bits}"
+            f"these costs know {known}, so that {skip.low.bits} bits have no price; {AGAIN}"
         )
+    head = record.get("low_head_bits", bits)
+    if skip.low.head_bits not in (None, head):
+        raise ValueError(
+            f"these costs know a head in {head} bits only, so that {skip.low.head_bits} bits have "
+            f"no price; {AGAIN}"
+        )
+    if skip.rounded() and (skip.trained and skip.trained.hash) != record.get("healed"):
+        raise ValueError(f"these costs are of drafts that other weights heal, or none; {AGAIN}")
     pairs = zip(
         *(_at(record, f"low_{kind}", context) for kind in ("attention", "mlp")), strict=True
     )

@@ -137,7 +137,7 @@ _CONFIRMED = has(
 )
 _FINALIST_PARTS = has(
     name=text,
-    trial=COUNT,
+    trial=optional(COUNT),
     skipped=_SKIPPED,
     decoding=has(**_DECODING),
     alpha=optional(_SHARE),
@@ -153,6 +153,7 @@ def _finalist(value: Any, name: str) -> None:
     _FINALIST_PARTS(value, name)
     optional(flag)(value["decoding"].get("lookup"), f"{name}.decoding.lookup")
     low_sets(value.get("low"), f"{name}.low")
+    optional(text)(value.get("trained"), f"{name}.trained")
 
 
 _ENVIRONMENT = has(
@@ -240,7 +241,7 @@ def _check_names(document: Mapping[str, Any]) -> None:
     names = [finalist["name"] for finalist in finalists]
     if len(set(names)) < len(names):
         raise ValueError(f"finalists must have different names, got {shown(names)}")
-    numbers = {trial["number"] for trial in complete.values()}
+    numbers = {None, *(trial["number"] for trial in complete.values())}  # None: no trial's
     for index, finalist in enumerate(finalists):
         if finalist["trial"] not in numbers:
             raise ValueError(

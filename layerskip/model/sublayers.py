@@ -220,7 +220,7 @@ class Sublayers(Architecture):
         bits = skip.low.bits if sublayer is not None else skip.low.head_bits
         assert bits is not None
         healing = skip.trained if sublayer is not None else None
-        if healing is not None and healing.kind != "healed":
+        if healing is not None and healing.module:
             healing = None  # modules beside rounded sublayers
         key = (sublayer, bits, None if healing is None else healing.hash)
         block = self._low.get(key)
@@ -271,7 +271,7 @@ class Sublayers(Architecture):
         heads = whole if self._rows is None else [self._rows.weight]
         if head_bits is not None:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
-        if skip.trained is not None and skip.trained.kind == "healed":
+        if skip.trained is not None and not skip.trained.module:
             deltas = self.deltas(skip.trained)
             apart = [deltas.beside(weight, bits) for weight in weights]
             nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)

@@ -5,7 +5,7 @@ within rounds of the engine itself: one sublayer repeated would stay in the proc
 lie, and a pass alone would leave out what the engine does around it. Passes that are not timed
 inside are interleaved, and the parts are made to add up to them. A short draft does repeat its few
 sublayers; what that saves is measured on two early exits. Low precision is timed in drafts of
-everything low.
+everything low, healed where the drafts to be priced are.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.costs.pricing import low_facts
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.rounds import Round
@@ -120,7 +121,7 @@ def measure(
     contexts: Sequence[int] = CONTEXTS,
     counts: Sequence[int] = COUNTS,
     law: Law | None = None,
-    bits: Literal[8, 4] | None = None,
+    low: SkipConfig | None = None,
     budget: float = 6.0,
     progress: Callable[[str, float], None] = lambda _what, _share: None,
     now: Callable[[], float] = time.perf_counter,
@@ -133,7 +134,7 @@ def measure(
         contexts: tokens before the passes; those beyond the model's positions are left out.
         counts: tokens of the passes, per row, 1 among them.
         law: whose processors are timed along; greedy by default.
-        bits: of low precision, which is timed where they are given.
+        low: a draft of everything low, which is timed where it is given.
         budget: seconds after which no further sweep starts. At least three are made.
         progress: told what is done, in words, and the share of it that is.
         now: the clock, in seconds.
@@ -143,14 +144,14 @@ def measure(
         and head; `trimmed_head`, what a head of each of `head_sizes` rows takes over one token
         (where the head can be trimmed); `repeated`, by which factor sublayers and head are cheaper
         in the drafts of two early exits, and `repeated_shares`, those exits' shares of all
-        sublayers' seconds; with `bits` (then there is `low_bits`) `low_attention`, `low_mlp`,
+        sublayers' seconds; with `low` (then there are its `low_facts`) `low_attention`, `low_mlp`,
         `low_head` and `low_trimmed_head`, over one token; and `gap`, by which share the parts of a
         pass, each typical, exceed the typical pass, for each count. The parts have been scaled by
         it, so that they add up to `passes`.
 
     Raises:
-        ValueError: no prompt tokens, counts without 1, no budget, or no context that fits the
-            model.
+        ValueError: no prompt tokens, counts without 1, no budget, no context that fits the model,
+            or a draft that is not low as a whole.
     """
     opened = model if isinstance(model, Sublayers) else Sublayers(model)
     counts = sorted(set(counts))
@@ -161,7 +162,13 @@ def measure(
     if not any(prompt.numel() for prompt in prompts):
         raise ValueError("costs are measured on the prompts' tokens; give at least one")
     heads = _disjoint_heads(opened)
-    low_heads = {} if bits is None else _disjoint_heads(opened, bits)
+    low = None if low is None else low.resolve(opened.num_layers)
+    if low is not None and len(low.rounded()) < opened.num_sublayers:
+        raise ValueError(
+            f"prices of low precision are read off a draft of everything low, not {low}"
+        )
+    head_bits = None if low is None or low.low is None else low.low.head_bits
+    low_heads = {} if head_bits is None else _disjoint_heads(opened, head_bits)
     # of a sweep, if all that is drafted were accepted
     growth = 2 * sum(counts) + len(heads) + len(low_heads) + 4
     growth = max(growth, 4 * (_TYPICAL_LENGTH + 1) + 4)
@@ -184,12 +191,11 @@ def measure(
     }
     if heads:
         record |= {"vocabulary": opened.vocabulary, "head_sizes": list(heads)}
-    if bits is not None:
-        record["low_bits"] = bits
+    record |= low_facts(low)
     for number, context in enumerate(fitting):
         ids = text[:context].expand(batch_size, -1)  # (B, T)
         many = [list(heads.values()), list(low_heads.values())]
-        sweeps = _Sweeps(opened, ids, law, counts, many, bits, growth, now)
+        sweeps = _Sweeps(opened, ids, law, counts, many, low, growth, now)
         started, made = now(), 0
         while made < _FEWEST or (made < _SWEEPS and now() - started < budget / len(fitting)):
             share = min(1.0, max(made / _SWEEPS, (now() - started) * len(fitting) / budget))
@@ -240,7 +246,7 @@ class _Sweeps:
         law: Law,
         counts: Sequence[int],
         heads: Sequence[Sequence[Block]],
-        bits: Literal[8, 4] | None,
+        low: SkipConfig | None,
         growth: int,
         now: Callable[[], float],
     ) -> None:
@@ -253,8 +259,7 @@ class _Sweeps:
         # all tokens, and drafting them takes hardly any time.
         every = tuple(range(self.layers))
         self.skip = SkipConfig(attention=every, mlp=every[1:]).resolve(self.layers)
-        low = None if bits is None else SkipConfig.low_precision(bits)
-        self.low = low and low.resolve(self.layers)
+        self.low = low
         self.exits = sorted({self.layers // 8, self.layers // 2} - {0})
         rows = len(ids)
         self.request = Request(

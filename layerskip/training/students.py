@@ -35,7 +35,7 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
         found = (skip or FOUR_BITS).resolve(num_layers)
         if found.low is None:
             raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
-        if found.trained is not None and found.trained.kind != "healed":
+        if found.trained is not None and found.trained.module:
             raise ValueError(f"a draft of kind {found.trained.kind} cannot be healed; name another")
         return found
     if kind == "exit-block":
