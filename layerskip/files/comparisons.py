@@ -1,0 +1,135 @@
+"""Knows the file of a comparison of drafts: what it holds, reading, writing; no model, no torch.
+
+One JSON document of kind "drafts": the setting, as in the header of a run, and `rows`, a draft or a
+mixture of them each. `acceptance` is by law ("greedy", or the temperature) and depth: the share of
+all places of held-out texts whose first 1, 2, ... drafted tokens are accepted. `timed` is by law,
+too; costs are in target steps. What is not measured yet is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from layerskip.files.schema import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    SECONDS,
+    Check,
+    flag,
+    has,
+    integer,
+    items,
+    mapping,
+    named,
+    number,
+    optional,
+    parse,
+    text,
+    version,
+)
+from layerskip.files.writing import write_text
+
+KIND, SCHEMA = "drafts", 1
+
+
+def _kind(value: Any, name: str) -> None:
+    if value != KIND:
+        raise ValueError(f"{name} must be {KIND!r}, got {shown(value)}")
+
+
+_SHARE = number(0, 1)
+_TIMED = has(
+    speedup=POSITIVE,
+    low=optional(NUMBER),
+    high=optional(NUMBER),
+    tokens_per_second=POSITIVE,
+    compared=COUNT,
+    equal=COUNT,
+)
+_KNOWN: dict[str, Check] = {
+    "tokens": COUNT,
+    "minutes": SECONDS,
+    "loss": text,
+    "seed": integer(-(1 << 63)),
+    "offered": named(_SHARE),
+    "costs": has(draft=SECONDS, verify=items(POSITIVE, least=1)),
+    "predicted": named(POSITIVE),
+    "timed": named(_TIMED),
+}
+"""What a row may hold."""
+
+
+def _row(value: Any, name: str) -> None:
+    has(name=text, kind=text, drafts=items(text, least=1), bytes=COUNT, parameters=COUNT)(
+        value, name
+    )
+    named(items(_SHARE, least=1))(value.get("acceptance", {}), f"{name}.acceptance")
+    for key, check in _KNOWN.items():
+        optional(check)(value.get(key), f"{name}.{key}")
+
+
+_COMPARISON = has(
+    kind=_kind,
+    schema=version(SCHEMA),
+    created=text,
+    model=has(
+        **dict.fromkeys(("name", "hash", "architecture"), text),
+        num_layers=integer(1),
+        parameters=COUNT,
+    ),
+    **dict.fromkeys(("device", "dtype"), text),
+    threads=optional(COUNT),
+    law=has(do_sample=flag),
+    max_new_tokens=COUNT,
+    prompts=has(name=text, sha256=text, count=COUNT),
+    environment=mapping,
+    rows=items(_row),
+)
+
+
+def holds_comparison(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a comparison of drafts; False where it cannot be read."""
+    try:
+        document = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("kind") == KIND
+
+
+def read_comparison(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a comparison.
+
+    Raises:
+        ValueError: the file cannot be read, or is not what it must be; names the file and the key.
+    """
+    try:
+        document = mapping(parse(Path(path).read_bytes()), "a comparison of drafts")
+        _check(document)
+    except OSError as error:
+        raise ValueError(f"cannot read comparison {path}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"comparison {path}: {error}") from error
+    return document
+
+
+def write_comparison(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
+    """Write a comparison, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+        TypeError, ValueError: something in it is not as it must be.
+    """
+    _check(document)
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def _check(document: dict[str, Any]) -> None:
+    _COMPARISON(document, "")
+    names = [row["name"] for row in document["rows"]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"rows must have different names, got {shown(names)}")

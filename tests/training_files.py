@@ -1,0 +1,106 @@
+"""Files of trainings and of comparisons of drafts, made up for tests: nothing in them was run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import run_files
+
+CURVE = (  # tokens, loss, overlap of the first and the second step
+    (0, 1.6, 0.30, 0.20),
+    (20_000, 1.1, 0.52, 0.41),
+    (40_000, 0.9, 0.61, 0.47),
+    (80_000, 0.7, 0.66, 0.50),
+)
+
+
+def draft(first: float, cost: float, size: int) -> dict[str, Any]:
+    """What judging says of a draft that is accepted so often at its first token."""
+    survival = [first ** (depth + 1) for depth in range(4)]
+    tokens = 1 + sum(survival[:2])
+    return {
+        "greedy": [min(1.0, share + 0.01) for share in survival],
+        "coupled": survival,
+        "costs": {"draft": cost, "verify": [1.0, 1.1, 1.2, 1.3, 1.4]},
+        "formula": max(1.0, tokens / (2 * cost + 1.2)),
+        "bytes": size,
+    }
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    """The record of a training of a feature block; `recipe` is changed in part."""
+    recipe = {
+        "kind": "feature-block",
+        "loss": "lk",
+        "skip": {"schema": 3, "attention": [], "mlp": [], "num_layers": 6},
+        "tokens": 80_000,
+        "minutes": None,
+        "seed": 0,
+        "temperature": 0.8,
+        "rate": 5e-4,
+        "rank": 16,
+        "vocabulary": 8192,
+        "window": 256,
+        "rows": 4,
+    }
+    recipe |= changes.pop("recipe", {})
+    timed = {"speedup": 1.2, "low": 1.1, "high": 1.3, "tokens_per_second": 60.0}
+    return {
+        "schema": 1,
+        "recipe": recipe,
+        "base": "weights-0123456789abcdef",
+        "tokens": 80_000,
+        "text_tokens": 40_000,
+        "covered": 0.93,
+        "parameters": 500_000,
+        "seconds": {"texts": 300.0, "features": 60.0, "training": 900.0},
+        "curve": [
+            {"tokens": tokens, "loss": loss, "overlap": overlap} for tokens, loss, *overlap in CURVE
+        ],
+        "held_out": {"prompts": 12, "new_tokens": 64},
+        "drafts": {"trained": draft(0.6, 0.1, 2_000_000), "before": draft(0.95, 0.3, 9_000_000)},
+        "timed": {"trained": timed, "before": timed | {"speedup": 1.5, "low": None, "high": None}},
+        "pays": False,
+    } | changes
+
+
+def row(name: str, kind: str = "rounded", first: float = 0.9, **changes: Any) -> dict[str, Any]:
+    """A row of a comparison, measured whole."""
+    survival = [first ** (depth + 1) for depth in range(8)]
+    return {
+        "name": name,
+        "kind": kind,
+        "drafts": [name],
+        "bytes": 9_000_000,
+        "parameters": 0,
+        "acceptance": {"greedy": survival, "0.8": survival, "1": survival},
+        "costs": {"draft": 0.3, "verify": [1.0, 1.1, 1.2]},
+        "predicted": {"0.8": 1.6},
+        "timed": {
+            "0.8": {
+                "speedup": 1.5,
+                "low": 1.4,
+                "high": 1.6,
+                "tokens_per_second": 60.0,
+                "compared": 9,
+                "equal": 9,
+            }
+        },
+    } | changes
+
+
+def comparison(**changes: Any) -> dict[str, Any]:
+    """A comparison of 8 bits, lookups, a trained draft and a mixture."""
+    looked_up = row("lookup", "lookup", 0.2, bytes=0, offered={"0.8": 0.4})
+    looked_up["costs"]["draft"] = 0
+    trained = {"tokens": 80_000, "minutes": 21.0, "loss": "lk", "seed": 0, "parameters": 500_000}
+    mixture = row("8 bits + lookup", "mixture", drafts=["lookup", "8 bits"], acceptance={})
+    del mixture["costs"]
+    rows = [row("8 bits"), looked_up, row("heads", "heads", 0.6, **trained), mixture]
+    return run_files.header() | {"kind": "drafts", "schema": 1, "rows": rows} | changes
+
+
+def write(path: Path, document: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
