@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import RANK, deltas
 from models import FEW_FAMILIES, lively_model, prompt, ragged
 from models import tiny_model as tiny
 from torch import Tensor
@@ -27,20 +28,6 @@ from layerskip.model.trained import save_trained
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
-
-RANK = 3
-
-
-def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
-    """Random ones for every linear of a tiny model, each about so large as a share of a weight."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, linear in Sublayers(model).named_linears(range(12)):
-        rows, columns = linear.weight.shape
-        scale = size * linear.weight.detach().float().std() / RANK**0.5
-        found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()
-        found[f"{name}.b"] = (torch.randn(rows, RANK, generator=generator) * scale).half()
-    return found
 
 
 def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:

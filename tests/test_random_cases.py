@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
+from kinds import BLOCKS, Several, weights_of
 from models import FAMILIES, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS, make_controller
-from layerskip.decoding.engine import Decoder, Request
-from layerskip.model.sublayers import Sublayers
+from layerskip.decoding.controllers import CONTROLLERS
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])
@@ -24,7 +26,10 @@ UNRULY = {"erratic": Erratic, "fickle": Fickle}
 DRAFTS = (
     *("skip", "low", "lookup", "skip, lookup", "low, lookup", "two skips", "default"),
     *("assistant", "skip, lookup, assistant"),
+    *("trained", "trained, lookup, assistant", "trained, low, lookup"),
 )
+Skip = tuple[SkipConfig, str | None]
+"""And of what kind the weights are that it names, if any."""
 PLAIN = {"enabled": False}
 seen: Counter[Any] = Counter()
 
@@ -55,54 +60,43 @@ def second_of(family: str, shape: int, window: int) -> Any:
     return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
 
 
-class Two(LayerSkipDecoding):
-    """Drafts from two skip configs, which the doors do not take."""
-
-    def __init__(self, skip: SkipConfig, second: SkipConfig, **settings: Any) -> None:
-        super().__init__(skip, **settings)
-        self.second = second
-
-    def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
-        assert self.skip is not None
-        opened = Sublayers(model, self.execution)
-        controller = self.controller
-        if isinstance(controller, str):
-            controller = make_controller(
-                controller,
-                max_draft_length=self.max_draft_length,
-                costs=[COSTS, COSTS],
-                sampling=request.law.do_sample,
-            )
-        drafts = [skip.resolve(opened.num_layers) for skip in (self.skip, self.second)]
-        longest = self.max_draft_length or 9
-        return Decoder(opened, drafts, controller, request, max_draft_length=longest), COSTS
-
-
-def decoding(skips: tuple[SkipConfig, ...], **settings: Any) -> LayerSkipDecoding:
-    if len(skips) == 2:
-        return Two(*skips, **settings)
-    return LayerSkipDecoding(*skips, **settings)
+def decoding(skips: Sequence[SkipConfig], **settings: Any) -> LayerSkipDecoding:
+    if len(skips) < 2:
+        return LayerSkipDecoding(*skips, **settings)
+    lookup, costs = settings.pop("lookup"), settings.pop("costs")
+    others = [Lookup() if lookup is True else lookup] if lookup else []
+    return Several([*others, *skips], costs, **settings)
 
 
 @st.composite
-def skips(draw: st.DrawFn, layers: int, low: bool) -> SkipConfig:
+def skips(draw: st.DrawFn, layers: int, sort: str) -> Skip:
+    """Of a sort of draft: "skip", "low" or "trained"."""
+    kind = draw(st.sampled_from(["healed", *BLOCKS])) if sort == "trained" else None
+    if kind == "exit-block":
+        return SkipConfig.early_exit(draw(st.integers(1, layers - 1))), kind
+    if kind in BLOCKS:
+        return SkipConfig(), kind
     some = st.lists(st.integers(0, layers - 1), unique=True).map(tuple)
-    rounded = None
-    if low:
+    rounded, ways = None, ["exit", "scattered"]
+    if sort != "skip":
         which = {name: draw(st.none() | some) for name in ("attention", "mlp")}
         bits: Any = draw(st.sampled_from([8, 4]))
-        rounded = LowPrecision(bits=bits, head=draw(st.booleans()), **which)
-    how = draw(st.sampled_from(["exit", "scattered", *(["none"] if low else [])]))
+        head: Any = draw(st.sampled_from([True, False, 8, 4]))
+        rounded, ways = LowPrecision(bits=bits, head=head, **which), [*ways, "none"]
+    how = draw(st.sampled_from(ways))
+    found = SkipConfig(low=rounded)
     if how == "exit":
-        return SkipConfig(exit_layer=draw(st.integers(1, layers - 1)), low=rounded)
-    if how == "none":
-        return SkipConfig(low=rounded)
-    skipped = draw(st.sets(st.integers(0, 2 * layers - 1), max_size=layers + 1))
-    return SkipConfig(
-        attention=tuple(i // 2 for i in skipped if i % 2 == 0),
-        mlp=tuple(i // 2 for i in skipped if i % 2),
-        low=rounded,
-    )
+        found = SkipConfig(exit_layer=draw(st.integers(1, layers - 1)), low=rounded)
+    elif how == "scattered":
+        skipped = draw(st.sets(st.integers(0, 2 * layers - 1), max_size=layers + 1))
+        found = SkipConfig(
+            attention=tuple(i // 2 for i in skipped if i % 2 == 0),
+            mlp=tuple(i // 2 for i in skipped if i % 2),
+            low=rounded,
+        )
+    if kind is not None:  # there is something to heal
+        assume(found.rounded(layers))
+    return found, kind
 
 
 @st.composite
@@ -110,11 +104,13 @@ def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
     shape = draw(st.integers(0, len(SHAPES) - 1))
     layers = SHAPES[shape]["num_hidden_layers"]
     name = draw(st.sampled_from([*CONTROLLERS, *UNRULY]))
-    lows = {"skip": [False], "low": [True], "two skips": [False, draw(st.booleans())]}
+    sorts = [part for part in drafts.split(", ") if part in ("skip", "low", "trained")]
+    if drafts == "two skips":
+        sorts = ["skip", draw(st.sampled_from(["skip", "low"]))]
     return {
         "drafts": drafts,
         "model": (draw(st.sampled_from(FAMILIES)), shape, draw(st.sampled_from([3, 7]))),
-        "skips": tuple(draw(skips(layers, low)) for low in lows.get(drafts.split(", ")[0], [])),
+        "skips": tuple(draw(skips(layers, sort)) for sort in sorts),
         "lookup": draw(st.sampled_from([True, OTHERS])) if "lookup" in drafts else None,
         "assistant": "assistant" in drafts,
         "controller": UNRULY[name](draw(st.integers(0, 99))) if name in UNRULY else name,
@@ -144,15 +140,19 @@ def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
     }
 
 
-def check(case: dict[str, Any]) -> None:
+def check(case: dict[str, Any], folder: Path) -> None:
     model = model_of(*case["model"])
+    named = [
+        replace(skip, trained=kind and weights_of(kind, model, folder))
+        for skip, kind in case["skips"]
+    ]
     ids, mask = ragged(case["lengths"], seed=case["text"])
     how: dict[str, Any] = {"eos_token_id": case["eos_token_id"], "pad_token_id": 0}
     how |= {"max_new_tokens": case["max_new_tokens"], **case["processors"]}
     if "min_new_tokens" in how:
         how["min_new_tokens"] = min(how["min_new_tokens"], how["max_new_tokens"])
     drafting = {
-        "skips": case["skips"],
+        "skips": named,
         "lookup": case["lookup"],
         "assistant": second_of(*case["model"]) if case["assistant"] else None,
         "controller": case["controller"],
@@ -194,15 +194,16 @@ def check(case: dict[str, Any]) -> None:
         sampled, want = (ours(True, how) for how in (drafting, {"seed": case["seed"]} | PLAIN))
     assert sampled.sequences.tolist() == want.sequences.tolist()
 
-    for each in ("cases", case["model"][0], case["drafts"], case["rejection"]):
+    kinds = {kind for _, kind in case["skips"] if kind}
+    for each in ("cases", case["model"][0], case["drafts"], case["rejection"], *kinds):
         seen[each] += 1
     for out in (greedy, sampled):
         seen[case["drafts"], "drafted"] += out.stats.num_draft_tokens
         seen[case["drafts"], "accepted"] += out.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_random_cases(count: int) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_cases(count: int, tmp_path: Path) -> None:
     """So many of each kind of drafts: the same ones by default, others every time when slow."""
     torch.manual_seed(0)
     seen.clear()
@@ -213,8 +214,8 @@ def test_random_cases(count: int) -> None:
             print_blob=True,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
-        )(given(case=cases(drafts))(check))
-        (seed(number)(run) if count == 10 else run)()
+        )(given(case=cases(drafts))(lambda case: check(case, tmp_path)))
+        (seed(number)(run) if count == 8 else run)()
         assert seen[drafts] >= count
         assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
-    assert all(seen[each] > 0 for each in (*FAMILIES, False, True))
+    assert all(seen[each] > 0 for each in (*FAMILIES, *BLOCKS, "healed", False, True))

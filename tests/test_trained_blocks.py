@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
+from kinds import BLOCKS, weights_of
 from models import Erratic, Fickle
 from test_assistant import (
     COSTS,
@@ -19,8 +20,6 @@ from test_assistant import (
     prompts,
     second_of,
 )
-from test_lookup import fits, texts_of
-from test_sampling import LEVEL, small_model
 
 import layerskip
 from layerskip import Lookup, SkipConfig
@@ -33,12 +32,11 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, stream_key
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads
+from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.timing.tables import analytic, cost_tables
 
-KINDS = ("exit-block", "feature-block", "heads")
 EXIT = 4
 
 
@@ -47,25 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trained")
 
 
-def block_of(kind: str, model: Sublayers) -> Any:
-    """A module that agrees with the model now and then."""
-    torch.manual_seed(1)
-    if kind == "exit-block":
-        return ExitBlock(model)
-    if kind == "feature-block":
-        return FeatureBlock(model)
-    heads = Heads(model, 3)
-    for number, weight in enumerate(heads.parameters()):
-        weight.data.normal_(std=0.1 + 0.1 * number)
-    return heads
-
-
-def skip_of(kind: str, folder: Path, model: Any = None) -> SkipConfig:
-    model = model or model_of()
-    path = folder / f"{kind}-{id(model)}.safetensors"
-    block = block_of(kind, Sublayers(model))
-    trained = save_trained(path, block.state_dict(), kind, model)
-    return SkipConfig(exit_layer=EXIT if kind == "exit-block" else None, trained=trained)
+def skip_of(kind: str, folder: Path) -> SkipConfig:
+    exit_layer = EXIT if kind == "exit-block" else None
+    return SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model_of(), folder))
 
 
 def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
@@ -74,16 +56,17 @@ def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
     names = mixture.split(", ")
     if "assistant" in names:
         named["assistant"] = Assistant(Sublayers(second_of()))
-    found = [skip_of(name, folder) if name in KINDS else named[name] for name in names]
+    found = [skip_of(name, folder) if name in BLOCKS else named[name] for name in names]
     return tuple(d.resolve(6) if isinstance(d, SkipConfig) else d for d in found)
 
 
-MIXTURES = (*KINDS, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
+MIXTURES = (*BLOCKS, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
 
 
-@pytest.mark.parametrize(("mixture", "sample"), covering(list(MIXTURES), [False, True]))
-def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool, folder: Path) -> None:
-    drafts = drafts_of(mixture, folder)
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_text_is_that_of_plain_decoding(sample: bool, folder: Path) -> None:
+    """Of each kind alone: in `test_every_kind.py`, as its law is."""
+    drafts = drafts_of(MIXTURES[-1], folder)
     accepted = [0] * len(drafts)
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
     made = [Fickle(), Fickle(1), Fixed(5), Erratic(), ExpectedGain(costs)]
@@ -94,8 +77,7 @@ def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool, folder: 
             assert run.emitted == plain.emitted
             for number, counts in enumerate(run.stats.sources):
                 accepted[number] += counts.num_accepted_tokens
-    assert all(accepted) or len(drafts) > 1
-    assert sum(accepted)
+    assert sum(map(bool, accepted)) > 4
 
 
 def check_states(run: Decoder) -> int:
@@ -138,14 +120,14 @@ def play(drafts: Any, controller: Any, sample: bool) -> int:
         return sum(check_states(run) for _ in run.rounds())
 
 
-@pytest.mark.parametrize("mixture", [KINDS[0], KINDS[1], MIXTURES[-1]])
+@pytest.mark.parametrize("mixture", [BLOCKS[0], BLOCKS[1], MIXTURES[-1]])
 def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
     drafts = drafts_of(mixture, folder)
     for sample in (False, True):
         assert play(drafts, Fickle(3 + sample), sample)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", BLOCKS[:2])
 def test_a_state_that_is_not_rolled_back_is_seen(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,14 +142,6 @@ def test_a_state_that_is_not_rolled_back_is_seen(
         play(drafts_of(kind, folder), Fixed(4), sample=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_by_the_rejection_rule_follow_the_targets_law(kind: str, folder: Path) -> None:
-    skip = skip_of(kind, folder, small_model()).resolve(6)
-    texts, stats = texts_of(skip)
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert fits(texts) > LEVEL
-
-
 @pytest.mark.parametrize(
     ("mixture", "sample", "ended"), covering(list(MIXTURES), [False, True], [False, True])
 )
@@ -177,12 +151,12 @@ def test_simulated_rounds_are_those_of_decoding(
     check_simulations(drafts_of(mixture, folder), sample, ended)
 
 
-@pytest.mark.parametrize(("kind", "sample"), covering(list(KINDS), [False, True]))
+@pytest.mark.parametrize(("kind", "sample"), covering(list(BLOCKS), [False, True]))
 def test_a_followed_module_is_one_replayed(kind: str, sample: bool, folder: Path) -> None:
     check_followed(drafts_of(kind, folder)[0], sample)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path) -> None:
     model, skip = model_of(), skip_of(kind, folder)
     ids, mask = prompts(model)

@@ -1,0 +1,299 @@
+"""What holds for drafts of every trained kind and for a second model: the text, the law, replays.
+
+Each contract in few cases that cover all pairs of what they depend on; `kinds.py` makes the drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_assistant
+import torch
+from covering import covering
+from kinds import BLOCKS, KINDS, Several, draft_of
+from models import Erratic, Fickle, lively_model, ragged
+from test_lookup import fits, texts_of
+from test_sampling import LEVEL, small_model
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+
+from layerskip import Lookup, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.draws import Draws
+from layerskip.decoding.laws import Law, accept_uniform, softmax_law
+from layerskip.decoding.passes import Session
+from layerskip.environment import _compiler
+from layerskip.generation import generate
+from layerskip.model import extension, native
+from layerskip.replay.drafts import replay
+from layerskip.replay.trace import take_trace
+
+COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
+LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
+VOCABULARY, NEW = 24, 16
+ENDS = [4, 9]
+DTYPES = (torch.float32, torch.bfloat16)
+BESIDE: dict[str, tuple[Any, ...]] = {
+    "alone": (),
+    "lookup": (Lookup(),),
+    "8 bits": (SkipConfig.low_precision(8),),
+    "lookup, an exit, 8 bits": (
+        Lookup(),
+        SkipConfig.early_exit(2),
+        SkipConfig.low_precision(8),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kinds")
+
+
+@functools.cache
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of so few tokens that texts repeat some stretches."""
+    kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
+    both = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    how = {"layer_types": both} if family in kinds else {}
+    return lively_model(family, dtype=dtype, vocab_size=VOCABULARY, num_hidden_layers=4, **how)
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    ids, mask = ragged(LENGTHS, seed=3)
+    return torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0), mask
+
+
+# ---------------------------------------------------------------------------------------------
+# The text.
+
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
+    "history": {
+        **{"do_sample": True, "top_p": 0.9, "top_k": 0, "seed": 6},
+        **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
+    },
+}
+CONTROLLERS: dict[str, Any] = {
+    "fixed": lambda: "fixed",
+    "expected-gain": lambda: "expected-gain",
+    "erratic": lambda: Erratic(3),
+    "fickle": lambda: Fickle(2),
+}
+TEXTS = covering(
+    KINDS,
+    tuple(BESIDE),
+    tuple(LAWS),
+    ("modules", "fused"),
+    ("llama", "gemma2", "gemma3", "qwen2"),
+    tuple(CONTROLLERS),
+    (False, True),
+)
+
+
+@functools.cache
+def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
+    """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
+    model, (ids, mask) = model_of(family), prompts()
+    how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}
+    if law != "greedy":
+        found = generate(model, ids, attention_mask=mask, enabled=False, execution="modules", **how)
+        return found.sequences[:, ids.shape[1] :].tolist()
+    new = [  # each row alone: padded rows of the library's Gemma 2 are NaN in float64
+        model.generate(row[keep.bool()][None], pad_token_id=0, **how)[0, int(keep.sum()) :].tolist()
+        for row, keep in zip(ids, mask, strict=True)
+    ]
+    longest = max(map(len, new))
+    return [tokens + [0] * (longest - len(tokens)) for tokens in new]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
+    drafted = accepted = compactions = 0
+    for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
+        model, (ids, mask) = model_of(family), prompts()
+        how = dict(LAWS[law])
+        decoding = Several(
+            (draft_of(kind, model, folder), *BESIDE[beside]),
+            COSTS,
+            controller=CONTROLLERS[controller](),
+            execution=execution,
+            max_draft_length=5,
+            seed=how.pop("seed", None),
+        )
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            custom_generate=decoding,
+            return_dict_in_generate=True,
+            max_new_tokens=NEW,
+            eos_token_id=ENDS if ended else None,
+            pad_token_id=0,
+            **how,
+        )
+        assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, law, ended)
+        drafted += out.stats.sources[0].num_draft_tokens
+        accepted += out.stats.sources[0].num_accepted_tokens
+        compactions += out.stats.num_compactions
+    assert 0.1 * drafted < accepted < drafted
+    assert compactions
+
+
+NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3"), ("greedy", "coupled"), tuple(BESIDE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
+    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near-ties included."""
+    if extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
+        monkeypatch.setattr(native, name, 64)
+    accepted = dict.fromkeys(KINDS, 0)
+    for kind, _, family, law, beside in (t for t in NATIVE if t[1] is dtype):
+        model, (ids, mask) = model_of(family, dtype), prompts()
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
+        how |= {"execution": "native", "return_dict_in_generate": True}
+        plain = generate(model, ids, enabled=False, **how).sequences
+        seed = how.pop("seed", None)
+        drafts = (draft_of(kind, model, folder), *BESIDE[beside])
+        decoding = Several(
+            drafts, COSTS, controller=Fickle(1), execution="native", max_draft_length=5, seed=seed
+        )
+        del how["execution"]
+        out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
+        assert torch.equal(out.sequences, plain), (kind, family, law, beside)
+        accepted[kind] += out.stats.sources[0].num_accepted_tokens
+    assert all(accepted.values()), accepted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize(
+    ("kind", "family"), covering(("healed, 8 bits", *BLOCKS, "assistant"), ("llama", "gemma2"))
+)
+def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
+    model, (ids, mask) = model_of(family), prompts()
+    decoding = Several(
+        (draft_of(kind, model, folder), Lookup()),
+        COSTS,
+        controller=Fickle(1),
+        execution="compiled",
+        max_draft_length=3,
+        seed=LAWS["coupled"]["seed"],
+    )
+    how = {name: value for name, value in LAWS["coupled"].items() if name != "seed"}
+    how |= {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
+    assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, "coupled", False)
+    assert out.stats.sources[0].num_accepted_tokens
+
+
+# ---------------------------------------------------------------------------------------------
+# The law by the rejection rule.
+
+
+@pytest.mark.parametrize("kind", KINDS[1:2] + KINDS[-4:])
+def test_texts_by_the_rejection_rule_follow_the_targets_law(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not if a draft knows the numbers that accept it, though it tells its law honestly."""
+    draft = draft_of(kind, small_model(), folder)
+    texts, stats = texts_of(draft)
+    assert 0.1 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert fits(texts) > LEVEL
+    honest = Draws.draft
+
+    def peeking(self: Any, raw: Tensor, positions: Any, signal: Any = None) -> Any:
+        small = accept_uniform(*self._stream(positions)) < 0.5  # (N,)
+        return honest(self, torch.where(small[:, None], 3 * raw, -3 * raw), positions, signal)
+
+    monkeypatch.setattr(Draws, "draft", peeking)
+    texts, _ = texts_of(draft)
+    assert fits(texts) < LEVEL
+
+
+# ---------------------------------------------------------------------------------------------
+# Replays.
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sample", "ended"),
+    covering(
+        (
+            ("healed, 4 bits, head in 8, a layer out",),
+            ("healed behind a prefix, head exact", "heads", "assistant", "exit-block"),
+        ),
+        (False, True),
+        (False, True),
+    ),
+)
+def test_simulated_rounds_are_those_of_decoding(
+    kinds: tuple[str, ...], sample: bool, ended: bool, folder: Path
+) -> None:
+    """Of blocks alone and of assistants: in their own files."""
+    model = test_assistant.model_of()
+    drafts: list[Any] = [draft_of(kind, model, folder) for kind in kinds]
+    if len(drafts) > 1:
+        drafts = [Lookup(), SkipConfig.low_precision(8).resolve(6), *drafts]
+    test_assistant.check_simulations(drafts, sample, ended)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
+    kind: str, folder: Path
+) -> None:
+    """Token for token as far as a draft is on its text: what it proposes elsewhere is drawn anew.
+
+    Of decoding are the laws of the draft and of the target, of a state that begins at every start.
+    """
+    model, (ids, mask) = model_of("gemma3"), prompts()
+    law, steps = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1), 4
+    trace = take_trace(
+        model,
+        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
+        max_new_tokens=NEW,
+        law=law,
+        seeds=range(3),
+        draft_length=steps,
+        acceptance="rejection",
+    )
+    draft = draft_of(kind, model, folder)
+    played = replay(trace, draft)
+    starts = [(t, t.prompt + i) for t in trace.texts for i in range(t.starts)]
+    texts = [text.tokens[place:] for text, place in starts]
+    session = Session(
+        trace.model,
+        [draft],
+        [text.tokens[:place] for text, place in starts],
+        max_new_tokens=NEW,
+        max_draft_length=steps,
+        emitted=[[int(tokens[0])] for tokens in texts],
+    )
+    session.prefill()
+    longest = min(steps, played.longest or steps)
+    fed = torch.stack([tokens[: longest + 1] for tokens in texts])  # (N, J + 1)
+    drafted = [session.draft_step(fed[:, step], step) for step in range(longest)]
+    places = [(row, step) for row in range(len(starts)) for step in range(longest)]
+    raw = session.verify(fed[:, longest - 1 : longest], places)  # (N J, V)
+    lucky = []
+    for step, raw_q in enumerate(drafted):
+        p, q = (
+            softmax_law(law.scores(each, fed, [0] * len(fed), [1] * len(fed)))
+            for each in (raw[step::longest], raw_q)
+        )
+        own = fed[:, step + 1 :][:, :1]  # (N, 1)
+        w = (q.gather(1, own) / p.gather(1, own)).clamp(max=1)[:, 0]
+        at = [place + step + 1 for _, place in starts]
+        lucky.append(accept_uniform([text.key for text, _ in starts], at) < w)
+    want = torch.stack(lucky, 1).cumprod(1).bool()  # (N, J)
+    assert torch.equal(played.matches.cumprod(1).bool()[:, :longest], want)
+    assert 0.1 < want.float().mean() < 0.98
+    assert not played.matches[:, longest:].any()
