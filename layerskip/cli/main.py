@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
         except TyperException as error:
             reason = error.format_message().replace("Value error, ", "")
             return _refuse(f"{reason} (see layerskip --help)")
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             return _refuse(str(error))
         if code == 130:
             print("\nlayerskip: interrupted", file=sys.stderr)

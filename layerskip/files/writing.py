@@ -25,6 +25,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where it is
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

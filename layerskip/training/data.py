@@ -193,8 +193,17 @@ def collect(
 
 
 def read(path: Path) -> list[Text]:
-    """The texts of a file."""
-    return [Text(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+    """The texts of a file.
+
+    Raises:
+        ValueError: it is cut off or changed.
+    """
+    try:
+        return [Text(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the texts in {path} are cut off or changed; remove the file to draw them again"
+        ) from error
 
 
 def all_texts(folder: Path) -> list[Text]:

@@ -30,7 +30,7 @@ from layerskip.model.trained import save_trained
 from layerskip.training import data, features
 from layerskip.training.healing import RANK
 from layerskip.training.laws import Batch, Laws, Student
-from layerskip.training.loop import train
+from layerskip.training.loop import read_checkpoint, train
 from layerskip.training.losses import LOSSES
 from layerskip.training.students import RATES, skip_for, student_of
 from layerskip.vocabulary import ranked
@@ -295,7 +295,7 @@ class Training:
                         f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
                         share,
                     )
-            done = torch.load(checkpoint, weights_only=True)["step"]  # of all starts
+            done = read_checkpoint(checkpoint)["step"]  # of all starts
             self.trained_tokens = done * rows * ids.shape[1]
             self.text_tokens = ids.numel()
             self.parameters = sum(each.numel() for each in module.parameters())
@@ -335,7 +335,7 @@ class Training:
             write_text(self._curve, "[]")
             measure(0)
             return
-        step = torch.load(checkpoint, weights_only=True)["step"]
+        step = read_checkpoint(checkpoint)["step"]
         tokens = step * self.recipe.rows * self.recipe.window
         kept = [point for point in self.curve if point["tokens"] <= tokens]
         write_text(self._curve, json.dumps(kept))

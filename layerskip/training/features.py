@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from layerskip.files.writing import replacing
@@ -77,18 +77,29 @@ def compute(
                 tensors[f"{name}states"] = (states / sizes).half()
                 tensors[f"{name}sizes"] = sizes[..., 0].contiguous()
             with replacing(path) as partial:
-                save_file(tensors, partial)
+                partial.write_bytes(save(tensors))  # else a full disk is an error of its own kind
         yield first + len(some)
 
 
 def states_of(folder: Path, numbers: list[int], name: str = LAST) -> Tensor:
-    """Hidden states of the windows of those numbers, float32, (B, T, H)."""
+    """Hidden states of the windows of those numbers, float32, (B, T, H).
+
+    Raises:
+        ValueError: a file is cut off or changed.
+    """
     found = []
     for number in numbers:
         place = number % CHUNK
-        with safe_open(_path(folder, number - place), "pt") as file:  # mapped, not read
-            states = file.get_slice(f"{name}states")[place : place + 1]  # (1, T, H)
-            sizes = file.get_slice(f"{name}sizes")[place : place + 1]  # (1, T)
+        path = _path(folder, number - place)
+        try:
+            with safe_open(path, "pt") as file:  # mapped, not read
+                states = file.get_slice(f"{name}states")[place : place + 1]  # (1, T, H)
+                sizes = file.get_slice(f"{name}sizes")[place : place + 1]  # (1, T)
+        except SafetensorError as error:
+            raise ValueError(
+                f"the features in {path} are cut off or changed; remove the file to compute them "
+                "again"
+            ) from error
         found.append(states.float() * sizes[..., None])
     return torch.cat(found)
 

@@ -4,10 +4,13 @@ Nothing random has a state: batches are functions of a seed and the step, so tha
 a checkpoint is the unbroken run.
 """
 
+import io
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +37,18 @@ def train(
     optimizer's own times `schedule(step, share)`, of the budget's share that is used up. Model,
     optimizers and step are written to `checkpoint` every `save_seconds` and at the end, whole or
     not at all.
+
+    Raises:
+        FloatingPointError: the loss is no number.
+        OSError: the checkpoint cannot be written.
+        ValueError: there is one that cannot be read.
     """
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
     for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp"):
         half.unlink()  # of a run that was killed while it wrote
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = read_checkpoint(checkpoint)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -71,6 +79,23 @@ def train(
                 "seconds": before + now - start,
             }
             with replacing(checkpoint) as partial:
-                torch.save(state, partial)
+                whole = io.BytesIO()  # else a full disk is an error of torch's own
+                torch.save(state, whole)
+                partial.write_bytes(whole.getbuffer())
             saved_at = now
         yield step, loss.item()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `train` wrote.
+
+    Raises:
+        ValueError: the file is cut off or changed.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the checkpoint {path} is cut off or changed; remove it to train from the start"
+        ) from error
+    return state

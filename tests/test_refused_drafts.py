@@ -1,0 +1,224 @@
+"""Drafts that cannot be had, trainings that cannot go on: one line, exit code 2, no half file."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from kinds import skip_of
+from models import tiny_model
+from safetensors.torch import save
+from test_cli import PROMPT, refused
+
+from layerskip import SkipConfig
+from layerskip.checkpoints import load
+from layerskip.model.trained import save_trained
+from layerskip.training import data, drafts, features, judging
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"w{i} w{i + 7} w{3 * i}\n" for i in range(2, 12)))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------
+# Drafts.
+
+
+def trained_draft(kind: str, checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+    """A skip config that names weights of a kind for a checkpoint, and their file."""
+    skip = skip_of(kind, load(str(checkpoint)).model, folder)
+    skip.save(folder / "skip.json")
+    assert skip.trained is not None
+    return folder / "skip.json", Path(skip.trained.weights)
+
+
+def commands(checkpoint: Path, prompts: Path, skip: Path) -> list[tuple[Any, ...]]:
+    """Every command that takes a skip config, with it."""
+    output = prompts.parent / "output"
+    return [
+        ("generate", checkpoint, "--prompt", PROMPT, "--skip", skip),
+        ("check", checkpoint, "--prompts", prompts, "--skip", skip),
+        ("demo", checkpoint, "--skip", skip),
+        ("benchmark", checkpoint, "--prompts", prompts, "--skip", skip, "--output", output),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["healed, 8 bits", "exit-block", "heads"])
+def test_files_of_trained_weights_that_are_not_the_ones(
+    kind: str, checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    skip, file = trained_draft(kind, checkpoint, tmp_path)
+    whole = file.read_bytes()
+    trained = SkipConfig.load(skip).trained
+    assert trained is not None
+    for name, content, words in (
+        ("cut off", whole[:-40], "is cut off or changed (SHA-256 "),
+        ("changed", whole[:-1] + bytes([whole[-1] ^ 1]), "is cut off or changed (SHA-256 "),
+        ("missing", None, f"cannot read the trained draft {file}: No such file"),
+    ):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        for command in commands(checkpoint, prompts, skip)[:: 1 if name == "missing" else 4]:
+            assert words in refused(*command), (name, command)
+    assert not (tmp_path / "output").exists()
+
+
+def test_weights_of_another_base(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path / "other", tiny_model("llama", dtype=torch.float32, seed=1))
+    for kind in ("healed, 8 bits", "heads"):
+        skip, _ = trained_draft(kind, other, tmp_path)
+        for command in commands(checkpoint, prompts, skip)[:: 1 if kind == "heads" else 4]:
+            assert "belongs to a model with other weights (weights-" in refused(*command)
+    assert not (tmp_path / "output").exists()
+
+
+def test_files_that_hold_something_else(checkpoint: Path, tmp_path: Path) -> None:
+    """Whole, as their hash says, and of no use."""
+    model = load(str(checkpoint)).model
+    numbers = {"fuse.weight": torch.ones(3)}
+    for kind, content, words in (
+        ("feature-block", b"not safetensors", "is not a safetensors file"),
+        ("feature-block", save(numbers), "holds no feature-block of this model"),
+        ("heads", b"", "is not a safetensors file"),
+    ):
+        trained = save_trained(tmp_path / "draft", numbers, kind, model)
+        (tmp_path / "draft").write_bytes(content)
+        trained = replace(trained, hash=hashlib.sha256(content).hexdigest())
+        SkipConfig(trained=trained).save(tmp_path / "skip.json")
+        line = refused("generate", checkpoint, "--prompt", PROMPT, "--skip", tmp_path / "skip.json")
+        assert words in line
+
+
+def test_second_models_that_cannot_draft(checkpoint: Path, tmp_path: Path) -> None:
+    """Other vocabularies are refused in `test_cli.py`."""
+    ask = ("generate", checkpoint, "--prompt", PROMPT, "--assistant")
+    assert "there is no folder" in refused(*ask, tmp_path / "none")
+    other = save_checkpoint(tmp_path / "other")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-400])
+    assert f"cannot load the checkpoint in {other}" in refused(*ask, other)
+    short = tiny_model("llama", dtype=torch.float32, max_position_embeddings=8)
+    line = refused(*ask, save_checkpoint(tmp_path / "short", short))
+    assert "the assistant cannot draft here" in line
+    assert "at most 8 tokens" in line
+
+
+# ---------------------------------------------------------------------------------------------
+# Trainings.
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few texts, and a verdict that ends the command."""
+    monkeypatch.setattr(data, "BATCH", 8)
+    monkeypatch.setattr(features, "CHUNK", 4)
+    monkeypatch.setattr(drafts, "half_is_fast", lambda device: False)
+
+    def judge(*_: Any, **__: Any) -> None:
+        raise ValueError("trained")
+
+    monkeypatch.setattr(judging, "judge", judge)
+
+
+def train(checkpoint: Path, output: Path, *flags: Any) -> str:
+    return refused("train", checkpoint, "--output", output, "--tokens", 3000, *flags)
+
+
+@contextmanager
+def room_for(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes meanwhile: writing more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_full_disk_ends_every_stage_and_training_goes_on_behind_it(
+    checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    flags = ("--prompts", prompts, "--draft", "heads", "--loss", "kl")
+    assert train(checkpoint, tmp_path / "whole", *flags) == "trained"
+    work = tmp_path / "parts" / "work"
+    for nbytes, file in (
+        (100, "work/recipe.json"),
+        (2000, "work/texts/00000.json"),
+        (30_000, "work/features/00000.safetensors"),
+        (80_000, "work/checkpoint.pt"),
+    ):
+        with room_for(nbytes):
+            line = train(checkpoint, tmp_path / "parts", *flags)
+        assert line == f"[Errno 27] File too large: '{tmp_path / 'parts' / file}'"
+        assert not (tmp_path / "parts" / file).exists()
+        assert not list((tmp_path / "parts").rglob(".*.tmp"))
+    assert train(checkpoint, tmp_path / "parts", *flags) == "trained"
+    ours, whole = (
+        (tmp_path / each / "draft.safetensors").read_bytes() for each in ("parts", "whole")
+    )
+    assert ours == whole
+    for file, words in (
+        ("checkpoint.pt", "checkpoint.pt is cut off or changed; remove it"),
+        ("texts/00000.json", "00000.json are cut off or changed; remove the file"),
+    ):
+        content = (work / file).read_bytes()
+        (work / file).write_bytes(content[:-30])
+        assert words in train(checkpoint, tmp_path / "parts", *flags)
+        (work / file).write_bytes(content)
+    (work / "checkpoint.pt").unlink()
+    states = work / "features" / "00000.safetensors"
+    states.write_bytes(states.read_bytes()[:-30])
+    assert "00000.safetensors are cut off or changed" in train(
+        checkpoint, tmp_path / "parts", *flags
+    )
+
+
+@pytest.mark.usefixtures("small")
+def test_trainings_that_do_not_begin(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, path = tmp_path / "output", tmp_path / "given.txt"
+    for text, words in (
+        ("", "given.txt are empty"),
+        ("\n \n", "given.txt are empty"),
+        ("w5 w6\n", "training needs 2 prompts or texts at least"),
+        ('{"prompt": 3}', "given.txt, line 1: prompt must be a string"),
+    ):
+        path.write_text(text)
+        for flag in ("--prompts", "--texts"):
+            assert words in train(checkpoint, output, flag, path)
+    path.write_text("w5 w6\nw7 w8\n")
+    assert "too few for a step" in train(checkpoint, output, "--texts", path)
+    assert "cannot read prompts" in train(checkpoint, output, "--texts", tmp_path / "none")
+    other = save_checkpoint(tmp_path / "other", tiny_model("llama", dtype=torch.float32, seed=1))
+    skip, _ = trained_draft("healed, 8 bits", other, tmp_path)
+    foreign = ("--prompts", prompts, "--skip", skip)
+    assert "belongs to a model with other weights" in train(
+        checkpoint, tmp_path / "foreign", *foreign
+    )
+    full = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("layerskip.training.drafts.shutil.disk_usage", lambda _: full)
+    line = train(checkpoint, tmp_path / "full", "--prompts", prompts)
+    assert line.startswith("texts need 0.0 GB")
+    left = [each for each in tmp_path.rglob("*") if each.suffix in (".tmp", ".pt")]
+    assert not left
+    assert not list(tmp_path.rglob("draft.safetensors"))
