@@ -79,6 +79,9 @@ def test_files_of_trained_weights_that_are_not_the_ones(
         for command in commands(checkpoint, prompts, skip)[:: 1 if name == "missing" else 4]:
             assert words in refused(*command), (name, command)
     assert not (tmp_path / "output").exists()
+    file.write_bytes(whole)
+    ask = commands(checkpoint, prompts, skip)[0]
+    assert "--low-precision 4 is not what" in refused(*ask, "--low-precision", 4)
 
 
 def test_weights_of_another_base(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:

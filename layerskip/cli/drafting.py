@@ -86,7 +86,14 @@ class Sources:
             return skip
         bits: Any = self.low_precision
         low = None if bits == "none" else LowPrecision(bits=int(bits))  # type: ignore[arg-type]
-        return skip if low == skip.low else replace(skip, low=low, costs=None)
+        if low == skip.low:
+            return skip
+        if skip.trained is not None:
+            raise ValueError(
+                f"--low-precision {bits} is not what this skip config's weights were trained for; "
+                "leave it out"
+            )
+        return replace(skip, low=low, costs=None)
 
     def looked_up(self, text: str | None, loaded: Loaded, talk: Talk) -> bool | Lookup | None:
         """Whether and where drafts are looked up; None: not said."""
@@ -208,6 +215,8 @@ def choose(
         text: to look drafts up in, if there is any.
         second: the second model, if there is one, opened.
     """
+    from layerskip.decoding.trained import as_drafter
+
     skip, reason = loaded.skip_config() if given is None else given, None
     lookup = sources.looked_up(text, loaded, talk)
     if skip is not None and second is not None and turned_off(skip):
@@ -218,7 +227,7 @@ def choose(
         lookup = True if lookup is None else lookup
     else:
         skip = sources.rounded(skip)
-        skip.resolve(opened.num_layers)  # refuses what does not fit
+        as_drafter(opened, skip.resolve(opened.num_layers))  # refuses what does not fit
         stored = skip.decoding is not None and skip.decoding.lookup is True
         lookup = stored if lookup is None else lookup
         if sources.draft_memory is not None:
