@@ -217,6 +217,16 @@ class SkipConfig:
         """The tokens that drafts can draw, of the decoding options; None: all."""
         return None if self.decoding is None else self.decoding.draft_vocabulary
 
+    @property
+    def head_bits(self) -> int | None:
+        """Of the head that drafts read; None where it is exact."""
+        return None if self.low is None else self.low.head_bits
+
+    @property
+    def module_bits(self) -> int | None:
+        """Of a trained module's linears; None where they are exact."""
+        return self.low.bits if self.low is not None and self.low.head else None
+
     def bare(self) -> SkipConfig:
         """What drafts are made of, not when to draft: no costs; of options vocabulary, lookup."""
         known = self.decoding or DecodingOptions()

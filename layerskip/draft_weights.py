@@ -14,7 +14,7 @@ class LowPrecision:
     """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
 
     A set of layer indices, or None for every one that is not left out; what is left out anyway may
-    be in a set and does not count.
+    be in a set and does not count. A trained module is rounded where the head is, to `bits`.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -112,6 +112,14 @@ class Trained:
         """What it is."""
         named = {"exit-block": "a trained block", "feature-block": "a trained block over features"}
         return named.get(self.kind, "trained heads" if self.alone else "healed")
+
+    def words_with(self, low: LowPrecision | None) -> str:
+        """What it is, and of a module in how many bits it and the head are."""
+        if not self.module or low is None or low.head_bits is None:
+            return self.words
+        if low.head_bits == low.bits:
+            return f"{self.words} and the head in {low.bits} bits"
+        return f"{self.words} in {low.bits} bits, the head in {low.head_bits}"
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED:

@@ -24,7 +24,7 @@ from layerskip.cli.main import app
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, open_block
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
@@ -337,7 +337,7 @@ def overlap_by_depth(model: Any, skip: SkipConfig, ids: Tensor) -> list[float]:
     """Of a written block, one token after another, by the states that decoding feeds it with."""
     opened = Sublayers(model, "modules")
     assert skip.trained is not None
-    block: Any = open_block(opened, skip.trained)
+    block: Any = opened.module(skip)[0]
     tap = skip.shared_prefix(6) if skip.trained.kind == "exit-block" else None
     with torch.no_grad():
         states = features.run(opened, ids, tap)
@@ -387,6 +387,17 @@ def test_trained_blocks_draft_better_and_leave_the_text(kind: str, tmp_path: Pat
         got = generate(model, prompt, skip=skip_file, controller="fixed", **told)
         assert torch.equal(got.sequences, plain)
         assert got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("execution", ["native", "fused"])
+def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(
+    execution: str, tmp_path: Path
+) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    recipe = Recipe(**HOW | {"kind": "exit-block", "skip": None}, tokens=64)
+    skip = Training(model, source(model), recipe, tmp_path, execution=execution).run()
+    assert skip.head_bits == skip.module_bits == (8 if execution == "native" else None)
+    assert skip.rounded(6) == ()
 
 
 def test_nothing_that_is_kept_apart_is_trained_on() -> None:

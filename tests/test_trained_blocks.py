@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from covering import covering
 from kinds import BLOCKS, weights_of
-from models import Erratic, Fickle
+from models import Erratic, Fickle, lively_model
 from test_assistant import (
     COSTS,
     ENDS,
@@ -22,7 +23,7 @@ from test_assistant import (
 )
 
 import layerskip
-from layerskip import Lookup, SkipConfig
+from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
 from layerskip.costs.speculation import CostTable
@@ -32,11 +33,16 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.passes import Session
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.timing.tables import analytic, cost_tables
 
+LOW = {
+    f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)
+    for kind, bits, head in zip(BLOCKS, (8, 4, 8), (8, 8, 4), strict=True)
+}
 EXIT = 4
 
 
@@ -45,9 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trained")
 
 
-def skip_of(kind: str, folder: Path) -> SkipConfig:
+def skip_of(name: str, folder: Path, model: Any = None) -> SkipConfig:
+    """A module, rounded if its name says so; of the usual model by default."""
+    kind = name.partition(" ")[0]
+    trained = weights_of(kind, model or model_of(), folder)
     exit_layer = EXIT if kind == "exit-block" else None
-    return SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model_of(), folder))
+    return SkipConfig(exit_layer=exit_layer, trained=trained, low=LOW.get(name))
 
 
 def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
@@ -56,11 +65,11 @@ def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
     names = mixture.split(", ")
     if "assistant" in names:
         named["assistant"] = Assistant(Sublayers(second_of()))
-    found = [skip_of(name, folder) if name in BLOCKS else named[name] for name in names]
+    found = [named[name] if name in named else skip_of(name, folder) for name in names]
     return tuple(d.resolve(6) if isinstance(d, SkipConfig) else d for d in found)
 
 
-MIXTURES = (*BLOCKS, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
+MIXTURES = (*BLOCKS, *LOW, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -120,7 +129,7 @@ def play(drafts: Any, controller: Any, sample: bool) -> int:
         return sum(check_states(run) for _ in run.rounds())
 
 
-@pytest.mark.parametrize("mixture", [BLOCKS[0], BLOCKS[1], MIXTURES[-1]])
+@pytest.mark.parametrize("mixture", [*BLOCKS[:2], *[*LOW][:2], MIXTURES[-1]])
 def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
     drafts = drafts_of(mixture, folder)
     for sample in (False, True):
@@ -151,7 +160,7 @@ def test_simulated_rounds_are_those_of_decoding(
     check_simulations(drafts_of(mixture, folder), sample, ended)
 
 
-@pytest.mark.parametrize(("kind", "sample"), covering(list(BLOCKS), [False, True]))
+@pytest.mark.parametrize(("kind", "sample"), covering([*BLOCKS, *LOW], [False, True]))
 def test_a_followed_module_is_one_replayed(kind: str, sample: bool, folder: Path) -> None:
     check_followed(drafts_of(kind, folder)[0], sample)
 
@@ -174,6 +183,33 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
     assert table.source == "measured"
     exact = analytic(opened, SkipConfig.early_exit(EXIT)).draft
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: Path) -> None:
+    model = lively_model("llama", dtype=torch.float32, vocab_size=12)
+    ids, mask = prompts(model)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    skip, opened = skip_of(name, folder, model), Sublayers(model)
+    exact = replace(skip, low=None)
+    assert opened.execution == "native"
+    assert analytic(opened, skip).draft < analytic(opened, exact).draft
+    assert 0 < opened.low_bytes(skip) < opened.low_bytes(exact) + 4 * 12 * 32
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
+    plain = layerskip.generate(model, inputs, enabled=False, **how)
+    for execution in ("native", "fused"):
+        got = layerskip.generate(model, inputs, skip=skip, execution=execution, **how)
+        assert got.sequences.tolist() == plain.sequences.tolist()
+    # what a step computes is near what exact weights say, and another thing than they say
+    found = []
+    for each in (exact, skip):
+        session = Session(
+            opened, [each.resolve(6)], [ids[0]], max_new_tokens=9, max_draft_length=4, emitted=[[3]]
+        )
+        session.prefill()
+        tokens = torch.tensor([3])
+        found.append(torch.stack([session.draft_step(tokens, n) for n in range(3)]).softmax(-1))
+    assert 0 < (found[0] - found[1]).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
 
 
 def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
@@ -207,3 +243,11 @@ def test_they_are_told_of_in_words_and_records(folder: Path) -> None:
         assert told["num_kept"] == told["prefix"] == kept
         assert SkipConfig.from_dict(told["skip"]) == skip
         assert describe_skip(skip, 6).endswith(words)
+    for name, label, words in (
+        ("exit-block in 8 bits", "exit 4, a trained block and the head in 8 bits", "exit at 4)"),
+        ("heads in 8 bits", "trained heads in 8 bits, the head in 4", ""),
+    ):
+        skip = skip_of(name, folder)
+        assert Engine(model, Task(8), "self", skip).describe()["label"].startswith(f"{label}, exp")
+        joint = f"{words}, then " if words else ""
+        assert describe_skip(skip, 6).endswith(joint + label.partition("exit 4, ")[2] or label)

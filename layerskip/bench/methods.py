@@ -378,13 +378,14 @@ def early_exit_peer(
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
     """A few words for a draft, as it was asked for and as it is for its model."""
     if skip.trained is not None and skip.trained.alone:
-        return skip.trained.words
+        return skip.trained.words_with(skip.low)
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
     if not resolved.skipped():
         label = "whole"
     elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
         label = f"exit {skip.exit_layer}"
     low, vocabulary = resolved.low, skip.draft_vocabulary
-    label += "" if low is None else f", {low.words(len(resolved.kept()))}"
-    label += "" if skip.trained is None else f", {skip.trained.words}"
+    if low is not None and not (skip.trained and skip.trained.module):
+        label += f", {low.words(len(resolved.kept()))}"
+    label += "" if skip.trained is None else f", {skip.trained.words_with(low)}"
     return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

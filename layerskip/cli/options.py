@@ -272,9 +272,9 @@ def open_passes(
 
 def describe_skip(skip: SkipConfig, num_layers: int) -> str:
     if skip.trained is not None and skip.trained.module:
-        bare = replace(skip, trained=None)
+        bare = replace(skip, low=None, trained=None)
         before = "" if skip.trained.alone else f"{describe_skip(bare, num_layers)}, then "
-        return before + skip.trained.words
+        return before + skip.trained.words_with(skip.low)
     kept, low = len(skip.kept(num_layers)), skip.resolve(num_layers).low
     words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:

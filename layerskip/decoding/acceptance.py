@@ -41,7 +41,8 @@ def prior_acceptance(draft: object) -> float:
     """
     if not isinstance(draft, SkipConfig) or draft.low is None or draft.low.bits != 8:
         return PRIOR
-    return PRIOR if draft.skipped() else _PRIOR_ROUNDED
+    module = draft.trained is not None and draft.trained.module
+    return PRIOR if module or draft.skipped() else _PRIOR_ROUNDED
 
 
 def bin_of(confidence: float) -> int:

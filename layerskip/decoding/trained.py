@@ -16,16 +16,10 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.followers import Drafter, Follower, in_chunks
-from layerskip.model.blocks import (
-    KINDS,
-    AnyBlock,
-    ExitBlock,
-    FeatureBlock,
-    Heads,
-    Layer,
-    open_block,
-)
+from layerskip.model.backend import Block
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer
 from layerskip.model.cache import RowCache
+from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
 if TYPE_CHECKING:
@@ -37,13 +31,16 @@ class TrainedDraft(Drafter):
 
     Attributes:
         block: the module.
+        own: what a step runs of it and behind it, in one cache: its layer, if it has one, and the
+            draft's head.
         prefix: sublayers of the target that a step goes through before it.
     """
 
     def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
         assert skip.trained is not None
         self.model, self.skip = model, skip
-        self.block: AnyBlock = open_block(model, skip.trained)
+        self.block, sublayers = model.module(skip)
+        self.own: list[Block] = [*sublayers, model.head_for(skip)]
         self.prefix = 0
         if isinstance(self.block, ExitBlock):
             self.prefix = skip.shared_prefix(model.num_layers)
@@ -58,21 +55,22 @@ class TrainedDraft(Drafter):
 
     def open(self, session: Session) -> Follower:
         if isinstance(self.block, Heads):
-            return _Heads(session, self.block, self.longest)
+            return _Heads(session, self, self.block)
         if isinstance(self.block, FeatureBlock):
-            return _Features(session, self.block)
-        return _Exit(session, self.block, self.prefix)
+            return _Features(session, self, self.block)
+        return _Exit(session, self, self.block)
 
     @property
     def key(self) -> Hashable:
         return self.skip
 
     def step_bytes(self) -> Sequence[float]:
-        whole, block = self.model.weight_bytes(), self.block
-        own = float(sum(weight.nbytes for weight in block.parameters()))
-        own /= len(block.heads) if isinstance(block, Heads) else 1
-        head = whole["head"] * self.model.draft_vocabulary / self.model.vocabulary
-        return [*whole["sublayers"][: self.prefix], own, head]
+        model = self.model
+        own = float(read_bytes(self.block, self.skip.module_bits))
+        own /= len(self.block.heads) if isinstance(self.block, Heads) else 1
+        head = model.weight_bytes(self.skip.head_bits)["head"]
+        before = model.weight_bytes()["sublayers"][: self.prefix]
+        return [*before, own, head * model.draft_vocabulary / model.vocabulary]
 
 
 def as_drafter(model: Sublayers, draft: SkipConfig | Drafter) -> SkipConfig | Drafter:
@@ -81,7 +79,7 @@ def as_drafter(model: Sublayers, draft: SkipConfig | Drafter) -> SkipConfig | Dr
     Raises:
         ValueError: the module is none of this model's, or does not fit its skip config.
     """
-    if isinstance(draft, SkipConfig) and draft.trained and draft.trained.kind in KINDS:
+    if isinstance(draft, SkipConfig) and draft.trained and draft.trained.module:
         return TrainedDraft(model, draft)
     return draft
 
@@ -89,12 +87,11 @@ def as_drafter(model: Sublayers, draft: SkipConfig | Drafter) -> SkipConfig | Dr
 class _Layered(Follower):
     """A module with a decoder layer, whose keys and values lie in a cache of their own."""
 
-    def __init__(self, session: Session, layer: Layer) -> None:
+    def __init__(self, session: Session, draft: TrainedDraft, layer: Layer) -> None:
         super().__init__(session)
-        model = session.model
-        slots = model.backend.capacity(session.slots)
+        slots = session.model.backend.capacity(session.slots)
         self.cache = RowCache(len(session.prompts), slots, (layer.window,))
-        self.blocks = layer.sublayers(model.backend)
+        self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
 
     @abstractmethod
     def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
@@ -106,18 +103,18 @@ class _Layered(Follower):
 
         def run(chunk: Tensor, first: int) -> Tensor:
             places = [start + first for start in starts]
-            return self.advance(self.inputs(places, chunk), places)
+            return self.advance(self.inputs(places, chunk), places, self.blocks)
 
         last = in_chunks(tokens, lasts, run)  # (R, H)
         self.cache.settled = True
         return last
 
-    def advance(self, inputs: Tensor, starts: Sequence[int]) -> Tensor:
-        """Carry inputs (R, T, H) of tokens from those places on through the layer."""
+    def advance(self, inputs: Tensor, starts: Sequence[int], blocks: Sequence[Block]) -> Tensor:
+        """Carry inputs (R, T, H) of tokens from those places on through the layer, or all of it."""
         session = self.session
         self.cache.place(starts, inputs.shape[1])
         step = Pass(session.model, self.cache, session.rotary)
-        return session.model.backend.run(inputs, step, self.blocks)
+        return session.model.backend.run(inputs, step, blocks)
 
     def places(self, offset: int) -> list[int]:
         """Where the token of a step so numbered lies in each row."""
@@ -128,21 +125,22 @@ class _Layered(Follower):
 
 
 class _Exit(_Layered):
-    def __init__(self, session: Session, block: ExitBlock, prefix: int) -> None:
-        super().__init__(session, block.layer)
-        self.prefix = self.tap = prefix
+    def __init__(self, session: Session, draft: TrainedDraft, block: ExitBlock) -> None:
+        super().__init__(session, draft, block.layer)
+        self.prefix = self.tap = draft.prefix
 
     def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
         return self.session.tapped(self.prefix, starts, tokens.shape[1])
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        further = self.advance(hidden, self.places(offset))[:, 0] if offset else self.catch_up()
-        return self.session.model.draft_head(further[None], None)[0]
+        if offset:
+            return self.advance(hidden, self.places(offset), self.own)[:, 0]
+        return self.head(self.catch_up()[None], None)[0]
 
 
 class _Features(_Layered):
-    def __init__(self, session: Session, block: FeatureBlock) -> None:
-        super().__init__(session, block.layer)
+    def __init__(self, session: Session, draft: TrainedDraft, block: FeatureBlock) -> None:
+        super().__init__(session, draft, block.layer)
         self.block = block
         self.tap: int = session.model.num_sublayers
         self.feature: Tensor  # of the last token, (R, H)
@@ -154,10 +152,10 @@ class _Features(_Layered):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if offset:
             inputs = self.block.join(self.feature[:, None], hidden)  # (R, 1, H)
-            self.feature = self.advance(inputs, self.places(offset))[:, 0]
+            self.feature = self.advance(inputs, self.places(offset), self.blocks)[:, 0]
         else:
             self.feature = self.catch_up()  # (R, H)
-        return self.session.model.draft_head(self.feature[None], None)[0]
+        return self.head(self.feature[None], None)[0]
 
     def commit(self, row: int, emitted: int, steps: int) -> None:
         # what it saw of its own drafts was fed with its own features
@@ -165,11 +163,11 @@ class _Features(_Layered):
 
 
 class _Heads(Follower):
-    def __init__(self, session: Session, block: Heads, longest: int | None) -> None:
+    def __init__(self, session: Session, draft: TrainedDraft, block: Heads) -> None:
         super().__init__(session)
-        self.block = block
+        self.block, self.longest = block, draft.longest
+        (self.project,) = draft.own
         self.tap: int = session.model.num_sublayers
-        self.longest = longest
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         session = self.session
@@ -178,7 +176,7 @@ class _Heads(Follower):
             self.both = session.tapped(self.tap, places, 1, before=1), hidden  # (R, 1, H) each
         # the last step of a round may be asked for nothing that is drafted
         out = self.block.head(min(offset, len(self.block.heads) - 1), *self.both)
-        return session.model.draft_head(out, None)[:, 0]
+        return self.project(out, None)[:, 0]
 
     def keep(self, places: Sequence[int], length: int) -> int:
         return 0

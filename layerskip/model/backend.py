@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.healed import Deltas
+from layerskip.model.products import Function
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type (cos, sin) of every position of a call, each (1, S, R)."""
@@ -72,12 +73,19 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
+    def beside(
+        self, layer: Any, window: int | None, kind: str, bits: int | None = None
+    ) -> tuple[Block, Block]:
         """The sublayers of a decoder layer like the model's own that the model lacks.
 
         Args:
             window, kind: its sliding window and layer type.
+            bits: as of `low`; None: exact.
         """
+
+    @abstractmethod
+    def product(self, module: nn.Linear, bits: int) -> Function:
+        """A linear that the model lacks, rounded: inputs (..., C) to (..., R)."""
 
     @abstractmethod
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:

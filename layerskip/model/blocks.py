@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.config import Trained
-from layerskip.model.backend import Block
+from layerskip.model.backend import Backend, Block
 from layerskip.model.cache import additive, causal
 from layerskip.model.families import Architecture
 from layerskip.model.modules import Modules
@@ -85,9 +85,9 @@ class Layer(nn.Module):
         built.self_attn.layer_idx = 0  # in a cache of its own
         self.built = built.eval()
 
-    def sublayers(self, backend: Any) -> tuple[Block, Block]:
-        """Its attention and its MLP, as a backend computes them."""
-        blocks: tuple[Block, Block] = backend.beside(self.built, self.window, self.kind)
+    def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
+        """Its attention and its MLP, as a backend computes them, rounded or exact."""
+        blocks: tuple[Block, Block] = backend.beside(self.built, self.window, self.kind, bits)
         return blocks
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -185,12 +185,19 @@ class Heads(nn.Module):
 
 
 AnyBlock = ExitBlock | FeatureBlock | Heads
-KINDS = ("exit-block", "feature-block", "heads")
-"""What trained weights of modules are called in a skip config."""
 
 
-def open_block(model: Architecture, trained: Trained) -> AnyBlock:
+def open_block(
+    model: Architecture, backend: Backend, trained: Trained, bits: int | None = None
+) -> tuple[AnyBlock, tuple[Block, ...]]:
     """The module that a skip config names, its weights those of the file in the model's dtype.
+
+    Args:
+        backend: computes with it.
+        bits: that its linears are rounded to, if they are.
+
+    Returns:
+        The module, and the sublayers of its layer if it has one.
 
     Raises:
         ValueError: the file is none of this model's (see `trained_weights`), or holds no such
@@ -216,7 +223,13 @@ def open_block(model: Architecture, trained: Trained) -> AnyBlock:
             f"{len(wrong)} tensors are missing, too many or of another shape, {wrong[0]} first"
         )
     block.load_state_dict({name: weights[name].to(own[name][1]) for name in own})
-    return block.requires_grad_(False)
+    block.requires_grad_(False)
+    beside = () if isinstance(block, Heads) else block.layer.sublayers(backend, bits)
+    if bits is not None:
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("layer."):
+                module.forward = backend.product(module, bits)  # type: ignore[assignment]
+    return block, beside
 
 
 def _linear(model: Architecture, inputs: int, outputs: int) -> nn.Linear:

@@ -136,7 +136,7 @@ class Architecture:
         """
 
         def read(module: nn.Module) -> int:
-            return sum(_bytes(weight, bits) for weight in module.parameters())
+            return read_bytes(module, bits)
 
         sublayers = []
         for layer in self.layers:
@@ -208,6 +208,11 @@ class Architecture:
             return str(self.config.layer_types[layer])
         sliding = self.family.windows == "all" and self.config.sliding_window is not None
         return "sliding_attention" if sliding else "full_attention"
+
+
+def read_bytes(module: nn.Module, bits: int | None) -> int:
+    """Bytes of a module's weights, as in `Architecture.weight_bytes`."""
+    return sum(_bytes(weight, bits) for weight in module.parameters())
 
 
 def _bytes(weight: Tensor, bits: int | None = None) -> int:

@@ -62,9 +62,16 @@ class Lean(Backend):
         block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
-    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
-        place = layer, window, kind
-        return self._sublayer(place, False, self.linear), self._sublayer(place, True, self.linear)
+    def beside(
+        self, layer: Any, window: int | None, kind: str, bits: int | None = None
+    ) -> tuple[Block, Block]:
+        place, apart = (layer, window, kind), bits is not None
+        linear = self.linear if bits is None else self._low_linear(bits)
+        attention = self._sublayer(place, False, linear, apart=apart)
+        return attention, self._sublayer(place, True, linear, apart=apart)
+
+    def product(self, module: nn.Linear, bits: int) -> Function:
+        return self._low_linear(bits)(module.weight, module.bias)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)

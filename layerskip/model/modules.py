@@ -66,8 +66,16 @@ class Modules(Backend):
 
         return linear
 
-    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
-        return self._attention(layer, layer.self_attn, window, kind), self._mlp(layer, layer.mlp)
+    def beside(
+        self, layer: Any, window: int | None, kind: str, bits: int | None = None
+    ) -> tuple[Block, Block]:
+        attend, mlp = layer.self_attn, layer.mlp
+        if bits is not None:
+            attend, mlp = (twin(each, self._low(bits), "a trained layer") for each in (attend, mlp))
+        return self._attention(layer, attend, window, kind), self._mlp(layer, mlp)
+
+    def product(self, module: nn.Linear, bits: int) -> Function:
+        return self._low(bits)(module)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.model.lm_head

@@ -283,7 +283,7 @@ void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint
 }
 
 // Products of inputs (..., columns) with a rounded matrix, (..., rows), in the numbers that a pass
-// has: for passes too wide for one call.
+// has: for passes too wide for one call, and for what is no part of one.
 template <typename S>
 Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
@@ -297,7 +297,9 @@ Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   shrink(matrix, numbers<float>(x), tokens, small.data());
   const uint8_t* base = numbers<uint8_t>(matrix.weight);
   const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
-  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+  // a second thread is worth waiting for where each has products of 2^20 numbers to take
+  const int64_t grain = 1 + (1 << 20) / (integers::BLOCK * columns * std::max<int64_t>(1, tokens));
+  at::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
     const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};
     const uint8_t* weight = base + mine.first * matrix.row_bytes();
     const uint8_t* then = weight + (last - first) * integers::BLOCK * matrix.row_bytes();

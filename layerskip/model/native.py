@@ -120,20 +120,22 @@ class Native(Lean):
         self._heads = (_kv_heads(attention), attention.head_dim)
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        lean = super().low(sublayer, bits, deltas)
-        joined = getattr(self.layers[sublayer // 2][0].mlp, "gate_up_proj", None)
-        if sublayer % 2 and joined is not None and joined.weight.shape[0] // 2 % ROWS:
-            return lean  # up does not begin with a block
+        lean, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
+        if sublayer % 2 and not _in_blocks(place[0].mlp):
+            return lean
         matrix = partial(self._low, bits=bits, deltas=deltas)
-        return self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, matrix)
+        return self._native(place, bool(sublayer % 2), lean, matrix)
 
-    def beside(self, layer: Any, window: int | None, kind: str) -> tuple[Block, Block]:
-        attention, mlp = super().beside(layer, window, kind)
+    def beside(
+        self, layer: Any, window: int | None, kind: str, bits: int | None = None
+    ) -> tuple[Block, Block]:
+        attention, mlp = super().beside(layer, window, kind, bits)
         place = layer, window, kind
-        return (
-            self._native(place, False, attention, self._exact),
-            self._native(place, True, mlp, self._exact),
-        )
+        matrix = self._exact if bits is None else partial(self._low, bits=bits)
+        attention = self._native(place, False, attention, matrix)
+        if bits is None or _in_blocks(layer.mlp):
+            mlp = self._native(place, True, mlp, matrix)
+        return attention, mlp
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
@@ -290,6 +292,12 @@ class Native(Lean):
 def _kv_heads(attention: Any) -> int:
     heads: int = attention.o_proj.weight.shape[1] // attention.head_dim
     return heads // int(attention.num_key_value_groups)
+
+
+def _in_blocks(mlp: Any) -> bool:
+    """Whether up begins with a block of rows where gate and up are rounded together."""
+    joined = getattr(mlp, "gate_up_proj", None)
+    return joined is None or joined.weight.shape[0] // 2 % ROWS == 0
 
 
 def _activation(mlp: Any) -> Any:

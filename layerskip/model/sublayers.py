@@ -8,7 +8,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from layerskip.config import SkipConfig, Trained
 from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
+from layerskip.model.blocks import AnyBlock, open_block
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
-from layerskip.model.families import Architecture
+from layerskip.model.families import Architecture, read_bytes
 from layerskip.model.healed import Deltas, paired
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
@@ -107,6 +108,7 @@ class Sublayers(Architecture):
         # by sublayer (or None: head), bits and hash of what heals it
         self._low: dict[tuple[int | None, int, str | None], Block] = {}
         self._opened: dict[str, Deltas] = {}  # by hash
+        self._modules: dict[Hashable, tuple[AnyBlock, tuple[Block, ...]]] = {}
         self._drafts: dict[SkipConfig, tuple[tuple[int, bool], ...]] = {}
 
     def describe(self) -> str:
@@ -211,13 +213,16 @@ class Sublayers(Architecture):
         blocks: list[Block] = []
         for index, rounded in self._drafts[skip]:
             blocks.append(self._rounded(index, skip) if rounded else self.blocks[index])
-        whole = skip.low is None or skip.low.head_bits is None
-        return [*blocks, self.draft_head if whole else self._rounded(None, skip)]
+        return [*blocks, self.head_for(skip)]
+
+    def head_for(self, skip: SkipConfig) -> Block:
+        """The head that a draft reads, exact or rounded."""
+        return self.draft_head if skip.head_bits is None else self._rounded(None, skip)
 
     def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
         """A sublayer in low precision, or the draft's head."""
         assert skip.low is not None
-        bits = skip.low.bits if sublayer is not None else skip.low.head_bits
+        bits = skip.low.bits if sublayer is not None else skip.head_bits
         assert bits is not None
         healing = skip.trained if sublayer is not None else None
         if healing is not None and healing.module:
@@ -249,6 +254,21 @@ class Sublayers(Architecture):
             self._opened[trained.hash] = paired(found, weights, trained.hash)
         return self._opened[trained.hash]
 
+    def module(self, skip: SkipConfig) -> tuple[AnyBlock, tuple[Block, ...]]:
+        """The module that a skip config names, and the sublayers of its layer, if it has one.
+
+        Opened and checked once for each opening.
+
+        Raises:
+            ValueError: it is none of this model's (see `open_block`).
+        """
+        trained, bits = skip.trained, skip.module_bits
+        assert trained is not None
+        key = trained.kind, trained.hash, bits
+        if key not in self._modules:
+            self._modules[key] = open_block(self, self.backend, trained, bits)
+        return self._modules[key]
+
     def named_linears(
         self, sublayers: Iterable[int] | None = None
     ) -> Iterator[tuple[str, nn.Linear]]:
@@ -259,14 +279,17 @@ class Sublayers(Architecture):
                 yield f"layers.{index // 2}.{part}.{name}", linear
 
     def low_bytes(self, skip: SkipConfig) -> int:
-        """Memory that a draft's own weights take, or would take: rounded ones and deltas."""
+        """Memory that a draft's own weights take, or would take: rounded and trained ones."""
         skip = skip.resolve(self.num_layers)
+        own = 0
+        if skip.trained is not None and skip.trained.module:
+            own = read_bytes(self.module(skip)[0], skip.module_bits)
         if skip.low is None:
-            return 0
+            return own
         weights = [linear.weight for _, linear in self.named_linears(skip.rounded())]
         bits, packed = skip.low.bits, self.backend.packed
-        nbytes = sum(rounded_bytes(w, bits, packed=packed) for w in weights)
-        head_bits = skip.low.head_bits
+        nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
+        head_bits = skip.head_bits
         whole = [linear.weight for _, linear in linears(self.model.lm_head)]
         heads = whole if self._rows is None else [self._rows.weight]
         if head_bits is not None:

@@ -103,9 +103,9 @@ class _Sublayers(Steps):
             super().__init__(trace, model, trace.cache)
             return
         assert not isinstance(behind.block, Heads)
-        layer = behind.block.layer
-        self.own = [*layer.sublayers(model.backend), model.draft_head]
-        read = _read(trace, model, self.own[:-1], layer.window, lambda tokens, states: states)
+        self.own = [*behind.own]
+        window = behind.block.layer.window
+        read = _read(trace, model, self.own[:-1], window, lambda tokens, states: states)
         super().__init__(trace, model, trace.cache, read(prefix))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -144,9 +144,10 @@ class _Features(Steps):
         # those of the token before each, zeros before the first
         table = pad_sequence([torch.cat([s.new_zeros(1, s.shape[1]), s]) for s in every])
         self.before = table.transpose(0, 1)  # (texts, T + 1, H)
+        self.own: list[object] = [*draft.own[:-1]]
+        self.head = draft.own[-1]
         if isinstance(self.block, FeatureBlock):
             join, layer = self.block.join, self.block.layer
-            self.own: list[object] = list(layer.sublayers(model.backend))
 
             def fed(tokens: Tensor, states: Tensor) -> Tensor:
                 features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
@@ -173,7 +174,7 @@ class _Features(Steps):
             inputs = self.block.join(self.carried[0], self.model.embed(tokens))
             out = self.run(inputs, self.own)
             self.carried = [out]
-        return self.model.draft_head(out, None)
+        return self.head(out, None)
 
 
 def steps_of(trace: Trace, draft: SkipConfig | Drafter, *, follow: bool) -> Steps:

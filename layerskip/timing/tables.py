@@ -301,8 +301,8 @@ def analytic(model: Sublayers, draft: Draft) -> CostTable:
         return CostTable.analytic(draft.step_bytes(), [*whole["sublayers"], whole["head"]])
     skip = draft.resolve(model.num_layers)
     rounded = set(skip.rounded())
-    bits, head_bits = (None, None) if skip.low is None else (skip.low.bits, skip.low.head_bits)
-    low, head = model.weight_bytes(bits), model.weight_bytes(head_bits)["head"]
+    low = model.weight_bytes(None if skip.low is None else skip.low.bits)
+    head = model.weight_bytes(skip.head_bits)["head"]
     read = [(low if index in rounded else whole)["sublayers"][index] for index in skip.kept()] + [
         head * model.draft_vocabulary / model.vocabulary
     ]

@@ -32,7 +32,7 @@ from layerskip.training.healing import RANK
 from layerskip.training.laws import Batch, Laws, Student
 from layerskip.training.loop import read_checkpoint, train
 from layerskip.training.losses import LOSSES
-from layerskip.training.students import RATES, skip_for, student_of
+from layerskip.training.students import RATES, ROUNDED_MODULE, skip_for, student_of
 from layerskip.vocabulary import ranked
 
 Progress = Callable[[str, float], None]
@@ -300,9 +300,13 @@ class Training:
             self.text_tokens = ids.numel()
             self.parameters = sum(each.numel() for each in module.parameters())
             trained = save_trained(path, module.weights(), recipe.kind, model)
+        low = self.skip.low
+        if low is None and trained.module and self.opened.execution == "native":
+            low = ROUNDED_MODULE
         skip = replace(
             self.skip,
             trained=trained,
+            low=low,
             num_layers=None,
             model=getattr(model, "name_or_path", None) or None,
             model_hash=trained.base,

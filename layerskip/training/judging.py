@@ -28,7 +28,6 @@ from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law, stream_key
-from layerskip.decoding.trained import TrainedDraft, as_drafter
 from layerskip.defaults import unprepared
 from layerskip.files.trainings import SCHEMA, check_record
 from layerskip.files.writing import write_text
@@ -169,9 +168,6 @@ def _law(temperature: float | None) -> Law:
 
 def own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
     """Memory that the draft's own weights take."""
-    drafter = as_drafter(opened, skip)
-    if isinstance(drafter, TrainedDraft):
-        return sum(weight.nbytes for weight in drafter.block.parameters())
     return opened.low_bytes(skip)
 
 

@@ -18,6 +18,9 @@ from layerskip.training.laws import Batch, Made, Student
 RATES = {"healed": 1e-3, "exit-block": 5e-4, "feature-block": 5e-4, "heads": 1e-3}
 """Of learning; a layer that begins with weights of the model is moved less than what is new."""
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
+ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
+"""How a module decodes where products with rounded weights are fast: the head that it reads is most
+of what its step costs. It is trained with exact ones, which it hardly tells from these."""
 ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
 HEADS = 4
 
