@@ -5,6 +5,7 @@ Skipped where they cannot be built, but for what comes then.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from layerskip import SkipConfig
 from layerskip.decoding import draws
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.laws import ahead, gumbel_noise, largest, stream_key, with_margin
 from layerskip.generation import generate
 from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
@@ -646,3 +647,39 @@ def test_other_vectors_give_the_same_numbers(capability: str) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("size", [7, 512, 2049])
+def test_native_draws_are_torchs_bit_by_bit(size: int) -> None:
+    if extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    generator = torch.Generator().manual_seed(size)
+    for case in range(10):
+        logits = 8 * torch.randn(3, size, generator=generator)
+        noise = gumbel_noise([stream_key(case)] * 3, range(3), size)
+        if case % 5 == 1:
+            logits[:, torch.randperm(size, generator=generator)[: size // 2]] = -math.inf
+        elif case % 5 == 2:  # many are alike
+            logits, noise = logits.round(), noise.round()
+        elif case % 5 == 3:
+            logits[0] = -math.inf
+        elif case % 5 == 4:
+            logits[0, size // 2] = math.nan
+        for scores, temperature, luck in [(logits / 0.8 + noise, 0.8, [*noise]), (logits, 1.0, [])]:
+            tokens, behind = extension.extension().drawn(logits, temperature, luck)
+            want, margins = with_margin(scores)
+            assert torch.equal(tokens, want)
+            assert torch.equal(tokens, largest(scores))
+            assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])
+
+
+def test_native_draws_refuse_what_does_not_fit() -> None:
+    if extension.refusal():
+        pytest.skip(str(extension.refusal()))
+    drawn = extension.extension().drawn
+    for wrong in (torch.zeros(5), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
+        with pytest.raises(ValueError, match="logits must be"):
+            drawn(wrong, 1.0, [])
+    for noise in ([torch.zeros(5)], [torch.zeros(4)] * 2):
+        with pytest.raises(ValueError, match="noise must be"):
+            drawn(torch.zeros(2, 5), 1.0, noise)

@@ -61,6 +61,7 @@ class Recorded:
     execution = "modules"
     eager = False
     distinct_windows = ()
+    drawn = None
 
     def __init__(self, target: Tensor, draft: Tensor) -> None:
         self.table = torch.stack([draft, target])  # (2, V)

@@ -21,6 +21,7 @@ from layerskip.decoding.laws import (
     NoiseBlocks,
     accept_uniform,
     acceptance_probability,
+    ahead,
     at_once,
     gumbel_noise,
     largest,
@@ -31,6 +32,7 @@ from layerskip.decoding.laws import (
     without,
 )
 from layerskip.decoding.passes import Position
+from layerskip.model.backend import Draw
 from layerskip.model.cache import on_device
 
 
@@ -96,6 +98,7 @@ class Draws:
         width: W.
         prompt_lengths: tokens of each prompt, pads not counted.
         emitted: tokens each row has emitted; both this and `history` are the caller's to extend.
+        native: what draws in one call, where there is such (see `Backend.drawn`).
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Draws:
         width: int,
         prompt_lengths: Sequence[int],
         emitted: Sequence[Sequence[int]],
+        native: Draw | None = None,
     ) -> None:
         self.law, self.keys = law, keys
         self.greedy = not law.do_sample
@@ -115,6 +119,7 @@ class Draws:
         self.history, self.width = history, width
         self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
+        self.native = None if self.rejection or law.temperature is None else native
 
     def draft(
         self, raw: Tensor, positions: Sequence[Position], signal: str | None = None
@@ -130,6 +135,9 @@ class Draws:
             Tokens as in `Verdict.drawn`, (N,); their confidences, (N,), where asked for; for the
             rejection rule their laws, N of (V,).
         """
+        if self.native is not None and signal != "probability":
+            tokens, behind = self._drawn(self.native, raw, positions)
+            return tokens, ahead(behind) if signal == "margin" else None, []
         drawn: list[Tensor] = []
         margins: list[Tensor] = []
         laws: list[Tensor] = []
@@ -198,6 +206,8 @@ class Draws:
     def _judge(
         self, raw: Tensor, positions: Sequence[Position], drafts: Drafts | None, *, keep: bool
     ) -> Verdict:
+        if self.native is not None and not keep:
+            return Verdict(None, self._drawn(self.native, raw, positions)[0], None)
         accepted, drawn, kept = [], [], []
         for scores, some in self._pieces(raw, positions):  # (n, V)
             if self.rejection and drafts is not None:
@@ -213,6 +223,14 @@ class Draws:
             torch.cat(drawn),
             torch.cat(kept) if keep else None,
         )
+
+    def _drawn(
+        self, native: Draw, raw: Tensor, positions: Sequence[Position]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens from raw logits (N, V), and by how much others are behind, (N,) each, at once."""
+        assert self.law.temperature is not None
+        noise = [] if self.greedy else self.noise.at(*self._stream(positions), raw)
+        return native(raw.float().contiguous(), self.law.temperature, noise)
 
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]
@@ -236,7 +254,7 @@ class Draws:
             return scores
         keys, places = self._stream(positions)
         if purpose == TARGET:
-            noise = self.noise.at(keys, places, scores)  # (N, V)
+            noise = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
             # A draft thrown away has told the controller something of its noise, so that no later
             # round may draft from the same: each round has a stream of its own.

@@ -138,6 +138,7 @@ class Decoder:
             width=self.width,
             prompt_lengths=self.session.prompt_lengths,
             emitted=self.emitted,
+            native=model.drawn,
         )
         self.signal: str | None = None  # of the confidences that the controller is told
         if controller.needs_confidence:
@@ -336,10 +337,11 @@ class Decoder:
     def _read(*values: Tensor) -> list[list[float]]:
         """Numbers (n,) each on the host: the one place where it waits for the device.
 
-        They travel together, as int64: whole numbers as they are, others as the bits of float32.
+        From another device they travel together, as int64: whole numbers as they are, others as the
+        bits of float32.
         """
-        if len(values) == 1:
-            return [values[0].tolist()]
+        if len(values) == 1 or values[0].device.type == "cpu":
+            return [each.tolist() for each in values]
         bits = [
             each.float().view(torch.int32).long() if each.is_floating_point() else each.long()
             for each in values

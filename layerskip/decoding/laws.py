@@ -81,6 +81,16 @@ class Law:
         """Whether any processor may look at the tokens so far."""
         return any(type(p).__name__ not in _POSITIONWISE for p in self.processors)
 
+    @property
+    def temperature(self) -> float | None:
+        """What logits are divided by, where that is all that is done to them."""
+        if not self.processors:
+            return 1.0
+        (first, *others) = self.processors
+        if others or type(first).__name__ != "TemperatureLogitsWarper":
+            return None
+        return float(first.temperature)  # type: ignore[attr-defined]
+
     def scores(
         self, logits: Tensor, history: Tensor, rows: Sequence[int], lengths: Sequence[int]
     ) -> Tensor:
@@ -300,7 +310,12 @@ def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     # the second-best is among those that the largest was found among, here or there
     others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
     behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
-    return torch.where(best > float("-inf"), token, -1)[:, 0], behind.expm1_().neg_()
+    return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
+
+
+def ahead(behind: Tensor) -> Tensor:
+    """1 - exp(-m) of the margins -m by which second-best scores are behind, overwritten, (N,)."""
+    return behind.expm1_().neg_()
 
 
 def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -331,8 +346,8 @@ class NoiseBlocks:
     def __init__(self) -> None:
         self._made: dict[int, dict[int, Tensor]] = {}  # key -> place -> (V,)
 
-    def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> Tensor:
-        """`gumbel_noise` of purpose TARGET for scores (N, V), on their device."""
+    def at(self, keys: Sequence[int], places: Sequence[int], scores: Tensor) -> list[Tensor]:
+        """`gumbel_noise` of purpose TARGET for scores (N, V), on their device: N times (V,)."""
         asked = [
             (self._made.setdefault(key, {}), key, place)
             for key, place in zip(keys, places, strict=True)
@@ -350,7 +365,7 @@ class NoiseBlocks:
             noise = gumbel_noise(owners, later_ones, vocabulary, device=scores.device)  # (M, V)
             for (key, place), row in zip(missing, noise.unbind(), strict=True):  # (V,)
                 self._made[key][place] = row
-        return torch.stack([made[place] for made, _, place in asked])
+        return [made[place] for made, _, place in asked]
 
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.

@@ -49,6 +49,9 @@ Block = Callable[[Tensor, Any], Tensor]
 """A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
 
 
+Draw = Callable[[Tensor, float, Sequence[Tensor]], tuple[Tensor, Tensor]]
+
+
 class Backend(ABC):
     """One way to compute a model's sublayers and head.
 
@@ -57,12 +60,16 @@ class Backend(ABC):
         blocks: the 2L sublayers, with norms and residual add.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
+        drawn: where there is one, the native call that draws tokens: of logits (N, V), a
+            temperature and noise, N times (V,) or none, the token of the largest of logits over
+            temperature plus noise, (N,), -1 for none, and by how much it is ahead, negative, (N,).
     """
 
     name: str
     bool_masks = False
     packed = False
     blocks: Sequence[Block]
+    drawn: Draw | None = None
 
     @abstractmethod
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:

@@ -30,7 +30,7 @@ from torch.utils import cpp_extension
 
 NAME = "layerskip_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
-_BESIDE = ("integers.cpp", "integers.h", "products.h")
+_BESIDE = ("draws.h", "integers.cpp", "integers.h", "products.h")
 _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),

@@ -39,6 +39,7 @@
 #include <sched.h>
 #endif
 
+#include "draws.h"
 #include "integers.h"
 #include "products.h"
 
@@ -895,6 +896,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
   module.def("wide_products", &wide_products);
+  module.def("drawn", &draws::drawn, py::arg("logits"), py::arg("temperature"), py::arg("noise"));
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),

@@ -108,6 +108,7 @@ class Native(Lean):
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, plain)  # longer passes are what BLAS is best at
         self.extension = extension()
+        self.drawn = self.extension.drawn
         half = model.dtype is torch.bfloat16
         self.longest = min(LONGEST, LONGEST_BFLOAT16) if half else LONGEST
         self.plan = self.extension.Plan()

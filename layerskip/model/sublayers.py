@@ -87,6 +87,7 @@ class Sublayers(Architecture):
         execution: the one taken, any of those but "auto".
         reason: why it is not a faster one; None where it is the fastest.
         blocks: the sublayers.
+        drawn: draws tokens in one native call, where there is one (see `Backend`).
         head, draft_head: final norm, head and softcap; the draft's may have few rows.
         draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
 
@@ -101,6 +102,7 @@ class Sublayers(Architecture):
         self.backend, self.reason = _backend(self, execution)
         self.execution = self.backend.name
         self.blocks = self.backend.blocks
+        self.drawn = self.backend.drawn
         self.head: Block = self.backend.head()
         self.draft_head = self.head
         self.draft_vocabulary = self.vocabulary
