@@ -121,7 +121,7 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
         extra = 0 if drafts is None else 1000 * max(drafts.lengths)
 
         def other(keys, places, scores):
-            return gumbel_noise(keys, [place + extra for place in places], scores.shape[-1])
+            return [*gumbel_noise(keys, [place + extra for place in places], scores.shape[-1])]
 
         self.noise.at = other
         verdict = right(self, raw, positions, drafts, **settings)
