@@ -89,8 +89,7 @@ class _Second(Follower):
         if count > 1:
             return common(self._catch_up(count), session.model)
         if not offset:
-            for row in session.rows:
-                self.seen[row] = session.lengths[row] + 1
+            self.see()
         starts = [session.lengths[row] + offset for row in session.rows]
         embedded = model.embed(known(tokens, model, session.model)[:, None])  # (R, 1, H)
         raw = model.backend.run(embedded, self._place(starts, 1), self.blocks)

@@ -100,6 +100,11 @@ class Follower(ABC):
         lengths = self.session.lengths
         return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.session.rows))
 
+    def see(self) -> None:
+        """Where the last emitted token of every row is all that is missing: it is seen."""
+        for row in self.session.rows:
+            self.seen[row] = self.session.lengths[row] + 1
+
     def latest(self, count: int) -> tuple[list[int], list[int], Tensor]:
         """The last `count` tokens of every row, or all of a row that has fewer; all are seen then.
 
@@ -133,6 +138,8 @@ def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int],
         The hidden states of those last tokens, (R, H).
     """
     count = max(1, _CHUNK // len(tokens))
+    if tokens.shape[1] <= count and min(lasts) == tokens.shape[1] - 1:
+        return run(tokens, 0)[:, -1]
     for first in range(0, tokens.shape[1], count):
         hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
         if first == 0:

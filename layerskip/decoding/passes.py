@@ -164,12 +164,17 @@ class Session:
         if tap not in self._tapped:
             shape = hidden.shape[0], self.cache.slots + 1, hidden.shape[2]
             self._tapped[tap] = hidden.new_zeros(shape)  # (R, S + 1, H)
+        if self.cache.in_step:
+            self._tapped[tap][:, self.cache.start + 1 : self.cache.end + 1] = hidden
+            return
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
         self._tapped[tap][rows, self.cache.placed(hidden.device) + 1] = hidden
 
     def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
         """States at a tap, (R, count, H), from each row's `starts` token on, or tokens `before`."""
-        states = self._tapped[tap]
+        states, start = self._tapped[tap], starts[0] + 1 - before
+        if start + count <= states.shape[1] and all(each == starts[0] for each in starts):
+            return states[:, start : start + count]
         first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)
         slots = first + torch.arange(count, device=states.device)  # (R, count)
         rows = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)

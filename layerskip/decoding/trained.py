@@ -67,10 +67,11 @@ class TrainedDraft(Drafter):
     def step_bytes(self) -> Sequence[float]:
         model = self.model
         own = float(read_bytes(self.block, self.skip.module_bits))
-        own /= len(self.block.heads) if isinstance(self.block, Heads) else 1
         head = model.weight_bytes(self.skip.head_bits)["head"]
+        head *= model.draft_vocabulary / model.vocabulary
         before = model.weight_bytes()["sublayers"][: self.prefix]
-        return [*before, own, head * model.draft_vocabulary / model.vocabulary]
+        steps = len(self.block.heads) if isinstance(self.block, Heads) else 1  # of one pass
+        return [*before, own / steps, head / steps]
 
 
 def as_drafter(model: Sublayers, draft: SkipConfig | Drafter) -> SkipConfig | Drafter:
@@ -133,9 +134,11 @@ class _Exit(_Layered):
         return self.session.tapped(self.prefix, starts, tokens.shape[1])
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if offset:
-            return self.advance(hidden, self.places(offset), self.own)[:, 0]
-        return self.head(self.catch_up()[None], None)[0]
+        if not offset:
+            if self.missing() > 1:
+                return self.head(self.catch_up()[None], None)[0]
+            self.see()
+        return self.advance(hidden, self.places(offset), self.own)[:, 0]
 
 
 class _Features(_Layered):
@@ -173,10 +176,11 @@ class _Heads(Follower):
         session = self.session
         if not offset:
             places = [session.lengths[row] for row in session.rows]
-            self.both = session.tapped(self.tap, places, 1, before=1), hidden  # (R, 1, H) each
+            features = session.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            # none of them knows what is drafted: one pass for all
+            self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
         # the last step of a round may be asked for nothing that is drafted
-        out = self.block.head(min(offset, len(self.block.heads) - 1), *self.both)
-        return self.project(out, None)[:, 0]
+        return self.raw[:, min(offset, self.raw.shape[1] - 1)]
 
     def keep(self, places: Sequence[int], length: int) -> int:
         return 0

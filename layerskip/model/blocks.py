@@ -169,19 +169,15 @@ class Heads(nn.Module):
             nn.init.zeros_(head.weight)  # all begin as the model's own head
         self.heads = nn.ModuleList(heads)
 
-    def head(self, number: int, features: Tensor, embedded: Tensor) -> Tensor:
-        """What one of the heads makes of both, (..., H) each to (..., H)."""
-        both, scale = _scaled(features, embedded)
-        out: Tensor = features + F.silu(self.heads[number](both)) * scale
-        return out
-
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """For training, of any positions, (B, T, H) each to (B, T, K, H).
+        """Of any positions, (B, T, H) each to (B, T, K, H).
 
         Position t holds what it does in `FeatureBlock`; head k (from 0) tells token t + 1 + k.
         """
-        each = [self.head(k, features, embedded) for k in range(len(self.heads))]
-        return torch.stack(each, dim=-2)
+        both, scale = _scaled(features, embedded)
+        each = torch.stack([head(both) for head in self.heads], dim=-2)  # (B, T, K, H)
+        out: Tensor = features[..., None, :] + F.silu(each) * scale[..., None, :]
+        return out
 
 
 AnyBlock = ExitBlock | FeatureBlock | Heads
@@ -245,13 +241,7 @@ def _eye(model: Architecture) -> Tensor:
 
 def _scaled(features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
     """Both side by side in unit scale, (..., 2 H), and the scale of the features, (..., 1)."""
-    scales = [
-        each.to(torch.promote_types(each.dtype, torch.float32))
-        .square()
-        .mean(-1, keepdim=True)
-        .add(_EPSILON)
-        .sqrt()
-        .to(each.dtype)
-        for each in (features, embedded)
-    ]
-    return torch.cat([features / scales[0], embedded / scales[1]], -1), scales[0]
+    two = torch.stack([features, embedded], -2)  # (..., 2, H)
+    wide = two.to(torch.promote_types(two.dtype, torch.float32))
+    scales = wide.square().mean(-1, keepdim=True).add(_EPSILON).sqrt().to(two.dtype)  # (..., 2, 1)
+    return (two / scales).flatten(-2), scales[..., 0, :]

@@ -166,9 +166,9 @@ class _Features(Steps):
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         if isinstance(self.block, Heads):
-            if not step:
-                self.carried.append(self.model.embed(tokens))
-            out = self.block.head(step, *self.carried)
+            if not step:  # (B, G, K, H)
+                self.carried = [self.block(self.carried[0], self.model.embed(tokens))]
+            out = self.carried[0][:, :, step]
         else:
             assert isinstance(self.block, FeatureBlock)
             inputs = self.block.join(self.carried[0], self.model.embed(tokens))
