@@ -1,4 +1,4 @@
-"""Files of runs and searches to tables, plots and a report; never imports torch."""
+"""Files of runs, searches and trainings to tables, plots and a report; never imports torch."""
 
 from layerskip.analysis.report import write_report
 

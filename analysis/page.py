@@ -28,7 +28,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """One run, one search, or all runs side by side."""
+    """One run or search, a comparison of drafts, all trainings, or all runs side by side."""
 
     title: str
     slug: str
@@ -55,6 +55,8 @@ GLOSSARY = (
     ("efficiency", "Measured / predicted speedup."),
     ("priced, forced", "What counted rounds would take by a table of costs, no clock involved; "
      "forced: without turning off a draft that does not pay."),
+    ("overlap", "What two laws have in common, 1 - their total variation distance: the highest "
+     "acceptance any accept rule can reach."),
     ("plain", "This engine without drafting; generate: the transformers library's own decoding."),
     ("coupled", "Draft and target share their random noise, so that sampled text is the same "
      "whether one drafts or not."),
@@ -92,6 +94,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .3rem .65rem; text-align: right; white-space: nowrap; }
 th.t, td.t { text-align: left; }
 td.t { white-space: normal; min-width: 7rem; max-width: 18rem; }
+td.t:first-child { min-width: 10rem; }
 thead th { border-bottom: 1px solid var(--line); background: var(--soft); }
 tbody tr + tr td { border-top: 1px solid var(--line); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }

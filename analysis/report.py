@@ -1,4 +1,4 @@
-"""Knows how files of runs and searches become a folder, whole or not at all.
+"""Knows how files of runs, searches and trainings become a folder, whole or not at all.
 
 Numbers and looks are left to others.
 """
@@ -11,13 +11,24 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import plots, predictions, search_tables, search_verdict, tables, verdict
+from layerskip.analysis import (
+    plots,
+    predictions,
+    search_tables,
+    search_verdict,
+    tables,
+    training_plots,
+    training_verdict,
+    trainings,
+    verdict,
+)
 from layerskip.analysis.canvas import STYLE, Plot
 from layerskip.analysis.columns import Table
 from layerskip.analysis.page import Picture, Section, page
@@ -31,8 +42,11 @@ from layerskip.analysis.runs import (
 )
 from layerskip.analysis.search_plots import search_plots
 from layerskip.analysis.search_tables import Search, load_searches
+from layerskip.analysis.trainings import Comparison, Trainings, load_comparisons, load_trainings
+from layerskip.files.comparisons import holds_comparison
 from layerskip.files.records import redacted
 from layerskip.files.searches import holds_search
+from layerskip.files.trainings import holds_training
 from layerskip.files.writing import replace_folder
 
 MARK = ".layerskip-report.json"
@@ -56,6 +70,11 @@ SEARCH_TABLES: dict[str, Callable[[Search], pd.DataFrame]] = {
     "search-sublayers": search_tables.sublayers,
     "search-trials": search_tables.trials,
 }
+Subject = Run | Search | Trainings | Comparison
+TRAINING_TABLES: dict[str, Callable[[Trainings], pd.DataFrame]] = {
+    "trainings": trainings.trainings,
+    "training-curves": trainings.curves,
+}
 TRIALS = 20  # on the page, the best; all are in the CSV file
 
 
@@ -68,8 +87,8 @@ def write_report(
     An earlier report is replaced; any other folder that holds something is refused.
 
     Args:
-        files: what `layerskip benchmark` and `layerskip search` wrote, told apart by what they
-            hold.
+        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote, and
+            comparisons of drafts, told apart by what they hold.
         output: the folder to write.
         progress: told what is being done, in words.
 
@@ -79,10 +98,10 @@ def write_report(
     Raises:
         ValueError: no file, or one that is not what it must be; or `output` may not be written to.
     """
-    runs, searches = _load([Path(file) for file in files])
+    found = _load([Path(file) for file in files])
     output = Path(output)
     _check_output(output)
-    verdicts = [*map(verdict.judge, runs), *map(search_verdict.judge, searches)]
+    verdicts = found.verdicts()
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -90,7 +109,7 @@ def write_report(
         ) as folder:
             built = Path(folder) / "report"
             with mpl.rc_context(STYLE):
-                sections = _Builder(built, len(files), progress).sections(runs, searches, verdicts)
+                sections = _Builder(built, len(files), progress).sections(found, verdicts)
             title = "Self-speculative decoding" if len(files) > 1 else sections[0].title
             _write(
                 built / "index.html", page(title, sections, [visible(str(file)) for file in files])
@@ -103,17 +122,45 @@ def write_report(
     return verdict.words(verdicts)
 
 
-def _load(files: Sequence[Path]) -> tuple[list[Run], list[Search]]:
+@dataclass(frozen=True)
+class _Found:
+    """What the files hold."""
+
+    runs: list[Run]
+    searches: list[Search]
+    trainings: list[Trainings]
+    """One, of all files of trainings, or none."""
+    comparisons: list[Comparison]
+
+    def verdicts(self) -> list[verdict.Verdict]:
+        """Of each, in the page's order."""
+        return [
+            *map(verdict.judge, self.runs),
+            *map(search_verdict.judge, self.searches),
+            *map(training_verdict.judge_comparison, self.comparisons),
+            *map(training_verdict.judge_trainings, self.trainings),
+        ]
+
+
+def _load(files: Sequence[Path]) -> _Found:
     if not files:
         raise ValueError(
-            "no run file given: name at least one file that `layerskip benchmark` or `layerskip "
-            "search` wrote"
+            "no run file given: name at least one file that `layerskip benchmark`, `layerskip "
+            "search` or `layerskip train` wrote"
         )
     twice = [str(path) for path, n in Counter(file.resolve() for file in files).items() if n > 1]
     if twice:
         raise ValueError(f"run file {twice[0]} is given twice; name each file once")
-    searches = [file for file in files if holds_search(file)]
-    return load_runs([file for file in files if file not in searches]), load_searches(searches)
+    kinds: dict[str, list[Path]] = {name: [] for name in ("search", "training", "drafts", "run")}
+    tests = {"search": holds_search, "training": holds_training, "drafts": holds_comparison}
+    for file in files:
+        kinds[next((name for name, test in tests.items() if test(file)), "run")].append(file)
+    return _Found(
+        load_runs(kinds["run"]),
+        load_searches(kinds["search"]),
+        [load_trainings(kinds["training"])] if kinds["training"] else [],
+        load_comparisons(kinds["drafts"]),
+    )
 
 
 class _Builder:
@@ -124,35 +171,44 @@ class _Builder:
         (folder / "tables").mkdir(parents=True)
         (folder / "plots").mkdir()
 
-    def sections(
-        self,
-        runs: Sequence[Run],
-        searches: Sequence[Search],
-        verdicts: Sequence[verdict.Verdict],
-    ) -> list[Section]:
-        made = []
-        if len(runs) > 1:
-            table = Table("comparison", tables.comparison(runs))
+    def sections(self, found: _Found, verdicts: Sequence[verdict.Verdict]) -> list[Section]:
+        made, judged = [], iter(verdicts)
+        if len(found.runs) > 1:
+            table = Table("comparison", tables.comparison(found.runs))
             self.write(table)
-            pictures = self.pictures(plots.overview_plots(runs))
+            pictures = self.pictures(plots.overview_plots(found.runs))
             made.append(Section("All runs", "all-runs", {}, None, pictures, [table]))
-        for number, (run, judged) in enumerate(zip(runs, verdicts, strict=False), 1):
+        for number, run in enumerate(found.runs, 1):
             shown = [Table(name, make(run)) for name, make in TABLES.items()]
             pictures = self.pictures(plots.run_plots(run), run)
-            facts = _facts(run)
-            made.append(Section(run.label, f"run-{number}", facts, judged, pictures, shown))
-        for number, (search, judged) in enumerate(
-            zip(searches, verdicts[len(runs) :], strict=True), 1
-        ):
+            slug = f"run-{number}"
+            made.append(Section(run.label, slug, _facts(run), next(judged), pictures, shown))
+        for number, search in enumerate(found.searches, 1):
             makers = SEARCH_TABLES | {"search-trials": _best_trials}
             shown = [Table(name, make(search)) for name, make in makers.items()]
             pictures = self.pictures(search_plots(search), search)
-            facts = _search_facts(search)
-            made.append(Section(search.label, f"search-{number}", facts, judged, pictures, shown))
-        for name, make in TABLES.items() if runs else ():
-            self.write(Table(name, tables.together(runs, make)))
-        for name, make_own in SEARCH_TABLES.items() if searches else ():
-            self.write(Table(name, tables.together(searches, make_own, "search")))
+            facts, slug = _search_facts(search), f"search-{number}"
+            made.append(Section(search.label, slug, facts, next(judged), pictures, shown))
+        for number, each in enumerate(found.comparisons, 1):
+            # nothing of what is not measured yet
+            shown = [Table("drafts", trainings.drafts(each).dropna(axis=1, how="all"))]
+            pictures = self.pictures(training_plots.comparison_plots(each), each)
+            facts, slug = _drafts_facts(each), f"drafts-{number}"
+            made.append(Section(each.label, slug, facts, next(judged), pictures, shown))
+        for all_of in found.trainings:
+            shown = [Table(name, make_it(all_of)) for name, make_it in TRAINING_TABLES.items()]
+            pictures = self.pictures(training_plots.training_plots(all_of), all_of)
+            facts = _training_facts(all_of)
+            made.append(Section(all_of.label, all_of.slug, facts, next(judged), pictures, shown))
+            for table in shown:
+                self.write(table)
+        for name, make in TABLES.items() if found.runs else ():
+            self.write(Table(name, tables.together(found.runs, make)))
+        for name, make_own in SEARCH_TABLES.items() if found.searches else ():
+            self.write(Table(name, tables.together(found.searches, make_own, "search")))
+        if found.comparisons:
+            frame = tables.together(found.comparisons, trainings.drafts, "comparison")
+            self.write(Table("drafts", frame))
         return made
 
     def write(self, table: Table) -> None:
@@ -160,7 +216,7 @@ class _Builder:
             self.folder / "tables" / f"{table.name}.csv", index=False, errors="backslashreplace"
         )
 
-    def pictures(self, drawn: Iterable[Plot], of: Run | Search | None = None) -> list[Picture]:
+    def pictures(self, drawn: Iterable[Plot], of: Subject | None = None) -> list[Picture]:
         """Save plots as SVG; nothing in the files depends on when they were made."""
         prefix = f"{of.slug}-" if of is not None and self.subjects > 1 else ""
         made = []
@@ -226,6 +282,31 @@ def _search_facts(search: Search) -> dict[str, str]:
         f"{1000 * document['step_seconds']:.3g} ms",
         "Study": f"{study['name']} in {storage}",
         "Seconds": seconds,
+    }
+
+
+def _drafts_facts(comparison: Comparison) -> dict[str, str]:
+    """What a comparison of drafts says of its setting."""
+    header = comparison.document
+    prompts = header["prompts"]
+    facts = _setting(header)
+    if "passes" in header:
+        facts["Passes"] = header["passes"]
+    return facts | {"Prompts": f"{prompts['count']} ({prompts['name']})"}
+
+
+def _training_facts(of: Trainings) -> dict[str, str]:
+    """What trainings were made for, as far as their files say."""
+    records = [each.record for each in of.each]
+    models = dict.fromkeys(record.get("model") or record["base"] for record in records)
+    warm = sorted({record["recipe"]["temperature"] for record in records})
+    held = sorted({record["held_out"]["prompts"] for record in records})
+    new = sorted({record["held_out"]["new_tokens"] for record in records})
+    prompts, most = (" or ".join(map(str, numbers)) for numbers in (held, new))
+    return {
+        "Model": ", ".join(models),
+        "Texts": f"sampled at T={' or '.join(f'{each:g}' for each in warm)}",
+        "Judged on": f"{prompts} prompts kept apart, up to {most} new tokens each",
     }
 
 

@@ -334,6 +334,10 @@ def identity(draft: Draft) -> str:
     return json.dumps(of | {"trained": draft.trained and draft.trained.hash})
 
 
+def trained(draft: Draft | None) -> bool:
+    return isinstance(draft, SkipConfig) and draft.trained is not None
+
+
 def distinct(rows: Sequence[Row]) -> None:
     """Refuse two rows of one name."""
     names = [row.name for row in rows]
@@ -424,9 +428,10 @@ def notes(comparison: Comparison, document: dict[str, Any]) -> list[str]:
             offered = ", ".join(f"{law} {share:.2f}" for law, share in row.known["offered"].items())
             words.append(f"Share of places where {row.name} offers a draft: {offered}.")
         for law, timed in row.known.get("timed", {}).items():
-            if timed["equal"] < timed["compared"]:
-                same = f"{timed['equal']} of {timed['compared']}"
-                words.append(f"{row.name}, {law}: {same} texts are those of plain decoding.")
+            same = f"{timed['equal']} of {timed['compared']} texts are those of plain decoding"
+            if timed["near_ties"] or timed["faults"]:
+                others = f"{timed['near_ties']} near-ties, {timed['faults']} FAULTS"
+                words.append(f"{row.name}, {heading(law)}: {same}; {others}.")
     return words
 
 
@@ -460,10 +465,12 @@ def compare(args: argparse.Namespace) -> None:
         for row in rows:
             if isinstance(row.draft, SkipConfig):
                 row.draft = row.draft.resolve(opened.num_layers)
+        by_name = {row.name: row for row in rows}
         made_of = {row.name: identity(row.draft) for row in rows if row.draft is not None}
         for row in rows:
             drafts = [made_of[name] for name in row.parts]
             row.known |= {"name": row.name, "kind": row.kind, "drafts": drafts}
+            row.known["trained"] = any(map(trained, (by_name[name].draft for name in row.parts)))
         measure_sizes(opened, rows)
         go_on(args.output, document, rows)
 

@@ -175,5 +175,5 @@ def test_the_file_is_known_by_what_it_holds(tmp_path):
         with pytest.raises(ValueError, match=message):
             read_comparison(path)
     path.write_text(json.dumps(made.comparison())[:-20])
-    with pytest.raises(ValueError, match=r"any\.json: "):
+    with pytest.raises(ValueError, match=r"any\.json is cut off or not JSON"):
         read_comparison(path)

@@ -70,6 +70,7 @@ def row(name: str, kind: str = "rounded", first: float = 0.9, **changes: Any) ->
     return {
         "name": name,
         "kind": kind,
+        "trained": kind in ("healed", "heads"),
         "drafts": [name],
         "bytes": 9_000_000,
         "parameters": 0,
@@ -84,6 +85,8 @@ def row(name: str, kind: str = "rounded", first: float = 0.9, **changes: Any) ->
                 "tokens_per_second": 60.0,
                 "compared": 9,
                 "equal": 9,
+                "near_ties": 0,
+                "faults": 0,
             }
         },
     } | changes

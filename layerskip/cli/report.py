@@ -1,4 +1,4 @@
-"""The report command: files of runs and searches to a folder to look at; never imports torch."""
+"""The report command: files of measurements to a folder to look at; never imports torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="Records of runs (.jsonl), search.json of searches."
+            metavar="FILE...",
+            help="Records of runs (.jsonl), search.json of searches, train.json of trainings.",
         ),
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where to write it, whole.")],
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tables, plots and one page to look at, of what `benchmark` and `search` wrote."""
+    """Tables, plots and one page to look at, of what `benchmark`, `search` and `train` wrote."""
     from layerskip.analysis import write_report
 
     talk = Talk(quiet)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -48,10 +49,10 @@ _TIMED = has(
     low=optional(NUMBER),
     high=optional(NUMBER),
     tokens_per_second=POSITIVE,
-    compared=COUNT,
-    equal=COUNT,
+    **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
 _KNOWN: dict[str, Check] = {
+    "trained": flag,
     "tokens": COUNT,
     "minutes": SECONDS,
     "loss": text,
@@ -65,9 +66,13 @@ _KNOWN: dict[str, Check] = {
 
 
 def _row(value: Any, name: str) -> None:
-    has(name=text, kind=text, drafts=items(text, least=1), bytes=COUNT, parameters=COUNT)(
-        value, name
-    )
+    has(
+        name=text,
+        kind=text,
+        drafts=items(text, least=1),
+        bytes=COUNT,
+        parameters=COUNT,
+    )(value, name)
     named(items(_SHARE, least=1))(value.get("acceptance", {}), f"{name}.acceptance")
     for key, check in _KNOWN.items():
         optional(check)(value.get(key), f"{name}.{key}")
@@ -84,7 +89,7 @@ _COMPARISON = has(
     ),
     **dict.fromkeys(("device", "dtype"), text),
     threads=optional(COUNT),
-    law=has(do_sample=flag),
+    law=has(do_sample=flag, temperature=POSITIVE),
     max_new_tokens=COUNT,
     prompts=has(name=text, sha256=text, count=COUNT),
     environment=mapping,
@@ -93,10 +98,16 @@ _COMPARISON = has(
 
 
 def holds_comparison(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a comparison of drafts; False where it cannot be read."""
+    """Whether a file is a comparison of drafts, whole or cut off; False where it is unreadable."""
     try:
-        document = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        data = Path(path).read_bytes()
+    except OSError:
+        return False
+    if re.match(rb'\s*\{\s*"kind"\s*:\s*"drafts"', data):
+        return True
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("kind") == KIND
 
@@ -112,6 +123,8 @@ def read_comparison(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check(document)
     except OSError as error:
         raise ValueError(f"cannot read comparison {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"comparison {path} is cut off or not JSON: {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"comparison {path}: {error}") from error
     return document

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 from layerskip.files.schema import (
@@ -11,12 +15,14 @@ from layerskip.files.schema import (
     SECONDS,
     flag,
     has,
+    integer,
     items,
     mapping,
     name_text,
     named,
     number,
     optional,
+    parse,
     version,
 )
 
@@ -31,7 +37,7 @@ _DRAFT = has(
 )
 _RECORD = has(
     schema=version(SCHEMA),
-    recipe=mapping,
+    recipe=has(kind=name_text, loss=name_text, seed=integer(-(1 << 63)), temperature=POSITIVE),
     base=name_text,
     tokens=COUNT,
     text_tokens=COUNT,
@@ -53,6 +59,46 @@ _RECORD = has(
 )
 
 
+def holds_training(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a training's, whole or cut off; False where it cannot be read."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        return False
+    if re.match(rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"', data):
+        return True
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and {"recipe", "curve"} <= document.keys()
+
+
+def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check the file of a training.
+
+    Raises:
+        ValueError: the file cannot be read or is cut off, is of another schema, lacks a key, or
+            holds what must not be there; names the file and the key.
+    """
+    try:
+        record = mapping(parse(Path(path).read_bytes()), "a training")
+        check_record(record)
+    except OSError as error:
+        raise ValueError(f"cannot read training {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"training {path} is cut off or not JSON: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"training {path}: {error}") from error
+    return record
+
+
 def check_record(record: Any) -> None:
     """Raise a TypeError or ValueError that says what is wrong, what is allowed and what came."""
     _RECORD(record, "")
+    optional(name_text)(record.get("model"), "model")
+    steps = {len(point["overlap"]) for point in record["curve"]}
+    if len(steps) > 1:
+        raise ValueError(f"curve must have overlaps of equally many steps, got {sorted(steps)}")
+    if "trained" not in record["drafts"]:
+        raise ValueError(f"drafts must have trained, got {', '.join(record['drafts']) or 'none'}")

@@ -29,7 +29,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.defaults import unprepared
-from layerskip.files.trainings import SCHEMA, check_record
+from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
@@ -102,6 +102,7 @@ def judge(
     record = {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
+        "model": skip.model,
         "base": fingerprint(opened.model),
         "tokens": training.trained_tokens,
         "text_tokens": training.text_tokens,
@@ -214,7 +215,8 @@ def speedups(
     Returns:
         By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
         over prompts, `tokens_per_second`, and how many of the texts `compared` with those of plain
-        decoding were `equal`; nothing where every text ended with its first token.
+        decoding were `equal`, `near_ties` or `faults`; nothing where every text ended with its
+        first token.
     """
     found: list[dict[str, Any]] = []
     benchmark(
@@ -233,14 +235,18 @@ def speedups(
         seconds = seconds_per_token(decoded, method.name)
         faster, low, high = ratio_of_totals(seconds_per_token(decoded, methods[0].name), seconds)
         ends = [None if np.isnan(end) else float(end) for end in (low, high)]
-        same = [all(each["equal"]) for each in found if each["method"] == method.name]
+        texts = [each for each in found if each["method"] == method.name]
+        faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
+        equal = [all(each["equal"]) for each in texts]
         timed[method.name] = {
             "speedup": float(faster),
             "low": ends[0],
             "high": ends[1],
             "tokens_per_second": float(1 / seconds.mean()),
-            "compared": len(same),
-            "equal": sum(same),
+            "compared": len(texts),
+            "equal": sum(equal),
+            "near_ties": len(texts) - sum(equal) - sum(faults),
+            "faults": sum(faults),
         }
     return timed
 
@@ -258,11 +264,7 @@ def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an earlier run of a finished training measured."""
     path = folder / "train.json"
-    if not path.exists():
-        return None
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    check_record(record)
-    return record
+    return read_training(path) if path.exists() else None
 
 
 def trained_skip(folder: Path) -> SkipConfig:
