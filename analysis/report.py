@@ -154,6 +154,7 @@ def _load(files: Sequence[Path]) -> _Found:
     kinds: dict[str, list[Path]] = {name: [] for name in ("search", "training", "drafts", "run")}
     tests = {"search": holds_search, "training": holds_training, "drafts": holds_comparison}
     for file in files:
+        _check_kind(file)
         kinds[next((name for name, test in tests.items() if test(file)), "run")].append(file)
     return _Found(
         load_runs(kinds["run"]),
@@ -161,6 +162,23 @@ def _load(files: Sequence[Path]) -> _Found:
         [load_trainings(kinds["training"])] if kinds["training"] else [],
         load_comparisons(kinds["drafts"]),
     )
+
+
+def _check_kind(file: Path) -> None:
+    """Refuse a folder, and a JSON document of another kind, and say what was meant perhaps."""
+    wanted = (
+        "a report is made of records of runs (.jsonl), search.json, train.json, and comparisons"
+    )
+    if file.is_dir():
+        inside = [name for name in ("train.json", "search.json") if (file / name).exists()]
+        hint = f"name {file / inside[0]}" if inside else wanted
+        raise ValueError(f"{file} is a folder; {hint}")
+    try:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # lines of records, or nothing that can be read
+    if isinstance(document, dict) and not document.keys() & {"kind", "recipe"}:
+        raise ValueError(f"{file} is none of its kinds: {wanted}")
 
 
 class _Builder:

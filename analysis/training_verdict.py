@@ -30,10 +30,8 @@ def judge_trainings(of: Trainings) -> Verdict:
         verdict.result.append(f"{count} of {len(table)} trained drafts {pay}.")
     timed = table[table["measured"].notna()].sort_values("measured", ascending=False)
     for _, row in (pays if len(pays) else timed.head(1)).iterrows():
-        before = f"; what drafted before is {row['before']:.2f} times" * (
-            not pd.isna(row["before"])
-        )
-        verdict.result.append(f"{_speed(row)}{before}.")
+        beside = "" if pd.isna(row["before"]) else f", what drafted before {row['before']:.2f}"
+        verdict.result.append(f"{_speed(row)}{beside}.")
     best = table.loc[table["accepted_1"].idxmax()]
     verdict.reasons.append(
         f"{best['draft']} is accepted most often: {best['accepted_1']:.3f} of its first tokens and "
@@ -65,7 +63,7 @@ def judge_comparison(of: Comparison) -> Verdict:
         verdict.advice.append("Run the same command without --skip-clock on a quiet machine.")
         return verdict
     best = timed.iloc[0]
-    verdict.result.append(f"The fastest draft, {_speed(best)}; {setting(of.document)}.")
+    verdict.result.append(f"{_speed(best)}, the fastest draft; {setting(of.document)}.")
     trained, others = timed[timed["trained"] == "yes"], timed[timed["trained"] == "no"]
     if len(trained) and len(others):
         one, other = trained.iloc[0], others.iloc[0]
@@ -73,7 +71,7 @@ def judge_comparison(of: Comparison) -> Verdict:
         what = "without trained weights" if best["trained"] == "yes" else "with trained weights"
         overlap = one["low"] <= other["high"] and other["low"] <= one["high"]
         verdict.result.append(
-            f"The best {what}, {_speed(rival)}: training brings "
+            f"{_speed(rival)}, the best {what}: training brings "
             f"{one['measured'] / other['measured']:.2f}x"
             f"{', and the intervals overlap' if overlap else ''}."
         )
@@ -87,6 +85,5 @@ def judge_comparison(of: Comparison) -> Verdict:
 
 
 def _speed(row: Any) -> str:
-    return (
-        f"{row['draft']}, {row['measured']:.2f} times as fast as plain decoding ({interval(row)})"
-    )
+    words = f"{row['measured']:.2f} times as fast as plain decoding ({interval(row)})"
+    return f"{row['draft']} is {words}"
