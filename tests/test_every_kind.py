@@ -13,7 +13,7 @@ import pytest
 import test_assistant
 import torch
 from covering import covering
-from kinds import BLOCKS, KINDS, Several, draft_of
+from kinds import BLOCKS, HEALED, KINDS, Several, draft_of
 from models import Erratic, Fickle, lively_model, ragged
 from test_lookup import fits, texts_of
 from test_sampling import LEVEL, small_model
@@ -245,6 +245,12 @@ def test_simulated_rounds_are_those_of_decoding(
     test_assistant.check_simulations(drafts, sample, ended)
 
 
+@pytest.mark.parametrize(("kind", "sample"), zip(tuple(HEALED)[1:3], (False, True), strict=True))
+def test_a_followed_draft_is_one_replayed(kind: str, sample: bool, folder: Path) -> None:
+    draft = draft_of(kind, test_assistant.model_of(), folder)
+    test_assistant.check_followed(draft, sample)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
@@ -295,5 +301,8 @@ def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
         lucky.append(accept_uniform([text.key for text, _ in starts], at) < w)
     want = torch.stack(lucky, 1).cumprod(1).bool()  # (N, J)
     assert torch.equal(played.matches.cumprod(1).bool()[:, :longest], want)
+    sure = torch.stack(drafted, 1).float().softmax(-1).gather(2, fed[:, 1:, None])[..., 0]  # (N, J)
+    known = played.confidences[:, :longest]
+    torch.testing.assert_close(known[want], sure[want], rtol=1e-4, atol=1e-6)
     assert 0.1 < want.float().mean() < 0.98
     assert not played.matches[:, longest:].any()
