@@ -40,9 +40,9 @@ HEALED: dict[str, SkipConfig] = {
         low=LowPrecision(attention=(1, 2), head=4)
     ),
 }
-SKIPS = (*HEALED, *BLOCKS)
-"""What a skip config names, of a model of three layers at least."""
-KINDS = (*SKIPS, "assistant")
+ROUNDED = "feature-block in 8 bits"
+KINDS = (*HEALED, *BLOCKS, ROUNDED, "assistant")
+"""All but the assistant are what a skip config names, of a model of three layers at least."""
 
 
 def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
@@ -89,6 +89,8 @@ def skip_of(kind: str, model: Any, folder: Path) -> SkipConfig:
         healed = replace(HEALED[kind], trained=weights_of("healed", model, folder))
         return healed.resolve(layers)
     skip = SkipConfig.early_exit(layers // 2) if kind == "exit-block" else SkipConfig()
+    if kind == ROUNDED:
+        kind, skip = "feature-block", SkipConfig(low=LowPrecision(attention=(), mlp=()))
     return replace(skip, trained=weights_of(kind, model, folder)).resolve(layers)
 
 

@@ -72,16 +72,16 @@ def decoding(skips: Sequence[SkipConfig], **settings: Any) -> LayerSkipDecoding:
 def skips(draw: st.DrawFn, layers: int, sort: str) -> Skip:
     """Of a sort of draft: "skip", "low" or "trained"."""
     kind = draw(st.sampled_from(["healed", *BLOCKS])) if sort == "trained" else None
-    if kind == "exit-block":
-        return SkipConfig.early_exit(draw(st.integers(1, layers - 1))), kind
+    bits: Any = draw(st.sampled_from([8, 4]))
+    head: Any = draw(st.sampled_from([True, False, 8, 4]))
     if kind in BLOCKS:
-        return SkipConfig(), kind
+        low = LowPrecision(bits=bits, attention=(), mlp=(), head=head) if head else None
+        exit_layer = draw(st.integers(1, layers - 1)) if kind == "exit-block" else None
+        return SkipConfig(exit_layer=exit_layer, low=low), kind
     some = st.lists(st.integers(0, layers - 1), unique=True).map(tuple)
     rounded, ways = None, ["exit", "scattered"]
     if sort != "skip":
         which = {name: draw(st.none() | some) for name in ("attention", "mlp")}
-        bits: Any = draw(st.sampled_from([8, 4]))
-        head: Any = draw(st.sampled_from([True, False, 8, 4]))
         rounded, ways = LowPrecision(bits=bits, head=head, **which), [*ways, "none"]
     how = draw(st.sampled_from(ways))
     found = SkipConfig(low=rounded)

@@ -88,7 +88,7 @@ class Sources:
         low = None if bits == "none" else LowPrecision(bits=int(bits))  # type: ignore[arg-type]
         if low == skip.low:
             return skip
-        if skip.trained is not None:
+        if skip.trained is not None and (low is not None or not skip.trained.module):
             raise ValueError(
                 f"--low-precision {bits} is not what this skip config's weights were trained for; "
                 "leave it out"
