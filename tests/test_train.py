@@ -414,7 +414,11 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     assert all(text.ids not in texts.apart for n in range(5) for text in texts.batch(n))
     assert all(any(one[: len(ids)] == ids for one in texts.apart) for ids in texts.held_out(9))
     own = data.Source(model, Letters())
-    assert own.batch(1)[0].ids[:1] == own.held_out(1)[0] == [1]
+    held = own.held_out(4)
+    assert own.batch(1)[0].ids[:1] == held[0][:1] == [1]
+    assert len(set(map(tuple, held))) == 4  # prompts, not the same start four times
+    begins = [tuple(text.ids) for n in range(3) for text in own.batch(n)]
+    assert all(text[: len(ids)] != tuple(ids) for ids in held for text in begins)
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
 

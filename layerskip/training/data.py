@@ -111,7 +111,11 @@ class Source:
             return [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart][
                 :count
             ]
-        return (self.apart or self._own_questions(0))[:count]
+        if self.apart or self.tokenizer.chat_template:
+            return (self.apart or self._own_questions(0))[:count]
+        starts = self._own_questions(0)[:count]  # all alike: what follows tells them apart
+        begun = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
+        return [start + [token for token in new if token not in start] for start, new in begun]
 
     def _own_questions(self, number: int) -> list[list[int]]:
         """What the model asks itself: a user's turn of its template, or its start token."""
