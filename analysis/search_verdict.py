@@ -129,7 +129,10 @@ def _limit(winner: Any) -> str:
 def _trials(search: Search, winner: Any) -> str:
     table = search.trials
     space, failed = search.document["space"], int((table["state"] != "complete").sum())
-    came = "" if winner is None else f"; the winner came from the {ORIGINS[winner['kind']]}"
+    came = ""
+    if winner is not None:
+        origin = ORIGINS.get(winner["kind"])
+        came = f"; the winner came from the {origin}" if origin else "; the winner is none of them"
     return (
         f"Trials: {len(table)}{f' ({failed} failed)' if failed else ''}, in the {space['kind']} "
         f"space of {count_words(space['size'])} sets{came}."

@@ -25,10 +25,12 @@ from test_cli import document, process, refused, run, warned
 
 from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk
-from layerskip.config import SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
+from layerskip.costs.pricing import low_facts
 from layerskip.environment import hardware
 from layerskip.files.searches import read_search
-from layerskip.search import finding
+from layerskip.model.trained import save_trained
+from layerskip.search import finalists, finding
 from layerskip.search.objective import Objective
 from layerskip.timing.tables import machine
 
@@ -238,6 +240,34 @@ def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Sear
     rows = trials(tmp_path / "out")
     assert [row["origin"] for row in rows[:2]] == [f"seed:{path}" for path in paths]
     assert [row["skipped"]["attention"] for row in rows] == [[2], [3], []]
+
+
+def test_what_is_found_around_healed_weights_can_be_healed_further(
+    folder: Path, prompts: Path, tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", model)
+    SkipConfig(low=LowPrecision(bits=4, head=8), trained=trained).save(tmp_path / "mine.json")
+    low = dict.fromkeys(("low_attention", "low_mlp"), [[3e-4] * 6] * 2) | {"low_head": [1e-4] * 2}
+
+    def measured(model: Any, _: Any, __: Any, whole: SkipConfig, ___: Any) -> dict[str, Any]:
+        return COST | low | low_facts(whole) | {"place": machine(model)}
+
+    monkeypatch.setattr(finding, "measured", measured)
+    monkeypatch.setattr(finalists, "measure", lambda *_, **__: None)
+    around = ("--skip", tmp_path / "mine.json", "--trials", 4)
+    result = searched(*around, "--bits", "auto")
+    assert result.exit_code == 0
+    assert f"`layerskip train --skip {tmp_path / 'out' / 'found.json'}` heals" in result.stderr
+    written = json.loads((tmp_path / "out" / "found.json").read_text())
+    assert written["trained"]["weights"] == "../draft.safetensors"
+    found = SkipConfig.load(tmp_path / "out" / "found.json")
+    assert found.trained == trained
+    assert found.low is not None
+    assert found.low.head_bits in (None, 8)
+    assert "costs" not in written
+    reason = refused(*flags(folder, prompts, tmp_path / "no", *around, "--bits", 8))
+    assert "mine.json is healed in 4 bits, and 8 bits were asked for" in reason
 
 
 def test_time_over(tmp_path: Path, searched: Search) -> None:

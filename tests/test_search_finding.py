@@ -261,9 +261,12 @@ class TestTrained:
         assert result.healed is None
         if result.winner is not None and result.winner.trial is None:
             assert result.skip.trained is not None
-        write_report([search_files.write(tmp_path / "s.json", document)], tmp_path / "report")
+        # a report of a winner that is no trial's
+        file = search_files.write(tmp_path / "s.json", document | {"winner": "heads"})
+        write_report([file], tmp_path / "report")
         page = (tmp_path / "report" / "index.html").read_text()
-        assert "heads" in page
+        assert "leaves out 12 of 12 sublayers of tiny, with trained heads" in page
+        assert "; the winner is none of them" in page
         foreign = {"a": SkipConfig(exit_layer=5, trained=replace(exits, base="weights-0"))}
         with pytest.raises(ValueError, match="belongs to a model with other weights"):
             find(llama, seeds=foreign, trials=1)
