@@ -256,8 +256,10 @@ def test_what_is_found_around_healed_weights_can_be_healed_further(
     monkeypatch.setattr(finding, "measured", measured)
     monkeypatch.setattr(finalists, "measure", lambda *_, **__: None)
     around = ("--skip", tmp_path / "mine.json", "--trials", 4)
-    result = searched(*around, "--bits", "auto")
+    threads = 1 if torch.get_num_threads() > 1 else 2
+    result = searched(*around, "--bits", "auto", "--threads", threads)
     assert result.exit_code == 0
+    assert read_search(tmp_path / "out" / "search.json")["threads"] == threads
     assert f"`layerskip train --skip {tmp_path / 'out' / 'found.json'}` heals" in result.stderr
     written = json.loads((tmp_path / "out" / "found.json").read_text())
     assert written["trained"]["weights"] == "../draft.safetensors"

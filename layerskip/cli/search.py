@@ -233,8 +233,8 @@ def search(
         if timed:
             going.confirm(repeats)
         result = going.result()
-    looked_at = [*chosen, *(held_out if timed else [])]
-    header = make_header(loaded, going.opened, going.task, looked_at, prompts)
+        looked_at = [*chosen, *(held_out if timed else [])]
+        header = make_header(loaded, going.opened, going.task, looked_at, prompts)
     header["prompts"] |= {
         "traced": [prompt.id for prompt in chosen],
         "held_out": [prompt.id for prompt in looked_at[len(chosen) :]],
