@@ -158,8 +158,8 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "3, 4 drafted tokens are accepted with shared noise. Predicted by the formula at the best "
         "draft length; measured beside lookups, with its 95% interval; before: measured, what "
         "drafted before. It pays where it is the fastest.",
-        "draft pays measured low high before predicted draft_cost accepted_1 accepted_2 accepted_3 "
-        "accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
+        "draft of pays measured low high before predicted draft_cost accepted_1 accepted_2 "
+        "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
         "own_megabytes",
     ),
     "training-curves": (
@@ -210,4 +210,5 @@ def _cells(values: list[object]) -> tuple[bool, list[str]]:
 
 def _whole(value: object) -> str:
     """A cell that is no fraction: words, or a count with its thousands apart."""
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    counted = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if counted else str(value)

@@ -15,13 +15,14 @@ from typing import Any
 import pandas as pd
 
 from layerskip.analysis.runs import labels_of, printable, slug_of, visible
+from layerskip.config import SkipConfig
 from layerskip.files.comparisons import read_comparison
 from layerskip.files.trainings import read_training
 
 DEPTHS = 4
 """Drafted tokens whose acceptance tables show."""
 _TEXTS = ("compared", "equal", "near_ties", "faults")
-_TOLD_BY = ("loss", "seed", "rank", "rate", "tokens", "minutes", "temperature")
+_TOLD_BY = ("loss", "optimizer", "seed", "rank", "rate", "tokens", "minutes", "temperature")
 """Settings of a recipe that tell trainings of one kind apart, the first that differ."""
 
 
@@ -65,7 +66,8 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     """
     records = [printable(read_training(file)) for file in files]
     recipes = [record["recipe"] for record in records]
-    told: dict[str, list[Any]] = {name: [each.get(name) for each in recipes] for name in _TOLD_BY}
+    told: dict[str, list[Any]] = {"of": [base_of(each) for each in recipes]}
+    told |= {name: [each.get(name) for each in recipes] for name in _TOLD_BY}
     told["folder"] = [visible(Path(file).absolute().parent.name) for file in files]
     told["file"] = [number + 1 for number in range(len(files))]
     labels: list[list[str]] = [[recipe["kind"]] for recipe in recipes]
@@ -74,13 +76,32 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
             len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
             for label in labels
         ]
-        words = [f"{v}" if name in ("loss", "folder") else f"{name} {v}" for v in values]
+        bare = name in ("of", "loss", "optimizer", "folder")
+        words = [f"{v}" if bare else f"{name} {v}" for v in values]
         labels = [
             [*label, word] if more else label
             for label, word, more in zip(labels, words, apart, strict=True)
         ]
     named = [f"{kind} ({', '.join(more)})" if more else kind for kind, *more in labels]
     return Trainings([Training(*pair) for pair in zip(named, records, strict=True)])
+
+
+def base_of(recipe: Mapping[str, Any]) -> str:
+    """What of the model a draft is trained on, in a few words."""
+    kind, content = recipe["kind"], recipe.get("skip")
+    if content is None or kind not in ("healed", "exit-block"):
+        return "last states"
+    skip = SkipConfig.from_dict(content)
+    words = []
+    if kind == "exit-block":
+        words.append(f"exit {min(skip.attention, default=skip.exit_layer)}")
+    elif skip.attention or skip.mlp:
+        words.append(f"{len(skip.attention) + len(skip.mlp)} sublayers out")
+    if skip.low is not None:
+        words.append(f"{skip.low.bits} bits")
+        if skip.low.head_bits not in (None, skip.low.bits):
+            words.append(f"head {skip.low.head_bits}")
+    return ", ".join([*words, "trained before"] if skip.trained is not None else words)
 
 
 def load_comparisons(files: Sequence[Path]) -> list[Comparison]:
@@ -100,12 +121,12 @@ def load_comparisons(files: Sequence[Path]) -> list[Comparison]:
 def trainings(of: Trainings) -> pd.DataFrame:
     """A line for each training.
 
-    Columns: `draft` (the label), `kind`, `loss`, `seed`, `model`, `tokens` (in all passes),
-    `minutes` (of texts, features and training), `parameters`, `own_megabytes`, `overlap_before` and
-    `overlap` (of the first step, before training and after it), `greedy` (acceptance of the first
-    token), `accepted_1` to `accepted_4` (with shared noise, of all up to that depth), `draft_cost`,
-    `predicted` (by the formula), `measured` with its interval `low` and `high` (with lookups
-    beside it), `before` (measured, what drafted before), `pays`.
+    Columns: `draft` (the label), `kind`, `of` (see `base_of`), `loss`, `seed`, `model`, `tokens`
+    (in all passes), `minutes` (of texts, features and training), `parameters`, `own_megabytes`,
+    `overlap_before` and `overlap` (of the first step, before training and after it), `greedy`
+    (acceptance of the first token), `accepted_1` to `accepted_4` (with shared noise, of all up to
+    that depth), `draft_cost`, `predicted` (by the formula), `measured` with its interval `low` and
+    `high` (with lookups beside it), `before` (measured, what drafted before), `pays`.
     """
     rows = []
     for each in of.each:
@@ -116,6 +137,7 @@ def trainings(of: Trainings) -> pd.DataFrame:
             {
                 "draft": each.label,
                 "kind": recipe["kind"],
+                "of": base_of(recipe),
                 "loss": recipe["loss"],
                 "seed": recipe["seed"],
                 "model": record.get("model") or record["base"],

@@ -50,7 +50,6 @@ from layerskip.timing.threads import cpu_threads, fitting_threads
 from layerskip.training.judging import (
     answers,
     formula,
-    own_bytes,
     read_record,
     request_of,
     speedups,
@@ -310,7 +309,7 @@ def measure_sizes(opened: Sublayers, rows: Sequence[Row]) -> None:
     by_name = {row.name: row for row in rows}
     for row in rows:
         if isinstance(row.draft, SkipConfig):
-            row.known["bytes"] = own_bytes(opened, row.draft)
+            row.known["bytes"] = opened.low_bytes(row.draft)
             if row.draft.trained is not None:
                 weights = load_file(row.draft.trained.weights).values()
                 row.known["parameters"] = sum(weight.numel() for weight in weights)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,6 +12,7 @@ import training_files as made
 from matplotlib import rc_context
 from test_analysis_report import NASTY, Page
 
+from layerskip import LowPrecision, SkipConfig, Trained
 from layerskip.analysis import training_plots, training_verdict, trainings, write_report
 from layerskip.analysis.canvas import STYLE
 from layerskip.files.trainings import holds_training, read_training
@@ -58,6 +60,24 @@ def test_trainings_are_named_by_what_tells_them_apart(tmp_path):
     files = [made.write(tmp_path / at / "x" / "train.json", of()) for at in "ab"]
     labels = [each.label for each in trainings.load_trainings(files).each]
     assert labels == ["feature-block (file 1)", "feature-block (file 2)"]
+
+
+def test_what_a_draft_is_trained_on_is_told(tmp_path):
+    four = SkipConfig(low=LowPrecision(bits=4, head=8)).resolve(6)
+    gaps = SkipConfig(attention=(2,), mlp=(2, 3), low=LowPrecision(bits=8)).resolve(6)
+    before = Trained(kind="healed", weights="w", hash="0" * 64, base="b")
+    for kind, skip, words in (
+        ("heads", SkipConfig(), "last states"),
+        ("exit-block", SkipConfig.early_exit(2), "exit 2"),
+        ("exit-block", SkipConfig.early_exit(2).resolve(6), "exit 2"),
+        ("healed", four, "4 bits, head 8"),
+        ("healed", gaps, "3 sublayers out, 8 bits"),
+        ("healed", replace(four, trained=before), "4 bits, head 8, trained before"),
+    ):
+        assert trainings.base_of({"kind": kind, "skip": skip.to_dict()}) == words
+    each = [made.training(recipe={"kind": "healed", "skip": s.to_dict()}) for s in (four, gaps)]
+    labels = [one.label for one in loaded(tmp_path, *each).each]
+    assert labels == ["healed (4 bits, head 8)", "healed (3 sublayers out, 8 bits)"]
 
 
 def test_a_training_in_numbers(tmp_path):

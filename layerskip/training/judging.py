@@ -83,7 +83,7 @@ def judge(
             **acceptance[name],
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
             "formula": formula(acceptance[name]["coupled"], cost),
-            "bytes": own_bytes(opened, each),
+            "bytes": opened.low_bytes(each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
@@ -165,11 +165,6 @@ def request_of(
 
 def _law(temperature: float | None) -> Law:
     return law_of({"do_sample": temperature is not None, "temperature": temperature})
-
-
-def own_bytes(opened: Sublayers, skip: SkipConfig) -> int:
-    """Memory that the draft's own weights take."""
-    return opened.low_bytes(skip)
 
 
 def formula(survival: Sequence[float], costs: CostTable) -> float:
