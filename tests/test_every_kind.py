@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip import Lookup, SkipConfig
+from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law, accept_uniform, softmax_law
@@ -193,6 +194,24 @@ def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, fold
     out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
     assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("exit-block", "gemma2"),
+        *(
+            pytest.param(kind, family, marks=pytest.mark.slow)
+            for kind, family in covering(KINDS[:-1], ("llama", "gemma3"))
+        ),
+    ],
+)
+def test_the_check_of_a_persons_own_machine_passes(kind: str, family: str, folder: Path) -> None:
+    model, ids = model_of(family, torch.float32), [torch.tensor([[5, 9, 2, 7]])]
+    skip = draft_of(kind, model, folder)
+    assert isinstance(skip, SkipConfig)
+    report = check(model, ids, skip, max_new_tokens=NEW)
+    assert report.passed
 
 
 # ---------------------------------------------------------------------------------------------

@@ -176,10 +176,12 @@ def test_a_full_disk_ends_every_stage_and_training_goes_on_behind_it(
         assert not (tmp_path / "parts" / file).exists()
         assert not list((tmp_path / "parts").rglob(".*.tmp"))
     assert train(checkpoint, tmp_path / "parts", *flags) == "trained"
-    ours, whole = (
-        (tmp_path / each / "draft.safetensors").read_bytes() for each in ("parts", "whole")
-    )
+    files = [tmp_path / each / "draft.safetensors" for each in ("parts", "whole")]
+    ours, whole = (file.read_bytes() for file in files)
     assert ours == whole
+    with room_for(1000), pytest.raises(OSError, match=r"too large: .*parts/draft.safetensors"):
+        save_trained(files[0], {"weight": torch.ones(999)}, "heads", load(str(checkpoint)).model)
+    assert files[0].read_bytes() == whole
     for file, words in (
         ("checkpoint.pt", "checkpoint.pt is cut off or changed; remove it"),
         ("texts/00000.json", "00000.json are cut off or changed; remove the file"),
