@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from layerskip.training import data, features, judging
 from layerskip.training.drafts import Recipe, Training, frozen, schedule
 from layerskip.training.healing import Healing
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
+from layerskip.training.optimizers import optimizers_for
 
 BITS = SkipConfig(attention=(2,), low=LowPrecision(bits=4, head=8))
 BLOCKS = ("exit-block", "feature-block", "heads")
@@ -213,6 +215,97 @@ def test_a_killed_training_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     training(tmp_path / "whole").run()
     training(tmp_path / "killed").run()
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
+def test_muon_moves_matrices_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: dict[str, list[Tensor]] = {}
+    for name in ("adamw", "muon"):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(12, 8)
+        before = [weight.detach().clone() for weight in module.parameters()]
+        module(torch.randn(32, 12)).square().sum().backward()
+        for optimizer in optimizers_for(name, module, 0.01):
+            optimizer.step()
+        steps[name] = [
+            weight - old for weight, old in zip(module.parameters(), before, strict=True)
+        ]
+    for step in (*steps["adamw"], steps["muon"][1]):  # the first of AdamW goes by signs
+        torch.testing.assert_close(step.abs(), torch.full_like(step, 0.01), rtol=1e-3, atol=0)
+    along = {name: torch.linalg.svdvals(step[0]) for name, step in steps.items()}
+    assert along["muon"].max() < 2 * along["muon"].min()  # in all directions alike
+    assert along["adamw"].max() > 3 * along["adamw"].min()
+
+    how: dict[str, Any] = {"kind": "exit-block", "skip": None}
+    training(tmp_path / "muon", optimizer="muon", **how).run()
+    monkeypatch.setattr("layerskip.training.drafts.SAVE_SECONDS", 0.0)
+    how |= {"optimizer": "muon"}
+    with pytest.raises(Stopped):
+        training(tmp_path / "parts", progress=stop_at("training", 0.5), **how).run()
+    training(tmp_path / "parts", **how).run()
+    assert weights(tmp_path / "parts") == weights(tmp_path / "muon")
+
+
+def test_muon_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ValueError, match=r"needs torch 2.9 or newer, this is .*; take adamw"):
+        Recipe(tokens=1, optimizer="muon")
+    with pytest.raises(ValueError, match="optimizer must be one of adamw, muon, got 'sgd'"):
+        Recipe(tokens=1, optimizer="sgd")
+
+
+ONE_OF_TWO = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from layerskip.training import data, drafts, features, processes
+import test_train
+test_train.small()
+data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
+drafts.half_is_fast = lambda _: False
+with processes.joined():
+    for how in test_train.TOGETHER:
+        test_train.training(Path(sys.argv[1]) / how["kind"], **how).run()
+"""
+LARGE: dict[str, Any] = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
+TOGETHER = (
+    LARGE | {"kind": "healed", "loss": "ce", "skip": BITS},
+    LARGE | {"kind": "exit-block", "loss": "lk", "skip": None},
+)
+
+
+def apart(*folders: Path) -> float:
+    """The squared distance of what two trainings wrote."""
+    one, two = (load_file(folder / "draft.safetensors") for folder in folders)
+    return sum((one[name].float() - two[name].float()).square().sum().item() for name in one)
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for rounding; the negative control is one that has half of the rows."""
+    monkeypatch.setattr("layerskip.training.drafts.half_is_fast", lambda _: False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", ONE_OF_TWO, str(tmp_path / "two"), str(Path(__file__).parent)]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    run = [
+        subprocess.Popen(command, env=os.environ | where | {"RANK": str(n)}, stderr=subprocess.PIPE)
+        for n in range(2)
+    ]
+    said = [each.communicate(timeout=120)[1].decode() for each in run]
+    assert [each.returncode for each in run] == [0, 0], said
+    for how in TOGETHER:
+        kind = how["kind"]
+        one, two = (training(tmp_path / n / kind, **how) for n in ("one", "two"))
+        half = training(tmp_path / "half" / kind, **how | {"rows": 2, "tokens": 80})
+        one.run()
+        half.run()
+        off = apart(one.folder, two.folder)
+        assert off < 1e-3 * apart(one.folder, half.folder)
+        for mine, theirs in zip(one.curve, two.curve, strict=True):
+            assert mine == {**theirs, **{n: pytest.approx(theirs[n], 1e-3) for n in theirs}}
 
 
 def test_features_are_the_targets_own_states(tmp_path: Path) -> None:

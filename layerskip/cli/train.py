@@ -66,6 +66,9 @@ def train(
     loss: Annotated[
         Literal["lk", "kl", "tvd++", "ce"], typer.Option(help="What training lowers.")
     ] = "lk",
+    optimizer: Annotated[
+        Literal["adamw", "muon"], typer.Option(help="What lowers it: Muon is for matrices.")
+    ] = "adamw",
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="To train on, in all passes.")
     ] = None,
@@ -88,7 +91,8 @@ def train(
     """Train a draft for your model, which stays as it is, and say whether it pays.
 
     Stages (texts, features, training, judging) are kept in DIR: after a kill the same command goes
-    on where it was.
+    on where it was. Several processes train together: torchrun --nproc-per-node N -m layerskip
+    train ..., or accelerate launch.
     """
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
@@ -106,54 +110,61 @@ def train(
     if tokens is None and minutes is None:
         minutes = MINUTES
     _writable(output)
-    talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-
     import torch
 
+    from layerskip.training import processes
     from layerskip.training.data import Source
     from layerskip.training.drafts import Recipe, Training
     from layerskip.training.healing import RANK
     from layerskip.training.judging import judge, read_record
 
-    recipe = Recipe(
-        kind=draft,
-        loss=loss,
-        skip=base,
-        tokens=tokens,
-        minutes=minutes,
-        seed=seed,
-        temperature=temperature,
-        rank=rank or RANK,
-    )
-    source = Source(
-        loaded.model,
-        loaded.tokenizer,
-        prompts=given,
-        texts=whole,
-        temperature=temperature,
-        seed=seed,
-    )
-    with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
-        training = Training(
+    with processes.joined():
+        talk = Talk(quiet or not processes.first())
+        loaded = open_model(loading, talk)
+        together = processes.count()
+        recipe = Recipe(
+            kind=draft,
+            loss=loss,
+            optimizer=optimizer,
+            skip=base,
+            tokens=tokens,
+            minutes=minutes,
+            seed=seed,
+            temperature=temperature,
+            rank=rank or RANK,
+            rows=-(-Recipe.rows // together) * together,
+        )
+        source = Source(
             loaded.model,
-            source,
-            recipe,
-            output,
-            execution=loading.execution,
-            progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
-            say=talk.say,
+            loaded.tokenizer,
+            prompts=given,
+            texts=whole,
+            temperature=temperature,
+            seed=seed,
         )
-        known = read_record(output)
-        if known is not None:
-            talk.say(f"this training is finished; {output / 'train.json'} says what came of it")
-        record = known or judge(
-            opened, training, training.run(), progress=talk.progress, say=talk.say
-        )
+        with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
+            training = Training(
+                loaded.model,
+                source,
+                recipe,
+                output,
+                execution=loading.execution,
+                progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
+                say=talk.say,
+            )
+            known = read_record(output)
+            if known is not None:
+                talk.say(f"this training is finished; {output / 'train.json'} says what came of it")
+            made = None if known else training.run()
+            if not processes.first():
+                return
+            if made is not None:
+                known = judge(opened, training, made, progress=talk.progress, say=talk.say)
+    assert known is not None
     talk.progress("")
-    print(_table(record))
+    print(_table(known))
     if as_json:
-        print(to_json(record))
+        print(to_json(known))
 
 
 def _writable(folder: Path) -> None:

@@ -27,11 +27,12 @@ from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
-from layerskip.training import data, features
+from layerskip.training import data, features, processes
 from layerskip.training.healing import RANK
 from layerskip.training.laws import Batch, Laws, Student
 from layerskip.training.loop import read_checkpoint, train
 from layerskip.training.losses import LOSSES
+from layerskip.training.optimizers import check_optimizer, optimizers_for
 from layerskip.training.students import RATES, ROUNDED_MODULE, skip_for, student_of
 from layerskip.vocabulary import ranked
 
@@ -60,6 +61,7 @@ class Recipe:
         tokens: to train on, over all passes; None: as many as `minutes` allow.
         minutes: of texts, features, training and judging together.
         vocabulary: how many of the target's most frequent tokens the loss looks at.
+        optimizer: of `OPTIMIZERS`.
         rate: of learning, at most; by default the kind's own.
         window: tokens of a sequence; `rows` of them are a step.
 
@@ -74,6 +76,7 @@ class Recipe:
     minutes: float | None = None
     seed: int = 0
     temperature: float = 0.8
+    optimizer: str = "adamw"
     rate: float | None = None
     rank: int = RANK
     vocabulary: int = 8192
@@ -86,6 +89,7 @@ class Recipe:
                 raise ValueError(
                     f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
                 )
+        check_optimizer(self.optimizer)
         for name in ("tokens", "minutes", "temperature", "rank", "vocabulary", "window", "rows"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -157,8 +161,11 @@ class Training:
         prompts = len(self.source.known) + len(self.source.apart)
         of = self.recipe.to_dict() | {"base": fingerprint(model), "prompts": prompts}
         if not path.exists():
+            if not processes.first():
+                return
             write_text(path, json.dumps(of, indent=2) + "\n")
-        before, now = parse(path.read_bytes()), json.loads(json.dumps(of))
+        now = json.loads(json.dumps(of))
+        before = {"optimizer": "adamw"} | parse(path.read_bytes())  # which older files do not say
         other = [name for name in now if before.get(name) != now[name]]
         if other:
             raise ValueError(
@@ -173,7 +180,8 @@ class Training:
 
         def note() -> None:
             self.seconds[stage] = before + time.monotonic() - start
-            write_text(self._clock, json.dumps(self.seconds))
+            if processes.first():
+                write_text(self._clock, json.dumps(self.seconds))
 
         try:
             yield note
@@ -182,16 +190,25 @@ class Training:
 
     def run(self) -> SkipConfig:
         """All stages; the skip config of the trained draft, which lies in the folder, too."""
-        self._texts()
+        if processes.first():
+            self._texts()
+        processes.wait()
         texts = data.all_texts(self.work / "texts")
         ids = features.windows([text.ids for text in texts], self.recipe.window)
+        if self.recipe.rows % processes.count():
+            raise ValueError(
+                f"rows must be a multiple of the number of processes, {processes.count()}, got "
+                f"{self.recipe.rows}"
+            )
         if len(ids) <= self.recipe.rows:
             raise ValueError(
                 f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
                 f"step ({self.recipe.rows} windows of {self.recipe.window}) and a window kept "
                 "apart; give more prompts or texts"
             )
-        self._features(ids)
+        if processes.first():
+            self._features(ids)
+        processes.wait()
         return self._train(ids, texts)
 
     @property
@@ -267,9 +284,6 @@ class Training:
                 dtype=torch.bfloat16 if half else torch.float32,
                 seed=recipe.seed,
             )
-            optimizer = torch.optim.AdamW(
-                module.parameters(), lr=recipe.rate or 0.0, betas=(0.9, 0.95), weight_decay=0.0
-            )
             count = _trained_on(len(ids), rows)
             step_loss = partial(self._loss, module, laws, ids[:count])
             measure = partial(self._measure, module, laws, ids, range(count, len(ids)))
@@ -277,7 +291,7 @@ class Training:
             with self._timed("training") as note:
                 for step, loss in train(
                     module,
-                    [optimizer],
+                    optimizers_for(recipe.optimizer, module, recipe.rate or 0.0),
                     step_loss,
                     steps,
                     schedule=schedule,
@@ -288,13 +302,17 @@ class Training:
                     note()
                     done = step * rows * ids.shape[1]
                     share = max(step / steps, self.seconds["training"] / budget)
-                    if min(share, 1.0) * POINTS >= len(self.curve):
+                    due = processes.first() and min(share, 1.0) * POINTS >= len(self.curve)
+                    if processes.agreed(due, self.opened.device):
                         measure(done)
                     left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
                     self.progress(
                         f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
                         share,
                     )
+            if not processes.first():
+                processes.wait()
+                return SkipConfig.load(self.folder / TRAINED_FILE)
             done = read_checkpoint(checkpoint)["step"]  # of all starts
             self.trained_tokens = done * rows * ids.shape[1]
             self.text_tokens = ids.numel()
@@ -313,6 +331,7 @@ class Training:
             decoding=DecodingOptions(lookup=True),
         )
         skip.save(self.folder / TRAINED_FILE)
+        processes.wait()
         return skip
 
     def _frequent(self, texts: list[data.Text]) -> Tensor:
@@ -329,6 +348,7 @@ class Training:
 
     def _loss(self, module: Student, laws: Laws, ids: Tensor, step: int) -> Tensor:
         numbers = _order(len(ids), self.recipe.rows, step, self.recipe.seed)
+        numbers = numbers[processes.rank() :: processes.count()]
         with self._autocast():
             batch = self._batch(laws, ids, numbers)
             return laws.distance(module.made(batch), batch)
@@ -336,8 +356,11 @@ class Training:
     def _begin_curve(self, checkpoint: Path, measure: Callable[[int], None]) -> None:
         """Measure before training, or leave what was measured behind the checkpoint's step."""
         if not checkpoint.exists():
-            write_text(self._curve, "[]")
+            if processes.first():
+                write_text(self._curve, "[]")
             measure(0)
+            return
+        if not processes.first():
             return
         step = read_checkpoint(checkpoint)["step"]
         tokens = step * self.recipe.rows * self.recipe.window
@@ -359,7 +382,8 @@ class Training:
             "loss": sum(losses) / len(apart),
             "overlap": [sum(step) / len(apart) for step in zip(*overlaps, strict=True)],
         }
-        write_text(self._curve, json.dumps([*self.curve, point]))
+        if processes.first():
+            write_text(self._curve, json.dumps([*self.curve, point]))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         device = self.opened.device

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.files.writing import replacing
+from layerskip.training.processes import agreed, average, average_gradients, first
 
 
 def train(
@@ -38,6 +39,8 @@ def train(
     optimizers and step are written to `checkpoint` every `save_seconds` and at the end, whole or
     not at all.
 
+    Of several processes each has the loss of its own rows, and the first one writes.
+
     Raises:
         FloatingPointError: the loss is no number.
         OSError: the checkpoint cannot be written.
@@ -45,7 +48,7 @@ def train(
     """
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
-    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp"):
+    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp") if first() else ():
         half.unlink()  # of a run that was killed while it wrote
     if checkpoint.exists():
         state = read_checkpoint(checkpoint)
@@ -54,24 +57,27 @@ def train(
             optimizer.load_state_dict(saved)
         step, before = state["step"], state.get("seconds", 0.0)
     start = saved_at = time.monotonic()
-    share = max(step / total_steps, before / total_seconds)
+    device = next(model.parameters()).device
+    share = agreed(max(step / total_steps, before / total_seconds), device)
     while share < 1:
         factor = schedule(step, share)
         for optimizer, rates in zip(optimizers, base_rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
         loss = step_loss(step)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"the loss is {loss.item()} at step {step}; lower the rates")
+        found = average(loss).item()
+        if not math.isfinite(found):
+            raise FloatingPointError(f"the loss is {found} at step {step}; lower the rates")
         torch.autograd.backward(loss)
+        average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         step += 1
         now = time.monotonic()
-        share = max(step / total_steps, (before + now - start) / total_seconds)
-        if share >= 1 or now - saved_at >= save_seconds:
+        share = agreed(max(step / total_steps, (before + now - start) / total_seconds), device)
+        if first() and (share >= 1 or now - saved_at >= save_seconds):
             state = {
                 "model": model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -83,7 +89,7 @@ def train(
                 torch.save(state, whole)
                 partial.write_bytes(whole.getbuffer())
             saved_at = now
-        yield step, loss.item()
+        yield step, found
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.training.processes import average
+
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a draft's logits (..., V), the target's, the tokens that the text goes on with (...), -1 where
 there is none, and a temperature: a scalar."""
@@ -57,7 +59,7 @@ def overlap(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor
 def lk(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
     """lambda KL(p || q) + (1 - lambda) TV, lambda = exp(-ETA alpha) of the batch (2602.23881)."""
     with torch.no_grad():
-        alpha = overlap(logits, target_logits, temperature).mean()
+        alpha = average(overlap(logits, target_logits, temperature).mean())
     return distillation_loss(
         logits,
         target_logits,
@@ -87,9 +89,10 @@ def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: floa
 
 def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
     """Cross-entropy at the tokens that the text goes on with."""
-    return F.cross_entropy(
-        (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1
+    total = F.cross_entropy(
+        (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
     )
+    return total / average((following >= 0).sum().to(total.dtype))
 
 
 LOSSES: dict[str, Loss] = {"lk": lk, "kl": kl, "tvd++": tvd_plus, "ce": ce}
