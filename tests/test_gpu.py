@@ -11,11 +11,13 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, WINDOW, Erratic, lively_model, ragged
+from kinds import KINDS, skip_of
+from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from test_engine import SKIPS, check_caches, decoder, request
 from test_sampling import LEVEL, exact_law, p_value, sample_texts
 from ties import partings
@@ -126,6 +128,25 @@ def test_every_controller(controller: str, device: str) -> None:
     model, ids, mask = placed("llama", device)
     got = ours(model, ids, mask, controller=Erratic() if controller == "erratic" else controller)
     assert got.sequences.tolist() == library(model, ids, mask).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_trained_drafts_and_second_models(kind: str, device: str, tmp_path: Path) -> None:
+    """Their weights come from files, and from another place than the model's."""
+    model, ids, mask = placed("gemma3", "cpu")
+    drafts: dict[str, Any] = {"skip": None, "assistant": near(model, 0.4).to(device)}
+    if kind != "assistant":
+        drafts = {"skip": skip_of(kind, model, tmp_path)}
+    model, ids, mask = model.to(device), ids.to(device), mask.to(device)
+    plain = ours(model, ids, mask, sample=True, seeds=SEEDS, enabled=False)
+    for execution in ("modules", "fused"):
+        drafts["execution"] = execution
+        got = ours(model, ids, mask, **drafts)
+        assert got.sequences.tolist() == library(model, ids, mask).tolist()
+        assert got.stats.num_accepted_tokens > 0
+        sampled = ours(model, ids, mask, sample=True, seeds=SEEDS, **drafts)
+        assert sampled.sequences.tolist() == plain.sequences.tolist()
 
 
 # ---------------------------------------------------------------------------------------------
