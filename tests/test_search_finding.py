@@ -184,7 +184,7 @@ class TestTrained:
         assert mine.trained is not None
         cost = COST | LOW | {"healed": mine.trained.hash}
         going: dict[str, Any] = {"cost": cost, "bits": "auto", "seeds": {"mine": mine}}
-        result = find(llama, **going, held_out=HELD_OUT, trials=40, finalists=2, repeats=1)
+        result = find(llama, **going, held_out=HELD_OUT, trials=20, finalists=2, repeats=1)
         document = checked(result, tmp_path)
         assert document["space"]["trained"]["hash"] == mine.trained.hash
         assert next(t["origin"] for t in document["trials"]) == "seed:mine"
@@ -243,7 +243,7 @@ class TestTrained:
         tables = [CostTable(0.0, (1.0, 1.0)), CostTable(0.05, (1.0, 1.0))]
         found = SimpleNamespace(tables=lambda: tables)
         monkeypatch.setattr(finalists, "measure", lambda *_, **__: found)
-        result = find(llama, seeds=given, held_out=HELD_OUT, finalists=1, repeats=1)
+        result = find(llama, seeds=given, held_out=HELD_OUT, trials=8, finalists=1, repeats=1)
         document = checked(result, tmp_path)
         rows = {row["name"]: row for row in document["finalists"]}
         assert {"exit-block", "heads"} < rows.keys()
