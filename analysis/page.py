@@ -85,7 +85,7 @@ h2, h3 { line-height: 1.3; }
 .facts dt { color: var(--muted); } .facts dd { margin: 0; }
 .pictures { display: grid; gap: 1.5rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 31rem), 1fr)); }
-figure { margin: 0; min-width: 0; }
+figure { margin: 0; min-width: 0; max-width: 40rem; }
 figure h3 { margin: 0 0 .4rem; font-size: 1.05rem; }
 figure svg { display: block; width: 100%; height: auto; }
 .box { width: fit-content; max-width: 100%; overflow-x: auto; border: 1px solid var(--line);

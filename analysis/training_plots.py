@@ -5,6 +5,9 @@ Every function returns a `Plot`, or None where there is nothing to draw.
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -31,6 +34,9 @@ from layerskip.analysis.canvas import (
 )
 from layerskip.analysis.trainings import Comparison, Trainings
 
+DASHES = ("-", "--", ":")
+"""Of trainings that differ in the seed alone, one after the other."""
+
 
 def training_plots(of: Trainings) -> list[Plot]:
     """All plots of trainings."""
@@ -45,12 +51,12 @@ def comparison_plots(of: Comparison) -> list[Plot]:
 
 def overlaps(of: Trainings) -> Plot:
     """Overlap of the first step with the target's law against tokens, a line each."""
-    table = trainings.curves(of)
-    first = table[table["step"] == 1]
+    table = trainings.curves(of).query("step == 1")
     figure, axes = new_figure(4.0)
     words = []
-    for number, (name, rows) in enumerate(first.groupby("draft", sort=False)):
-        _line(axes, rows, "overlap", number, str(name))
+    for name, look in _looks(table).items():
+        rows = table[table["draft"] == name]
+        _line(axes, rows, "overlap", look, name)
         ends = rows.iloc[[0, -1]]
         said = listed(ends, "{overlap:.3f}", " to ")
         words.append(f"{name} {said} after {ends['tokens'].iloc[-1]:,} tokens")
@@ -64,7 +70,7 @@ def overlaps(of: Trainings) -> Plot:
 def losses(of: Trainings) -> Plot:
     """Loss against tokens, a panel for each kind of loss: their numbers do not compare."""
     table = trainings.curves(of).query("step == 1")
-    numbers = {name: number for number, name in enumerate(table["draft"].unique())}
+    looks = _looks(table)
     kinds = list(table["loss_kind"].unique())
     height = 1.3 + (2.7 if len(kinds) == 1 else 1.9 * len(kinds))
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -73,24 +79,38 @@ def losses(of: Trainings) -> Plot:
     for axes, kind in zip(grid, kinds, strict=True):
         said = []
         for name, rows in table[table["loss_kind"] == kind].groupby("draft", sort=False):
-            _line(axes, rows, "loss", numbers[str(name)])
+            _line(axes, rows, "loss", looks[str(name)])
             said.append(f"{name} {listed(rows.iloc[[0, -1]], '{loss:.3g}', ' to ')}")
         words.append(f"{kind}: {', '.join(said)}")
         axes.set_ylabel(f"loss: {kind}")
-    for name, number in numbers.items():
-        grid[0].plot([], [], marker=marker_of(number), color=colour_of(number), label=name)
+    for name, look in looks.items():
+        grid[0].plot([], [], label=name, **look)
     _tokens_below(grid[-1])
     add_legend(figure, grid[0])
     alt = f"Loss on texts kept apart, by tokens of training. {'; '.join(words)}."
     return Plot("training-loss", "Loss against tokens of training", alt, figure)
 
 
+def _looks(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """How the line of each training looks: those that differ in the seed alone are alike."""
+    alike = list(table["but_for_seed"].unique())
+    seen: Counter[str] = Counter()
+    looks = {}
+    for name, family in table[["draft", "but_for_seed"]].drop_duplicates().itertuples(index=False):
+        number, dashes = alike.index(family), DASHES[seen[family] % len(DASHES)]
+        seen[family] += 1
+        looks[name] = {
+            "color": colour_of(number), "marker": marker_of(number), "linestyle": dashes,
+        }  # fmt: skip
+    return looks
+
+
 def _line(
-    axes: Axes, rows: pd.DataFrame, column: str, number: int, label: str | None = None
+    axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, Any], label: str | None = None
 ) -> None:
     axes.plot(
-        rows["tokens"], rows[column], marker=marker_of(number), color=colour_of(number),
-        markersize=5, linewidth=1.6, label=label, clip_on=False,
+        rows["tokens"], rows[column], markersize=5, linewidth=1.6, label=label, clip_on=False,
+        **look,
     )  # fmt: skip
 
 

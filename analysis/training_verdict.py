@@ -60,7 +60,7 @@ def judge_comparison(of: Comparison) -> Verdict:
             f"{best['draft']} is accepted most often, {best['accepted_1']:.3f} of its first "
             "tokens; nothing was timed yet."
         )
-        verdict.advice.append("Run the same command without --skip-clock on a quiet machine.")
+        verdict.advice.append("Run the script again without --skip-clock, on a quiet machine.")
         return verdict
     best = timed.iloc[0]
     verdict.result.append(f"{_speed(best)}, the fastest draft; {setting(of.document)}.")

@@ -32,6 +32,8 @@ class Training:
 
     label: str
     """What tells this training from the others of a report, in words."""
+    but_for_seed: str
+    """The same without its seed."""
     record: Mapping[str, Any]
 
 
@@ -82,8 +84,17 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
             [*label, word] if more else label
             for label, word, more in zip(labels, words, apart, strict=True)
         ]
-    named = [f"{kind} ({', '.join(more)})" if more else kind for kind, *more in labels]
-    return Trainings([Training(*pair) for pair in zip(named, records, strict=True)])
+    return Trainings(
+        [
+            Training(_named(label), _named([w for w in label if not w.startswith("seed ")]), record)
+            for label, record in zip(labels, records, strict=True)
+        ]
+    )
+
+
+def _named(label: Sequence[str]) -> str:
+    kind, *more = label
+    return f"{kind} ({', '.join(more)})" if more else kind
 
 
 def base_of(recipe: Mapping[str, Any]) -> str:
@@ -160,11 +171,15 @@ def trainings(of: Trainings) -> pd.DataFrame:
 
 
 def curves(of: Trainings) -> pd.DataFrame:
-    """How trainings went: `draft`, `loss_kind`, `tokens`, `loss`, `step`, `overlap`; by step."""
+    """How trainings went, a line for each point and step of the draft.
+
+    Columns: `draft` and `but_for_seed` (labels), `loss_kind`, `tokens`, `loss`, `step`, `overlap`.
+    """
     return pd.DataFrame(
         [
             {
                 "draft": each.label,
+                "but_for_seed": each.but_for_seed,
                 "loss_kind": each.record["recipe"]["loss"],
                 "tokens": point["tokens"],
                 "loss": float(point["loss"]),

@@ -124,6 +124,14 @@ def test_trainings_in_pictures(tmp_path):
     assert [len(lines) for lines in drawn] == [2, 1]
     assert drawn[1][0].get_color() == lines["heads (kl)"].get_color()
     assert "lk: feature-block 1.6 to 0.7, heads (lk) 1.6 to 0.7; kl: heads (kl)" in loss.alt
+    # of two seeds the second is dashed
+    seeds = [made.training(recipe={"seed": seed}) for seed in (0, 1)]
+    [overlap, _] = training_plots.training_plots(
+        loaded(tmp_path, *seeds, made.training(recipe={"kind": "heads"}))
+    )
+    looks = [(line.get_color(), line.get_linestyle()) for line in overlap.figure.axes[0].lines]
+    assert looks[0][0] == looks[1][0] != looks[2][0]
+    assert [dashes for _, dashes in looks] == ["-", "--", "-"]
     assert [training_plots.short(n) for n in (0, 500, 20_000, 1.5e6)] == ["0", "500", "20k", "1.5M"]
 
 
