@@ -26,6 +26,8 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         yield
         return
+    if not dist.is_available():
+        raise ValueError("this build of torch knows no other processes; start one")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(timeout=_PATIENCE)  # gloo on a CPU, nccl on GPUs
@@ -37,12 +39,16 @@ def joined() -> Iterator[None]:
 
 def count() -> int:
     """How many there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if _started() else 1
 
 
 def rank() -> int:
     """Which of them this is, from 0 on."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if _started() else 0
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()  # some builds of torch lack it
 
 
 def first() -> bool:
