@@ -6,6 +6,7 @@ Every function returns a `Plot`, or None where there is nothing to draw.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from layerskip.analysis.canvas import (
 )
 from layerskip.analysis.trainings import Comparison, Trainings
 
+WIDE = 10
+"""Times the least loss, the largest from which on their axis is logarithmic."""
 DASHES = ("-", "--", ":")
 """Of trainings that differ in the seed alone, one after the other."""
 
@@ -52,9 +55,10 @@ def comparison_plots(of: Comparison) -> list[Plot]:
 def overlaps(of: Trainings) -> Plot:
     """Overlap of the first step with the target's law against tokens, a line each."""
     table = trainings.curves(of).query("step == 1")
-    figure, axes = new_figure(4.0)
+    looks = _looks(table)
+    figure, axes = new_figure(3.4 + _room_for(looks))
     words = []
-    for name, look in _looks(table).items():
+    for name, look in looks.items():
         rows = table[table["draft"] == name]
         _line(axes, rows, "overlap", look, name)
         ends = rows.iloc[[0, -1]]
@@ -72,11 +76,15 @@ def losses(of: Trainings) -> Plot:
     table = trainings.curves(of).query("step == 1")
     looks = _looks(table)
     kinds = list(table["loss_kind"].unique())
-    height = 1.3 + (2.7 if len(kinds) == 1 else 1.9 * len(kinds))
+    height = 0.7 + (2.7 if len(kinds) == 1 else 1.9 * len(kinds)) + _room_for(looks)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     grid = figure.subplots(len(kinds), 1, squeeze=False, sharex=True)[:, 0]
     words = []
     for axes, kind in zip(grid, kinds, strict=True):
+        values = table.loc[table["loss_kind"] == kind, "loss"]
+        if values.min() > 0 and values.max() > WIDE * values.min():
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         said = []
         for name, rows in table[table["loss_kind"] == kind].groupby("draft", sort=False):
             _line(axes, rows, "loss", looks[str(name)])
@@ -103,6 +111,11 @@ def _looks(table: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "color": colour_of(number), "marker": marker_of(number), "linestyle": dashes,
         }  # fmt: skip
     return looks
+
+
+def _room_for(names: Iterable[str]) -> float:
+    """Inches that a legend of these takes below a plot, were each on a line of its own."""
+    return 0.25 + 0.2 * sum(1 + len(name) // 56 for name in names)
 
 
 def _line(

@@ -16,6 +16,9 @@ from layerskip.analysis.verdict import Verdict, faults_of, interval, setting
 RISING = 0.02
 """Overlap gained over the second half of a training, from which on more of it is worth naming."""
 
+MOST = 3
+"""Trained drafts that pay whose speed is told, the fastest."""
+
 
 def judge_trainings(of: Trainings) -> Verdict:
     """Which trained drafts pay, and whether the best was still learning."""
@@ -29,7 +32,8 @@ def judge_trainings(of: Trainings) -> Verdict:
         pay = "pay" if len(pays) > 1 else "pays"
         verdict.result.append(f"{count} of {len(table)} trained drafts {pay}.")
     timed = table[table["measured"].notna()].sort_values("measured", ascending=False)
-    for _, row in (pays if len(pays) else timed.head(1)).iterrows():
+    told = timed[timed["pays"] == "yes"].head(MOST) if len(pays) else timed.head(1)
+    for _, row in told.iterrows():
         beside = "" if pd.isna(row["before"]) else f", what drafted before {row['before']:.2f}"
         verdict.result.append(f"{_speed(row)}{beside}.")
     best = table.loc[table["accepted_1"].idxmax()]

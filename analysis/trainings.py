@@ -22,8 +22,9 @@ from layerskip.files.trainings import read_training
 DEPTHS = 4
 """Drafted tokens whose acceptance tables show."""
 _TEXTS = ("compared", "equal", "near_ties", "faults")
-_TOLD_BY = ("loss", "optimizer", "seed", "rank", "rate", "tokens", "minutes", "temperature")
+_TOLD_BY = ("loss", "optimizer", "rank", "rate", "temperature", "tokens", "minutes", "seed")
 """Settings of a recipe that tell trainings of one kind apart, the first that differ."""
+_DEFAULTS = {"optimizer": "adamw"}  # what older files do not say
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     records = [printable(read_training(file)) for file in files]
     recipes = [record["recipe"] for record in records]
     told: dict[str, list[Any]] = {"of": [base_of(each) for each in recipes]}
-    told |= {name: [each.get(name) for each in recipes] for name in _TOLD_BY}
+    told |= {name: [each.get(name, _DEFAULTS.get(name)) for each in recipes] for name in _TOLD_BY}
     told["folder"] = [visible(Path(file).absolute().parent.name) for file in files]
     told["file"] = [number + 1 for number in range(len(files))]
     labels: list[list[str]] = [[recipe["kind"]] for recipe in recipes]
@@ -81,8 +82,8 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
         bare = name in ("of", "loss", "optimizer", "folder")
         words = [f"{v}" if bare else f"{name} {v}" for v in values]
         labels = [
-            [*label, word] if more else label
-            for label, word, more in zip(labels, words, apart, strict=True)
+            [*label, word] if more and value is not None else label
+            for label, word, value, more in zip(labels, words, values, apart, strict=True)
         ]
     return Trainings(
         [

@@ -57,6 +57,14 @@ def test_trainings_are_named_by_what_tells_them_apart(tmp_path):
         "heads", "healed (kl)", "healed (lk, seed 0)", "healed (lk, seed 1)",
         "feature-block (run 4)", "feature-block (run 5)",
     ]  # fmt: skip
+    other = [
+        of(),
+        of(optimizer="muon"),
+        of(tokens=None),
+    ]  # the first is of before there was a choice
+    assert [each.label for each in loaded(tmp_path, *other).each] == [
+        "feature-block (adamw, tokens 80000)", "feature-block (muon)", "feature-block (adamw)",
+    ]  # fmt: skip
     files = [made.write(tmp_path / at / "x" / "train.json", of()) for at in "ab"]
     labels = [each.label for each in trainings.load_trainings(files).each]
     assert labels == ["feature-block (file 1)", "feature-block (file 2)"]
