@@ -622,6 +622,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made"),
         (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "minutes must be positive and finite, got -1"),
+        (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
         (["--skip", "exit.json", "--draft", "heads"], "--skip names a draft to heal; leave it out"),
         (["--exit-layer", "2"], "--exit-layer is of --draft exit-block; leave it out with healed"),

@@ -69,6 +69,12 @@ def train(
     optimizer: Annotated[
         Literal["adamw", "muon"], typer.Option(help="What lowers it: Muon is for matrices.")
     ] = "adamw",
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", help="Of learning, at most; short trainings like more.  [default: by kind]"
+        ),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="To train on, in all passes.")
     ] = None,
@@ -126,6 +132,7 @@ def train(
             kind=draft,
             loss=loss,
             optimizer=optimizer,
+            rate=rate,
             skip=base,
             tokens=tokens,
             minutes=minutes,
