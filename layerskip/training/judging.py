@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,8 @@ def judge(
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
     timed = _clock(opened, prompts, drafts, recipe, lambda what, _: progress(what))
-    best = max(timed, key=lambda name: timed[name]["speedup"], default=None)
-    pays = best == TRAINED and timed[TRAINED]["speedup"] > 1
-    usually = best is not None and timed[best]["speedup"] > 1 and usual is not None
+    pays = _pays(timed)
+    usually = usual is not None and BEFORE in timed and timed[BEFORE]["speedup"] > 1
     chosen = skip if pays else usual or SkipConfig()
     written = replace(
         chosen,
@@ -209,9 +208,9 @@ def speedups(
 
     Returns:
         By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
-        over prompts, `tokens_per_second`, and how many of the texts `compared` with those of plain
-        decoding were `equal`, `near_ties` or `faults`; nothing where every text ended with its
-        first token.
+        over prompts, `tokens_per_second`, `seconds_per_token` of each prompt, and how many of the
+        texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`; nothing
+        where every text ended with its first token.
     """
     found: list[dict[str, Any]] = []
     benchmark(
@@ -238,12 +237,27 @@ def speedups(
             "low": ends[0],
             "high": ends[1],
             "tokens_per_second": float(1 / seconds.mean()),
+            "seconds_per_token": seconds.tolist(),
             "compared": len(texts),
             "equal": sum(equal),
             "near_ties": len(texts) - sum(equal) - sum(faults),
             "faults": sum(faults),
         }
     return timed
+
+
+def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a trained draft is faster than plain decoding, and than what drafted before.
+
+    Prompt by prompt, by more than they differ: the lower ends of both 95% intervals lie above 1.
+    """
+    if TRAINED not in timed:
+        return False
+    mine, least = timed[TRAINED], [timed[TRAINED]["low"] or 0.0]
+    if BEFORE in timed:
+        seconds = (np.array(each["seconds_per_token"]) for each in (timed[BEFORE], mine))
+        least.append(ratio_of_totals(*seconds)[1])
+    return all(end > 1 for end in least)
 
 
 def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:
