@@ -15,8 +15,9 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.training.healing import Healing
 from layerskip.training.laws import Batch, Made, Student
 
-RATES = {"healed": 1e-3, "exit-block": 5e-4, "feature-block": 5e-4, "heads": 1e-3}
-"""Of learning; a layer that begins with weights of the model is moved less than what is new."""
+RATES = {"healed": 1e-3, "exit-block": 3e-3, "feature-block": 3e-3, "heads": 5e-3}
+"""Of learning: on demo-gemma2 modules reach in 150,000 tokens what took 240,000 to 470,000 at a
+fifth or a sixth of it."""
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
 """How a module decodes where products with rounded weights are fast: the head that it reads is most
