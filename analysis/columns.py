@@ -157,7 +157,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "on windows kept apart. Accepted: share of all places of held-out texts whose first 1, 2, "
         "3, 4 drafted tokens are accepted with shared noise. Predicted by the formula at the best "
         "draft length; measured beside lookups, with its 95% interval; before: measured, what "
-        "drafted before. It pays where it is the fastest.",
+        "drafted before. It pays where it is faster by more than prompts differ.",
         "draft of pays measured low high before predicted draft_cost accepted_1 accepted_2 "
         "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
         "own_megabytes",
