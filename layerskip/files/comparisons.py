@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files.documents import holds, read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
@@ -29,7 +28,6 @@ from layerskip.files.schema import (
     named,
     number,
     optional,
-    parse,
     text,
     version,
 )
@@ -99,17 +97,8 @@ _COMPARISON = has(
 
 def holds_comparison(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a comparison of drafts, whole or cut off; False where it is unreadable."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError:
-        return False
-    if re.match(rb'\s*\{\s*"kind"\s*:\s*"drafts"', data):
-        return True
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("kind") == KIND
+    begins = rb'\s*\{\s*"kind"\s*:\s*"drafts"'
+    return holds(path, begins, lambda document: document.get("kind") == KIND)
 
 
 def read_comparison(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -118,16 +107,7 @@ def read_comparison(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or is not what it must be; names the file and the key.
     """
-    try:
-        document = mapping(parse(Path(path).read_bytes()), "a comparison of drafts")
-        _check(document)
-    except OSError as error:
-        raise ValueError(f"cannot read comparison {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"comparison {path} is cut off or not JSON: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"comparison {path}: {error}") from error
-    return document
+    return read(path, "comparison", _check)
 
 
 def write_comparison(path: str | os.PathLike[str], document: dict[str, Any]) -> None:

@@ -7,15 +7,14 @@ not know; what they need and miss is an error that names the file and the key.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files.documents import holds, read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
@@ -31,7 +30,6 @@ from layerskip.files.schema import (
     named,
     number,
     optional,
-    parse,
     text,
     version,
 )
@@ -41,17 +39,8 @@ SCHEMA = 1
 
 def holds_search(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a search's, whole or cut off; False where it cannot be read."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError:
-        return False
-    if re.match(rb'\s*\{\s*"kind"\s*:\s*"search"', data):
-        return True
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("kind") == "search"
+    begins = rb'\s*\{\s*"kind"\s*:\s*"search"'
+    return holds(path, begins, lambda document: document.get("kind") == "search")
 
 
 def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -61,22 +50,13 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file cannot be read or is cut off, is of another kind or schema, lacks a
             key, or holds what must not be there; names the file and the key, in one line.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read search {path}: {error.strerror}") from error
-    try:
-        document = mapping(parse(data), "a search")
-        _SEARCH(document, "")
-        _check_names(document)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"search {path} is cut off or not JSON: {error}; run the search again with the same "
-            "--output, which writes it anew"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"search {path}: {error}") from error
-    return document
+    advice = "; run the search again with the same --output, which writes it anew"
+    return read(path, "search", _check, advice)
+
+
+def _check(document: dict[str, Any]) -> None:
+    _SEARCH(document, "")
+    _check_names(document)
 
 
 def _kind(value: Any, name: str) -> None:

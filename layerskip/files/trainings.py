@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from pathlib import Path
 from typing import Any
 
+from layerskip.files.documents import holds, read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
@@ -17,12 +15,10 @@ from layerskip.files.schema import (
     has,
     integer,
     items,
-    mapping,
     name_text,
     named,
     number,
     optional,
-    parse,
     version,
 )
 
@@ -61,17 +57,8 @@ _RECORD = has(
 
 def holds_training(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a training's, whole or cut off; False where it cannot be read."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError:
-        return False
-    if re.match(rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"', data):
-        return True
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and {"recipe", "curve"} <= document.keys()
+    begins = rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"'
+    return holds(path, begins, lambda document: {"recipe", "curve"} <= document.keys())
 
 
 def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -81,16 +68,7 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file cannot be read or is cut off, is of another schema, lacks a key, or
             holds what must not be there; names the file and the key.
     """
-    try:
-        record = mapping(parse(Path(path).read_bytes()), "a training")
-        check_record(record)
-    except OSError as error:
-        raise ValueError(f"cannot read training {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"training {path} is cut off or not JSON: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"training {path}: {error}") from error
-    return record
+    return read(path, "training", check_record)
 
 
 def check_record(record: Any) -> None:
