@@ -30,8 +30,9 @@ from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
 from layerskip.training import data, features, judging
-from layerskip.training.drafts import Recipe, Training, frozen, schedule
+from layerskip.training.drafts import Recipe, Training, frozen
 from layerskip.training.healing import Healing
+from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
 from layerskip.training.optimizers import optimizers_for
 

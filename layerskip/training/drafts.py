@@ -30,7 +30,7 @@ from layerskip.model.trained import save_trained
 from layerskip.training import data, features, processes
 from layerskip.training.healing import RANK
 from layerskip.training.laws import Batch, Laws, Student
-from layerskip.training.loop import read_checkpoint, train
+from layerskip.training.loop import read_checkpoint, schedule, train, windows_of
 from layerskip.training.losses import LOSSES
 from layerskip.training.optimizers import check_optimizer, optimizers_for
 from layerskip.training.students import RATES, ROUNDED_MODULE, skip_for, student_of
@@ -46,7 +46,6 @@ APART = 8
 """Windows that are kept apart, at most, to measure a curve on."""
 POINTS = 8
 """Of a curve, beside the one before training."""
-WARM_UP = 20
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
 
@@ -347,7 +346,7 @@ class Training:
         return frequent.sort().values
 
     def _loss(self, module: Student, laws: Laws, ids: Tensor, step: int) -> Tensor:
-        numbers = _order(len(ids), self.recipe.rows, step, self.recipe.seed)
+        numbers = windows_of(len(ids), self.recipe.rows, step, self.recipe.seed)
         numbers = numbers[processes.rank() :: processes.count()]
         with self._autocast():
             batch = self._batch(laws, ids, numbers)
@@ -400,22 +399,9 @@ class Training:
         return laws.batch(some, states, tapped)
 
 
-def schedule(step: int, share: float) -> float:
-    """Up in WARM_UP steps, then cosine to zero over the budget, whatever it is counted in."""
-    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-
-
 def _trained_on(count: int, rows: int) -> int:
     """How many of the windows are trained on; curves are measured on the others, the last ones."""
     return max(rows, count - max(1, min(APART, count // 16)))
-
-
-def _order(count: int, rows: int, step: int, seed: int) -> list[int]:
-    """The windows of a step: each pass over them in an order of its own."""
-    epoch, place = divmod(step, count // rows)
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(count, generator=generator)
-    return order[place * rows : (place + 1) * rows].tolist()
 
 
 def half_is_fast(device: torch.device) -> bool:

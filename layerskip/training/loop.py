@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from layerskip.files.writing import replacing
 from layerskip.training.processes import agreed, average, average_gradients, first
 
+WARM_UP = 20
+"""Steps until the rate is whole."""
+
 
 def train(
     model: nn.Module,
@@ -105,3 +108,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} is cut off or changed; remove it to train from the start"
         ) from error
     return state
+
+
+def schedule(step: int, share: float) -> float:
+    """Up in WARM_UP steps, then cosine to zero over the budget, whatever it is counted in."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def windows_of(count: int, rows: int, step: int, seed: int) -> list[int]:
+    """The windows of a step: each pass over them in an order of its own."""
+    epoch, place = divmod(step, count // rows)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(count, generator=generator)
+    return order[place * rows : (place + 1) * rows].tolist()
