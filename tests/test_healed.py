@@ -16,6 +16,7 @@ from transformers import TemperatureLogitsWarper
 
 import layerskip
 from layerskip import LowPrecision, SkipConfig
+from layerskip.checkpoints import load
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
@@ -223,3 +224,18 @@ def test_deltas_that_fit_no_weight_are_refused(
     skip = SkipConfig(low=LowPrecision(), trained=trained)
     with pytest.raises(ValueError, match=message):
         generate(model, prompt(5), skip=skip, max_new_tokens=2)
+
+
+def test_the_shipped_draft_is_its_models_and_small() -> None:
+    folder = layerskip.shipped("demo-gemma2")
+    assert (folder / "draft.safetensors").stat().st_size < 12_000_000
+    model = load("demo-gemma2").model
+    ids = torch.tensor([[5, 9, 3, 44]])
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": 0}
+    how |= {"seed": 1, "execution": "fused"}
+    plain = generate(model, ids, enabled=False, **how)
+    skip = folder / "healed.json"
+    found = generate(model, ids, skip=skip, lookup=False, controller="fixed", **how)
+    assert torch.equal(found.sequences, plain.sequences)
+    assert found.stats is not None
+    assert found.stats.num_accepted_tokens > 0.7 * found.stats.num_draft_tokens
