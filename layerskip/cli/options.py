@@ -279,8 +279,11 @@ def describe_skip(skip: SkipConfig, num_layers: int) -> str:
     words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
     if skip.exit_layer is not None and not skip.attention and not skip.mlp:
         words = f"layers 0-{skip.exit_layer - 1} of {num_layers} (early exit at {skip.exit_layer})"
-    joint = "" if kept == 2 * num_layers else ","
-    return words if low is None else f"{words}{joint} {low.words(kept)}"
+    if low is None:
+        return words
+    healed = "" if skip.trained is None else f", {skip.trained.words}"
+    joint = "" if kept == 2 * num_layers and low.head_bits in (None, low.bits) else ","
+    return f"{words}{joint} {low.words(kept)}{healed}"
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:

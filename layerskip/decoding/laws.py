@@ -87,7 +87,9 @@ class Law:
         if not self.processors:
             return 1.0
         (first, *others) = self.processors
-        if others or type(first).__name__ != "TemperatureLogitsWarper":
+        kind = type(first)
+        theirs = kind.__module__.startswith("transformers.")  # another's may do something else
+        if others or not theirs or kind.__name__ != "TemperatureLogitsWarper":
             return None
         return float(first.temperature)  # type: ignore[attr-defined]
 

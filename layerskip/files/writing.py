@@ -26,7 +26,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say where it is
+        if error.errno is not None and error.filename is None:  # a full disk does not say where
+            error.filename = str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)
