@@ -287,6 +287,7 @@ class Training:
             step_loss = partial(self._loss, module, laws, ids[:count])
             measure = partial(self._measure, module, laws, ids, range(count, len(ids)))
             self._begin_curve(checkpoint, measure)
+            points = len(self.curve) if processes.first() else 0
             with self._timed("training") as note:
                 for step, loss in train(
                     module,
@@ -301,9 +302,10 @@ class Training:
                     note()
                     done = step * rows * ids.shape[1]
                     share = max(step / steps, self.seconds["training"] / budget)
-                    due = processes.first() and min(share, 1.0) * POINTS >= len(self.curve)
+                    due = processes.first() and min(share, 1.0) * POINTS >= points
                     if processes.agreed(due, self.opened.device):
                         measure(done)
+                        points += 1
                     left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
                     self.progress(
                         f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
