@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from layerskip.model.sublayers import embed
+from layerskip.training.loop import windows_of
 from layerskip.training.losses import label_loss
 
 LayerCall = Callable[..., Tensor]
@@ -122,14 +123,10 @@ def batch_at(tokens: Tensor, step: int, batch_size: int, length: int, seed: int 
     Windows start at multiples of T and overlap by the one token that is the last label.
     """
     windows = (len(tokens) - 1) // length
-    per_epoch = windows // batch_size
-    if per_epoch < 1:
+    if windows < batch_size:
         raise ValueError(
             f"{len(tokens)} tokens hold {windows} windows of {length}, fewer than one batch of "
             f"{batch_size}; shorten the windows or the batch"
         )
-    epoch, position = divmod(step, per_epoch)
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(windows, generator=generator)
-    starts = order[position * batch_size : (position + 1) * batch_size] * length  # (B,)
+    starts = torch.tensor(windows_of(windows, batch_size, step, seed)) * length  # (B,)
     return tokens[starts[:, None] + torch.arange(length + 1)]
