@@ -74,7 +74,7 @@ class LowPrecision:
         return f"{' and '.join(what)} {bits}"
 
 
-TRAINED = ("healed", "exit-block", "feature-block", "heads")
+TRAINED = ("healed", "exit-block", "feature-block", "heads", "streams")
 """Kinds of trained drafts: deltas on the rounded weights, or modules that the model lacks."""
 
 
@@ -89,7 +89,7 @@ class Trained:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
-    kind: Literal["healed", "exit-block", "feature-block", "heads"]
+    kind: Literal["healed", "exit-block", "feature-block", "heads", "streams"]
     weights: str = field(compare=False)
     """The safetensors file; in JSON relative to the folder of the skip config's own file."""
     hash: str
@@ -105,13 +105,13 @@ class Trained:
     @property
     def alone(self) -> bool:
         """Whether the module drafts without any of the model's sublayers."""
-        return self.kind in ("feature-block", "heads")
+        return self.kind in ("feature-block", "heads", "streams")
 
     @property
     def words(self) -> str:
         """What it is."""
         named = {"exit-block": "a trained block", "feature-block": "a trained block over features"}
-        return named.get(self.kind, "trained heads" if self.alone else "healed")
+        return named.get(self.kind, f"trained {self.kind}" if self.alone else "healed")
 
     def words_with(self, low: LowPrecision | None) -> str:
         """What it is, and of a module in how many bits it and the head are."""

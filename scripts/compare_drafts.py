@@ -40,6 +40,7 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.lookup import Lookup
 from layerskip.files.comparisons import KIND, SCHEMA, read_comparison, write_comparison
 from layerskip.generation import DEFAULT_CONTROLLER, LONGEST_DRAFT
+from layerskip.model.blocks import TOKENS
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import Replay, follow, look_up
@@ -311,8 +312,9 @@ def measure_sizes(opened: Sublayers, rows: Sequence[Row]) -> None:
         if isinstance(row.draft, SkipConfig):
             row.known["bytes"] = opened.low_bytes(row.draft)
             if row.draft.trained is not None:
-                weights = load_file(row.draft.trained.weights).values()
-                row.known["parameters"] = sum(weight.numel() for weight in weights)
+                weights = load_file(row.draft.trained.weights)
+                weights.pop(TOKENS, None)
+                row.known["parameters"] = sum(weight.numel() for weight in weights.values())
         elif isinstance(row.draft, Assistant):
             own = list(row.draft.model.model.parameters())
             row.known["bytes"] = sum(weight.nbytes for weight in own)

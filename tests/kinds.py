@@ -21,12 +21,12 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads
+from layerskip.model.blocks import TOKENS, ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 
 RANK = 3
-BLOCKS = ("exit-block", "feature-block", "heads")
+BLOCKS = ("exit-block", "feature-block", "heads", "streams")
 HEALED: dict[str, SkipConfig] = {
     "healed, 8 bits": SkipConfig(low=LowPrecision()),
     "healed, 4 bits, head in 8, a layer out": SkipConfig(
@@ -68,17 +68,26 @@ def block_of(kind: str, model: Any, size: float = 0.2) -> Any:
             weight.data.normal_(std=size, generator=generator)
             weight.data[:, len(weight) :] += 4 * torch.eye(len(weight), dtype=weight.dtype)
         return block
-    block = (ExitBlock if kind == "exit-block" else FeatureBlock)(opened)
+    built: Any = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "streams": Streams}[kind]
+    block = built(opened)
+    if kind != "exit-block":  # which begin as nothing but a state that is passed on
+        block.layer = Layer(opened)
+        half = torch.eye(block.fuse.out_features, dtype=opened.dtype) / 2
+        block.fuse.weight.data.copy_(half.repeat(1, 2))
     for weight in block.parameters():
         if weight.dim() > 1:
             shift = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             weight.data.add_(shift * weight.data.std() * size)
+    if kind == "streams":
+        block.ahead.weight.data.normal_(std=size, generator=generator)
     return block
 
 
 def weights_of(kind: str, model: Any, folder: Path) -> Trained:
     """Deltas ("healed") or a module for a model, written to a folder."""
     weights = deltas(model) if kind == "healed" else block_of(kind, model).state_dict()
+    if kind in ("heads", "streams"):  # told few tokens apart: a sixth they may not draft
+        weights[TOKENS] = torch.tensor([n for n in range(model.config.vocab_size) if n % 6 != 2])
     return save_trained(folder / f"{kind}.{id(model)}.safetensors", weights, kind, model)
 
 

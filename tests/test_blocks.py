@@ -9,7 +9,7 @@ import torch
 from models import FAMILIES, lively_model, prompt, tiny_model
 from torch import Tensor
 
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.cache import RowCache
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Pass, Sublayers
@@ -67,7 +67,7 @@ def test_nothing_of_the_model_is_trained_or_shared() -> None:
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     opened = Sublayers(model)
     features, embedded = torch.randn(2, 2, COUNT, model.config.hidden_size).unbind()
-    for block in (ExitBlock(opened), FeatureBlock(opened), Heads(opened)):
+    for block in (ExitBlock(opened), FeatureBlock(opened), Heads(opened), Streams(opened)):
         given = (features,) if isinstance(block, ExitBlock) else (features, embedded)
         optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
         # the head's logits are a loss of sorts
@@ -84,11 +84,16 @@ def test_nothing_of_the_model_is_trained_or_shared() -> None:
 def test_every_token_sees_only_what_stands_before_it() -> None:
     model = Sublayers(lively_model("gemma3"))
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
-    blocks = {"exit": ExitBlock(model), "feature": FeatureBlock(model), "heads": Heads(model, 3)}
+    blocks: dict[str, Any] = {"exit": ExitBlock(model), "feature": FeatureBlock(model)}
+    blocks |= {"heads": Heads(model, 3), "streams": Streams(model, 3)}
     for name, block in blocks.items():
+        for weight in block.parameters():
+            weight.data.add_(torch.randn_like(weight) / 20)
         given = (features,) if name == "exit" else (features, embedded)
         whole = block(*given)
-        assert whole.shape == ((1, COUNT, 3, 32) if name == "heads" else (1, COUNT, 32))
+        assert whole.shape == (
+            (1, COUNT, 3, 32) if name in ("heads", "streams") else (1, COUNT, 32)
+        )
         half = block(*(each[:, :6] for each in given))
         torch.testing.assert_close(whole[:, :6], half, rtol=1e-9, atol=1e-9)
 
@@ -97,3 +102,29 @@ def test_heads_begin_as_the_models_own() -> None:
     model = Sublayers(lively_model("llama"))
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
     assert torch.equal(Heads(model, 2)(features, embedded)[:, :, 1], features)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen2"])
+def test_streams_see_the_text_before_them_and_each_other(family: str) -> None:
+    """As pass by pass: every token alone, behind it streams that the next token forgets."""
+    model = Sublayers(lively_model(family), "modules")
+    block = Streams(model, 4)
+    for weight in block.parameters():
+        weight.data.add_(torch.randn_like(weight) / 5)
+    features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
+    whole = block(features, embedded)  # (1, T, K, H)
+    first = FeatureBlock.forward(block, features, embedded)
+    torch.testing.assert_close(whole[:, :, 0], first, rtol=1e-9, atol=1e-9)
+    cache = RowCache(1, COUNT + 4, (block.layer.window,))
+    rotary, blocks = model.rotary(COUNT + 4, COUNT + 4), block.layer.sublayers(model.backend)
+    fed = block.fed(features, embedded)  # (1, T, K, H)
+    for place in range(COUNT):
+        cache.place([place], 4)
+        got = model.backend.run(fed[:, place], Pass(model, cache, rotary), blocks)
+        torch.testing.assert_close(got, whole[:, place], rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        block.ahead.weight[0] += 1
+    other = block(features, embedded)
+    torch.testing.assert_close(other[:, :, 0], first, rtol=1e-9, atol=1e-9)
+    for later in (1, 2, 3):  # they see that one
+        assert not torch.allclose(other[:, :, later], whole[:, :, later])

@@ -34,16 +34,17 @@ from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Session
-from layerskip.model.blocks import Heads
+from layerskip.model.blocks import TOKENS, Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.timing.tables import analytic, cost_tables
 
 LOW = {
     f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)
-    for kind, bits, head in zip(BLOCKS, (8, 4, 8), (8, 8, 4), strict=True)
+    for kind, bits, head in zip(BLOCKS, (8, 4, 8, 4), (8, 8, 4, 4), strict=True)
 }
 EXIT = 4
+LAYERED = tuple(kind for kind in BLOCKS if kind != "heads")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,11 @@ def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
     return tuple(d.resolve(6) if isinstance(d, SkipConfig) else d for d in found)
 
 
-MIXTURES = (*BLOCKS, *LOW, "lookup, exit-block, feature-block, heads, scattered, exit, assistant")
+MIXTURES = (
+    *BLOCKS,
+    *LOW,
+    "lookup, exit-block, feature-block, heads, streams, scattered, exit, assistant",
+)
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -129,14 +134,14 @@ def play(drafts: Any, controller: Any, sample: bool) -> int:
         return sum(check_states(run) for _ in run.rounds())
 
 
-@pytest.mark.parametrize("mixture", [*BLOCKS[:2], *[*LOW][:2], MIXTURES[-1]])
+@pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], MIXTURES[-1]])
 def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
     drafts = drafts_of(mixture, folder)
     for sample in (False, True):
         assert play(drafts, Fickle(3 + sample), sample)
 
 
-@pytest.mark.parametrize("kind", BLOCKS[:2])
+@pytest.mark.parametrize("kind", LAYERED)
 def test_a_state_that_is_not_rolled_back_is_seen(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +218,43 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
     assert 0 < (found[0] - found[1]).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
 
 
+@pytest.mark.parametrize("name", ["heads", "streams", "heads in 8 bits"])
+def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: Path) -> None:
+    """And of them those of the draft vocabulary, or of that what there is."""
+    model = lively_model("llama", dtype=torch.float32)
+    opened, skip = Sublayers(model), skip_of(name, folder, model).resolve(6)
+    every = range(model.config.vocab_size)
+    known = {token for token in every if token % 6 != 2}
+    for given, wanted in (
+        (every, known),
+        ([2, 3, 4, 9], {3, 4, 9}),
+        ([2, 8], {2, 8}),
+    ):
+        trimmed = opened.trimmed(given)
+        session = Session(
+            trimmed,
+            [skip],
+            [torch.tensor([5, 9])],
+            max_new_tokens=9,
+            max_draft_length=4,
+            emitted=[[3]],
+        )
+        session.prefill()
+        raw = torch.stack([session.draft_step(torch.tensor([3]), n)[0] for n in range(3)])
+        for logits in raw:
+            assert set(logits.isfinite().nonzero()[:, 0].tolist()) == wanted
+    assert skip.trained is not None
+    whole = save_trained(
+        folder / "whole.safetensors",
+        opened.module(skip).block.state_dict(),
+        skip.trained.kind,
+        model,
+    )
+    other = replace(skip, trained=whole)
+    assert analytic(opened, skip).draft < analytic(opened, other).draft
+    assert (opened.low_bytes(skip) < opened.low_bytes(other)) is (skip.low is not None)
+
+
 def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
     model = model_of()
     opened = Sublayers(model)
@@ -225,6 +267,11 @@ def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             decoded((skip.resolve(6),), Fixed(2))
+    for tokens in ([5, 97], [-1, 5], []):
+        weights = Heads(opened, 2).state_dict() | {TOKENS: torch.tensor(tokens, dtype=torch.int32)}
+        foreign = save_trained(folder / "tokens.safetensors", weights, "heads", model)
+        with pytest.raises(ValueError, match=r"drafts tokens that this model lacks: it has 0\.\."):
+            decoded((SkipConfig(trained=foreign).resolve(6),), Fixed(2))
     other = second_of()
     with pytest.raises(ValueError, match="belongs to a model with other weights"):
         decoded((skip_of("heads", folder).resolve(6),), Fixed(2), model=other)
@@ -236,6 +283,7 @@ def test_they_are_told_of_in_words_and_records(folder: Path) -> None:
         "exit-block": ("exit 4, a trained block", 8, "early exit at 4), then a trained block"),
         "feature-block": ("a trained block over features", 0, "a trained block over features"),
         "heads": ("trained heads", 0, "trained heads"),
+        "streams": ("trained streams", 0, "trained streams"),
     }
     for kind, (label, kept, words) in wanted.items():
         skip = skip_of(kind, folder)

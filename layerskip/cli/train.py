@@ -43,10 +43,11 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Texts to train on as they are.")
     ] = None,
     draft: Annotated[
-        Literal["healed", "exit-block", "feature-block", "heads"],
+        Literal["healed", "exit-block", "feature-block", "heads", "streams"],
         typer.Option(
             help="What is trained: what corrects low precision, a layer behind an early exit, one "
-            "over the last hidden state and the token, or four tokens' heads over those."
+            "over the last hidden state and the token, or four tokens at once from those: by "
+            "heads, or by such a layer with streams that look ahead."
         ),
     ] = "healed",
     skip: Annotated[

@@ -12,18 +12,21 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.followers import Drafter, Follower, in_chunks
 from layerskip.model.backend import Block
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.cache import RowCache
 from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
 if TYPE_CHECKING:
     from layerskip.decoding.passes import Session
+
+_TOGETHER = 64  # tokens that streams see in the pass that drafts, at most
 
 
 class TrainedDraft(Drafter):
@@ -39,7 +42,7 @@ class TrainedDraft(Drafter):
     def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
         assert skip.trained is not None
         self.model, self.skip = model, skip
-        self.block, sublayers = model.module(skip)
+        self.block, sublayers, _ = model.module(skip)
         self.own: list[Block] = [*sublayers, model.head_for(skip)]
         self.prefix = 0
         if isinstance(self.block, ExitBlock):
@@ -49,13 +52,15 @@ class TrainedDraft(Drafter):
                     "an exit block stands behind an early exit: its skip config must have an "
                     "exit_layer, and leave out or round nothing before it"
                 )
-        if isinstance(self.block, Heads):
-            self.longest = len(self.block.heads)
+        if isinstance(self.block, Heads | Streams):
+            self.longest = self.block.count
         self.max_positions = model.max_positions
 
     def open(self, session: Session) -> Follower:
         if isinstance(self.block, Heads):
             return _Heads(session, self, self.block)
+        if isinstance(self.block, Streams):
+            return _Streams(session, self, self.block)
         if isinstance(self.block, FeatureBlock):
             return _Features(session, self, self.block)
         return _Exit(session, self, self.block)
@@ -68,9 +73,10 @@ class TrainedDraft(Drafter):
         model = self.model
         own = float(read_bytes(self.block, self.skip.module_bits))
         head = model.weight_bytes(self.skip.head_bits)["head"]
-        head *= model.draft_vocabulary / model.vocabulary
+        rows = model.head_rows(self.skip)
+        head *= (model.vocabulary if rows is None else len(rows.tokens)) / model.vocabulary
         before = model.weight_bytes()["sublayers"][: self.prefix]
-        steps = len(self.block.heads) if isinstance(self.block, Heads) else 1  # of one pass
+        steps = self.longest or 1  # of one pass
         return [*before, own / steps, head / steps]
 
 
@@ -163,6 +169,28 @@ class _Features(_Layered):
     def commit(self, row: int, emitted: int, steps: int) -> None:
         # what it saw of its own drafts was fed with its own features
         super().commit(row, emitted, min(steps, 1))
+
+
+class _Streams(_Features):
+    def __init__(self, session: Session, draft: TrainedDraft, block: Streams) -> None:
+        super().__init__(session, draft, block)
+        # a place behind the longest draft has no slot, and nobody asks for what stands there
+        self.longest = self.count = min(block.count, session.slots - session.total - 1)
+        self.streams = block.streams
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            shortest = min(self.session.lengths[row] for row in self.session.rows) + 1
+            if not self.cache.settled or self.missing() > min(shortest, _TOGETHER):
+                self.catch_up()
+            starts, _, known = self.latest(self.missing())
+            features = self.session.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
+            ahead = self.streams(features, hidden)[:, 0, : self.count - 1]  # (R, up to K - 1, H)
+            inputs = torch.cat([self.inputs(starts, known), ahead], 1)
+            out = self.advance(inputs, starts, self.blocks)
+            self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
+        # the last step of a round may be asked for nothing that is drafted
+        return self.raw[:, min(offset, self.count - 1)]
 
 
 class _Heads(Follower):

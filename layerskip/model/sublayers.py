@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layerskip.config import SkipConfig, Trained
 from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
-from layerskip.model.blocks import AnyBlock, open_block
+from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
@@ -107,10 +107,10 @@ class Sublayers(Architecture):
         self.draft_head = self.head
         self.draft_vocabulary = self.vocabulary
         self._rows: TrimmedHead | None = None
-        # by sublayer (or None: head), bits and hash of what heals it
-        self._low: dict[tuple[int | None, int, str | None], Block] = {}
+        # by sublayer (or None: head), bits and hash of what heals it (or whose head it is)
+        self._low: dict[tuple[int | None, int | None, str | None], Block] = {}
         self._opened: dict[str, Deltas] = {}  # by hash
-        self._modules: dict[Hashable, tuple[AnyBlock, tuple[Block, ...]]] = {}
+        self._modules: dict[Hashable, OpenBlock] = {}
         self._drafts: dict[SkipConfig, tuple[tuple[int, bool], ...]] = {}
 
     def describe(self) -> str:
@@ -218,28 +218,37 @@ class Sublayers(Architecture):
         return [*blocks, self.head_for(skip)]
 
     def head_for(self, skip: SkipConfig) -> Block:
-        """The head that a draft reads, exact or rounded."""
-        return self.draft_head if skip.head_bits is None else self._rounded(None, skip)
+        """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
+        rows, bits = self.head_rows(skip), skip.head_bits
+        if bits is None and rows is self._rows:
+            return self.draft_head
+        own = None if rows is self._rows or skip.trained is None else skip.trained.hash
+        key = (None, bits, own)
+        if key not in self._low:
+            self._low[key] = self.backend.head(rows, bits)
+        return self._low[key]
 
-    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer in low precision, or the draft's head."""
+    def head_rows(self, skip: SkipConfig) -> TrimmedHead | None:
+        """The rows of the head that a draft reads, None for all: a module may have few tokens."""
+        head: Any = self.model.get_submodule("lm_head")
+        if skip.trained is None or not skip.trained.module or lean.head_refusal(head) is not None:
+            return self._rows
+        tokens = self.module(skip).tokens
+        if tokens is not None and self._rows is not None:
+            tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
+        return trimmed_head(head, tokens) if tokens else self._rows
+
+    def _rounded(self, sublayer: int, skip: SkipConfig) -> Block:
+        """A sublayer in low precision."""
         assert skip.low is not None
-        bits = skip.low.bits if sublayer is not None else skip.head_bits
-        assert bits is not None
-        healing = skip.trained if sublayer is not None else None
+        bits, healing = skip.low.bits, skip.trained
         if healing is not None and healing.module:
             healing = None  # modules beside rounded sublayers
         key = (sublayer, bits, None if healing is None else healing.hash)
-        block = self._low.get(key)
-        if block is None:
-            backend = self.backend
-            if sublayer is None:
-                block = backend.head(self._rows, bits)
-            else:
-                deltas = None if healing is None else self.deltas(healing)
-                block = backend.low(sublayer, bits, deltas)
-            self._low[key] = block
-        return block
+        if key not in self._low:
+            deltas = None if healing is None else self.deltas(healing)
+            self._low[key] = self.backend.low(sublayer, bits, deltas)
+        return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
         """What heals the linears of the sublayers, checked once for each opening.
@@ -256,8 +265,8 @@ class Sublayers(Architecture):
             self._opened[trained.hash] = paired(found, weights, trained.hash)
         return self._opened[trained.hash]
 
-    def module(self, skip: SkipConfig) -> tuple[AnyBlock, tuple[Block, ...]]:
-        """The module that a skip config names, and the sublayers of its layer, if it has one.
+    def module(self, skip: SkipConfig) -> OpenBlock:
+        """The module that a skip config names.
 
         Opened and checked once for each opening.
 
@@ -285,7 +294,7 @@ class Sublayers(Architecture):
         skip = skip.resolve(self.num_layers)
         own = 0
         if skip.trained is not None and skip.trained.module:
-            own = read_bytes(self.module(skip)[0], skip.module_bits)
+            own = read_bytes(self.module(skip).block, skip.module_bits)
         if skip.low is None:
             return own
         weights = [linear.weight for _, linear in self.named_linears(skip.rounded())]
@@ -293,7 +302,8 @@ class Sublayers(Architecture):
         nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
         head_bits = skip.head_bits
         whole = [linear.weight for _, linear in linears(self.model.lm_head)]
-        heads = whole if self._rows is None else [self._rows.weight]
+        rows = self.head_rows(skip)
+        heads = whole if rows is None else [rows.weight]
         if head_bits is not None:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
         if skip.trained is not None and not skip.trained.module:

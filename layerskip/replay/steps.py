@@ -21,7 +21,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.assistant import Assistant, common, known
 from layerskip.decoding.followers import Drafter
 from layerskip.decoding.trained import TrainedDraft, as_drafter
-from layerskip.model.blocks import FeatureBlock, Heads
+from layerskip.model.blocks import FeatureBlock, Heads, Streams
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.replay.chain_cache import ChainCache
@@ -136,7 +136,7 @@ class _Second(Steps):
 
 
 class _Features(Steps):
-    """A module over the target's last states: a block that feeds on its own, or heads."""
+    """A module over the target's last states: a block that feeds on its own, streams or heads."""
 
     def __init__(self, trace: Trace, draft: TrainedDraft) -> None:
         self.block, model = draft.block, trace.model
@@ -157,7 +157,7 @@ class _Features(Steps):
             super().__init__(trace, model, read(model.num_sublayers, every))
         else:
             super().__init__(trace, model)
-            self.longest = draft.longest
+        self.longest = draft.longest
 
     def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
         super().begin(texts, starts, steps)
@@ -165,15 +165,18 @@ class _Features(Steps):
         self.carried = [self.before[tuple(at)]]  # (B, G, H)
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        if isinstance(self.block, Heads):
+        block = self.block
+        if isinstance(block, Heads):
             if not step:  # (B, G, K, H)
-                self.carried = [self.block(self.carried[0], self.model.embed(tokens))]
-            out = self.carried[0][:, :, step]
-        else:
-            assert isinstance(self.block, FeatureBlock)
-            inputs = self.block.join(self.carried[0], self.model.embed(tokens))
-            out = self.run(inputs, self.own)
-            self.carried = [out]
+                self.carried = [block(self.carried[0], self.model.embed(tokens))]
+            return self.head(self.carried[0][:, :, step], None)
+        assert isinstance(block, FeatureBlock)
+        if isinstance(block, Streams):  # step by step what decoding has in one pass
+            if not step:  # (B, G, K, H)
+                self.carried = [block.fed(self.carried[0], self.model.embed(tokens))]
+            return self.head(self.run(self.carried[0][:, :, step], self.own), None)
+        out = self.run(block.join(self.carried[0], self.model.embed(tokens)), self.own)
+        self.carried = [out]
         return self.head(out, None)
 
 

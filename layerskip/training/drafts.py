@@ -24,6 +24,7 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.draft_weights import TRAINED
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
+from layerskip.model.blocks import TOKENS
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
@@ -272,7 +273,8 @@ class Training:
             spent = self.seconds["texts"] + self.seconds["features"]
             budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - spent)
         steps = math.ceil((recipe.tokens or 1 << 50) / ids[0].numel() / rows)
-        laws = Laws(self.opened, self._frequent(texts), recipe.loss, recipe.temperature)
+        frequent = self._frequent(texts)
+        laws = Laws(self.opened, frequent, recipe.loss, recipe.temperature)
         with frozen(model):
             half = half_is_fast(self.opened.device)
             module = student_of(
@@ -318,7 +320,10 @@ class Training:
             self.trained_tokens = done * rows * ids.shape[1]
             self.text_tokens = ids.numel()
             self.parameters = sum(each.numel() for each in module.parameters())
-            trained = save_trained(path, module.weights(), recipe.kind, model)
+            weights = module.weights()
+            if recipe.kind != "healed" and len(frequent) < self.opened.vocabulary:
+                weights[TOKENS] = frequent.int()
+            trained = save_trained(path, weights, recipe.kind, model)
         low = self.skip.low
         if low is None and trained.module and self.opened.execution == "native":
             low = ROUNDED_MODULE

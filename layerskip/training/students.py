@@ -1,6 +1,6 @@
 """What is trained for each kind of draft, and what it makes of texts; knows no files, no losses.
 
-Letters: B windows, T tokens of one, H hidden width, K heads.
+Letters: B windows, T tokens of one, H hidden width, K heads or streams.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads
+from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.healing import Healing
 from layerskip.training.laws import Batch, Made, Student
 
-RATES = {"healed": 1e-3, "exit-block": 3e-3, "feature-block": 3e-3, "heads": 5e-3}
+RATES = {
+    **{"healed": 1e-3, "exit-block": 3e-3, "feature-block": 5e-3},
+    **{"heads": 5e-3, "streams": 5e-3},
+}
 """Of learning: on demo-gemma2 modules reach in 150,000 tokens what took 240,000 to 470,000 at a
-fifth or a sixth of it."""
+fifth or a tenth of it."""
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
 """How a module decodes where products with rounded weights are fast: the head that it reads is most
 of what its step costs. It is trained with exact ones, which it hardly tells from these."""
 ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
-HEADS = 4
+AHEAD = 4  # tokens that heads and streams tell at once
 
 
 def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
@@ -93,7 +96,9 @@ class _Feature(_Block):
         return steps
 
 
-class _Heads(_Block):
+class _Ahead(_Block):
+    """Heads or streams: all tokens of a draft in one pass."""
+
     def made(self, batch: Batch) -> Made:
         made = self.block(*self.before(batch))  # (B, T, K, H)
         count = made.shape[1]
@@ -116,7 +121,7 @@ def student_of(
         return _Exit(model, ExitBlock(model))
     if kind == "feature-block":
         return _Feature(model, FeatureBlock(model))
-    return _Heads(model, Heads(model, HEADS))
+    return _Ahead(model, (Streams if kind == "streams" else Heads)(model, AHEAD))
 
 
 def shifted(states: Tensor) -> Tensor:
