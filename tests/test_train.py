@@ -189,10 +189,10 @@ def test_a_second_start_goes_on_where_the_first_was(
     assert once_more.run() == skip
     assert once_more.trained_tokens == 640
     whole = training(tmp_path / "whole", **how)
-    assert again.curve == whole.curve
-    assert [point["tokens"] for point in whole.curve][::4] == [0, 320, 640]
+    assert again.curve.points == whole.curve.points
+    assert [point["tokens"] for point in whole.curve.points][::4] == [0, 320, 640]
     steps = {"feature-block": 3, "heads": 4, "streams": 4}.get(kind, 1)
-    assert len(whole.curve[0]["overlap"]) == steps
+    assert len(whole.curve.points[0]["overlap"]) == steps
 
 
 CHILD = """
@@ -310,7 +310,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.M
         half.run()
         off = apart(one.folder, two.folder)
         assert off < 1e-3 * apart(one.folder, half.folder)
-        for mine, theirs in zip(one.curve, two.curve, strict=True):
+        for mine, theirs in zip(one.curve.points, two.curve.points, strict=True):
             assert mine == {**theirs, **{n: pytest.approx(theirs[n], 1e-3) for n in theirs}}
 
 
@@ -389,7 +389,10 @@ def test_training_raises_the_overlap_on_texts_it_has_not_seen(
         folder = tmp_path / name
         training(folder, model, tokens=4000, rate=how).run()
         made[name] = held_out_overlap(model, BITS, ids, load_file(folder / "draft.safetensors"))
-    curve = [point["overlap"][0] for point in training(folder, model, tokens=4000, rate=rate).curve]
+    curve = [
+        point["overlap"][0]
+        for point in training(folder, model, tokens=4000, rate=rate).curve.points
+    ]
     assert (curve[-1] > curve[0] + 0.02) == rises
     assert (made["trained"] > made["untrained"] + 0.02) == rises
     if not rises:
@@ -417,7 +420,7 @@ def test_what_is_healed_is_healed_further(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], before[name]) for name in after if name in before)
     assert not after["layers.3.mlp.up_proj.b"].any()
     assert after["layers.3.mlp.up_proj.a"].any()
-    assert same.curve[0]["overlap"] == same.curve[-1]["overlap"]
+    assert same.curve.points[0]["overlap"] == same.curve.points[-1]["overlap"]
     # the same weights elsewhere are the same training, others are not
     moved = replace(
         skip, trained=replace(skip.trained, weights=str(tmp_path / "elsewhere.safetensors"))

@@ -29,6 +29,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features, processes
+from layerskip.training.curves import Curve, trained_on
 from layerskip.training.healing import RANK
 from layerskip.training.laws import Batch, Laws, Student
 from layerskip.training.loop import read_checkpoint, schedule, train, windows_of
@@ -42,13 +43,10 @@ Progress = Callable[[str, float], None]
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether it pays or not."""
-SAVE_SECONDS = 60.0
-APART = 8
-"""Windows that are kept apart, at most, to measure a curve on."""
-POINTS = 8
-"""Of a curve, beside the one before training."""
+SAVE_SECONDS, NOTE_SECONDS = 60.0, 1.0
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
+FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, and see texts about as often so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +115,7 @@ class Training:
     Attributes:
         skip: what the draft runs of the model, resolved.
         tap: behind how many sublayers it reads states, if anywhere before the last.
+        curve: how training goes, on windows kept apart.
 
     Raises:
         ValueError: the folder holds another training, or the recipe's skip is none for its kind.
@@ -144,6 +143,7 @@ class Training:
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None
         self.source, self.folder, self.work = source, folder, folder / "work"
+        self.curve = Curve(self.work / "curve.json")
         self.progress, self.say = progress, say
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_same(model)
@@ -177,16 +177,20 @@ class Training:
     def _timed(self, stage: str) -> Iterator[Callable[[], None]]:
         """Add a stage's seconds to those of earlier starts; call what this gives now and then."""
         before, start = self.seconds[stage], time.monotonic()
+        written = start
 
-        def note() -> None:
-            self.seconds[stage] = before + time.monotonic() - start
-            if processes.first():
+        def note(seldom: float = NOTE_SECONDS) -> None:
+            nonlocal written
+            now = time.monotonic()
+            self.seconds[stage] = before + now - start
+            if processes.first() and now - written >= seldom:
                 write_text(self._clock, json.dumps(self.seconds))
+                written = now
 
         try:
             yield note
         finally:
-            note()
+            note(0.0)
 
     def run(self) -> SkipConfig:
         """All stages; the skip config of the trained draft, which lies in the folder, too."""
@@ -211,16 +215,6 @@ class Training:
         processes.wait()
         return self._train(ids, texts)
 
-    @property
-    def curve(self) -> list[dict[str, Any]]:
-        """How training went, on windows kept apart: by `tokens`, `loss` and `overlap` by step."""
-        points: list[dict[str, Any]] = parse(self._curve.read_bytes())
-        return points
-
-    @property
-    def _curve(self) -> Path:
-        return self.work / "curve.json"
-
     def clear(self) -> None:
         """Remove what only training needs; texts and times stay."""
         shutil.rmtree(self.work / "features", ignore_errors=True)
@@ -229,7 +223,8 @@ class Training:
     def _texts(self) -> None:
         recipe, folder = self.recipe, self.work / "texts"
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
-        limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * FOR_TEXTS
+        of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
+        limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * of_texts
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         half = half_is_fast(self.opened.device)
         with self._timed("texts") as note, self.source.in_half() if half else nullcontext():
@@ -285,11 +280,14 @@ class Training:
                 dtype=torch.bfloat16 if half else torch.float32,
                 seed=recipe.seed,
             )
-            count = _trained_on(len(ids), rows)
+            count = trained_on(len(ids), rows)
             step_loss = partial(self._loss, module, laws, ids[:count])
             measure = partial(self._measure, module, laws, ids, range(count, len(ids)))
-            self._begin_curve(checkpoint, measure)
-            points = len(self.curve) if processes.first() else 0
+            if checkpoint.exists():
+                self.curve.begin(read_checkpoint(checkpoint)["step"] * rows * ids.shape[1])
+            else:
+                self.curve.begin(None)
+                measure(0)
             with self._timed("training") as note:
                 for step, loss in train(
                     module,
@@ -304,10 +302,8 @@ class Training:
                     note()
                     done = step * rows * ids.shape[1]
                     share = max(step / steps, self.seconds["training"] / budget)
-                    due = processes.first() and min(share, 1.0) * POINTS >= points
-                    if processes.agreed(due, self.opened.device):
+                    if processes.agreed(self.curve.due(share), self.opened.device):
                         measure(done)
-                        points += 1
                     left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
                     self.progress(
                         f"training: {done:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
@@ -359,37 +355,10 @@ class Training:
             batch = self._batch(laws, ids, numbers)
             return laws.distance(module.made(batch), batch)
 
-    def _begin_curve(self, checkpoint: Path, measure: Callable[[int], None]) -> None:
-        """Measure before training, or leave what was measured behind the checkpoint's step."""
-        if not checkpoint.exists():
-            if processes.first():
-                write_text(self._curve, "[]")
-            measure(0)
-            return
-        if not processes.first():
-            return
-        step = read_checkpoint(checkpoint)["step"]
-        tokens = step * self.recipe.rows * self.recipe.window
-        kept = [point for point in self.curve if point["tokens"] <= tokens]
-        write_text(self._curve, json.dumps(kept))
-
-    @torch.no_grad()
     def _measure(self, module: Student, laws: Laws, ids: Tensor, apart: range, tokens: int) -> None:
-        """Add a point to the curve, after so many tokens of training."""
-        losses, overlaps = [], []
         with self._autocast():
-            for number in apart:
-                batch = self._batch(laws, ids, [number])
-                made = module.made(batch)
-                losses.append(laws.distance(made, batch).item())
-                overlaps.append(laws.overlaps(made, batch))
-        point = {
-            "tokens": tokens,
-            "loss": sum(losses) / len(apart),
-            "overlap": [sum(step) / len(apart) for step in zip(*overlaps, strict=True)],
-        }
-        if processes.first():
-            write_text(self._curve, json.dumps([*self.curve, point]))
+            batches = (self._batch(laws, ids, [number]) for number in apart)
+            self.curve.measure(tokens, module, laws, batches)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         device = self.opened.device
@@ -404,11 +373,6 @@ class Training:
         if self.tap is not None:
             tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
         return laws.batch(some, states, tapped)
-
-
-def _trained_on(count: int, rows: int) -> int:
-    """How many of the windows are trained on; curves are measured on the others, the last ones."""
-    return max(rows, count - max(1, min(APART, count // 16)))
 
 
 def half_is_fast(device: torch.device) -> bool:

@@ -108,7 +108,7 @@ def judge(
         "covered": training.covered,
         "parameters": training.parameters,
         "seconds": training.seconds,
-        "curve": training.curve,
+        "curve": training.curve.points,
         "held_out": {"prompts": len(prompts), "new_tokens": NEW_TOKENS},
         "drafts": table,
         "timed": timed,
