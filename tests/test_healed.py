@@ -22,6 +22,7 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.generation import generate
 from layerskip.model import extension
+from layerskip.model.blocks import Heads
 from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
 from layerskip.model.sublayers import Pass, Sublayers
@@ -158,7 +159,10 @@ def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path: Path) -> None:
     model, ids = tiny("llama"), prompt(5)
     skip = healed(model, tmp_path)
     assert skip.trained is not None
-    beside = replace(skip, trained=replace(skip.trained, kind="heads", weights="not there"))
+    heads = Heads(Sublayers(model), 2).state_dict()
+    beside = replace(
+        skip, trained=save_trained(tmp_path / "heads.safetensors", heads, "heads", model)
+    )
     got, want = (
         logits(Sublayers(model, "fused"), each, ids)
         for each in (beside, replace(skip, trained=None))

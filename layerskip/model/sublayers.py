@@ -219,14 +219,8 @@ class Sublayers(Architecture):
 
     def head_for(self, skip: SkipConfig) -> Block:
         """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
-        rows, bits = self.head_rows(skip), skip.head_bits
-        if bits is None and rows is self._rows:
-            return self.draft_head
-        own = None if rows is self._rows or skip.trained is None else skip.trained.hash
-        key = (None, bits, own)
-        if key not in self._low:
-            self._low[key] = self.backend.head(rows, bits)
-        return self._low[key]
+        few = self.head_rows(skip) is not self._rows
+        return self._rounded(None, skip) if few or skip.head_bits else self.draft_head
 
     def head_rows(self, skip: SkipConfig) -> TrimmedHead | None:
         """The rows of the head that a draft reads, None for all: a module may have few tokens."""
@@ -238,16 +232,25 @@ class Sublayers(Architecture):
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
         return trimmed_head(head, tokens) if tokens else self._rows
 
-    def _rounded(self, sublayer: int, skip: SkipConfig) -> Block:
-        """A sublayer in low precision."""
+    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
+        """A sublayer in low precision, or a head of the draft's own."""
+        trained, backend = skip.trained, self.backend
+        key: tuple[int | None, int | None, str | None]
+        if sublayer is None:
+            rows = self.head_rows(skip)
+            of = trained.hash if trained is not None and rows is not self._rows else None
+            key = (None, skip.head_bits, of)
+            if key not in self._low:
+                self._low[key] = backend.head(rows, skip.head_bits)
+            return self._low[key]
         assert skip.low is not None
-        bits, healing = skip.low.bits, skip.trained
-        if healing is not None and healing.module:
-            healing = None  # modules beside rounded sublayers
-        key = (sublayer, bits, None if healing is None else healing.hash)
+        if trained is not None and trained.module:
+            trained = None  # modules beside rounded sublayers
+        bits = skip.low.bits
+        key = (sublayer, bits, None if trained is None else trained.hash)
         if key not in self._low:
-            deltas = None if healing is None else self.deltas(healing)
-            self._low[key] = self.backend.low(sublayer, bits, deltas)
+            deltas = None if trained is None else self.deltas(trained)
+            self._low[key] = backend.low(sublayer, bits, deltas)
         return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
