@@ -224,13 +224,13 @@ class Sublayers(Architecture):
 
     def head_rows(self, skip: SkipConfig) -> TrimmedHead | None:
         """The rows of the head that a draft reads, None for all: a module may have few tokens."""
-        head: Any = self.model.get_submodule("lm_head")
-        if skip.trained is None or not skip.trained.module or lean.head_refusal(head) is not None:
+        if skip.trained is None or not skip.trained.module:
             return self._rows
+        head: Any = self.model.get_submodule("lm_head")
         tokens = self.module(skip).tokens
         if tokens is not None and self._rows is not None:
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
-        return trimmed_head(head, tokens) if tokens else self._rows
+        return trimmed_head(head, tokens) if tokens and not lean.head_refusal(head) else self._rows
 
     def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
         """A sublayer in low precision, or a head of the draft's own."""
