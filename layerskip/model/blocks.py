@@ -278,7 +278,8 @@ def open_block(
     elif trained.kind == "feature-block":
         block = FeatureBlock(model)
     elif trained.kind == "streams":
-        block = Streams(model, 1 + len(weights.get("ahead.weight", ())) // model.config.hidden_size)
+        further = len(weights.get("ahead.weight", ())) // model.config.hidden_size
+        block = Streams(model, 1 + max(1, further))
     else:
         block = Heads(model, max(1, len(weights)))
     own = {name: (value.shape, value.dtype) for name, value in block.state_dict().items()}
