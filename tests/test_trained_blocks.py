@@ -141,6 +141,20 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder:
         assert play(drafts, Fickle(3 + sample), sample)
 
 
+@pytest.mark.parametrize("together", [0, 2, 64])
+def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
+    together: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = drafts_of("lookup, streams", folder)
+    whole = decoded(drafts, Fickle(3), sample=True)
+    monkeypatch.setattr(states, "_TOGETHER", together)
+    run = decoded(drafts, Fickle(3), sample=True)
+    assert run.emitted == whole.emitted
+    assert run.stats.sources == whole.stats.sources
+    assert whole.stats.sources[1].num_accepted_tokens > 0
+    assert play(drafts, Fickle(3), True)
+
+
 @pytest.mark.parametrize("kind", LAYERED)
 def test_a_state_that_is_not_rolled_back_is_seen(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
