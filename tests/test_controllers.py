@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from layerskip.config import SkipConfig
+from layerskip.config import SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
 from layerskip.decoding import expected_gain
 from layerskip.decoding.acceptance import prior_acceptance
@@ -588,6 +588,9 @@ def test_a_high_prior_drafts_far_at_once_and_is_corrected() -> None:
     priors = [prior_acceptance(draft) for draft in (whole, replace(part, low=low), part, None)]
     assert priors[0] > priors[1] == priors[2] == priors[3]
     assert prior_acceptance(SkipConfig.low_precision(4).resolve(6)) == priors[1]
+    module = Trained(kind="heads", weights="x", hash="0" * 64, base="b")
+    for each in (SkipConfig(trained=module), replace(whole, trained=module)):
+        assert prior_acceptance(each) < priors[1] / 2  # they have seen little
     costs, drafted = CostTable(0.3, (1.0, 1.05, 1.1, 1.15)), []
     for prior in (priors[0], priors[1]):
         controller = ExpectedGain(costs, priors=[prior])
