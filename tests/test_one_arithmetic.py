@@ -86,7 +86,12 @@ def texts_apart(number: int, counts: Counter[str]) -> int:
     else:
         how["do_sample"] = False
     drafts: dict[str, Any] = chance.choice(
-        [{}, {"lookup": True}, {"skip": SkipConfig.low_precision(4)}, {"skip": SkipConfig(mlp=(2,))}]
+        [
+            {},
+            {"lookup": True},
+            {"skip": SkipConfig.low_precision(4)},
+            {"skip": SkipConfig(mlp=(2,))},
+        ]
     )
     drafts = drafts | chance.choice(
         [
