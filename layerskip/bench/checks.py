@@ -21,12 +21,12 @@ from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.bench.methods import Engine, Peer, Task
 from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6
@@ -213,10 +213,7 @@ def _cache_error(
         max_new_tokens=max_new_tokens,
         law=Law(do_sample=False, rows=1),
     )
-    resolved = [
-        each.resolve(model.num_layers) if isinstance(each, SkipConfig) else each for each in drafts
-    ]
-    decoder = Decoder(model, resolved, Fixed(3), request, max_draft_length=3)
+    decoder = Decoder(model, drafts, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass
     length = decoder.session.lengths[0]

@@ -19,8 +19,8 @@ from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, Timed, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.decoding.sources.lookup import Lookup
 
 TEMPERATURE = 0.8
 
