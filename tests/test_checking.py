@@ -278,8 +278,8 @@ def test_runners_up_fail_the_check_of_a_trained_model(monkeypatch):
         pytest.skip("no checkpoints/smollm2")
     monkeypatch.chdir(root)
     loaded = load("smollm2", dtype="bfloat16")
-    asked = [Prompt("1", text).as_chat() for text in ("Why is the sky blue?", "Tell me a story.")]
-    prompts = [encode(loaded.tokenizer, each) for each in asked]
+    asked = [Prompt(id="1", text=text) for text in ("Why is the sky blue?", "Tell me a story.")]
+    prompts = [encode(loaded.tokenizer, each.as_chat()) for each in asked]
     assert compare(loaded.model, prompts, SKIP, Task(48))["generate"].faults == 0
     decoding(monkeypatch, [runners_up(loaded.model, ids, 48, every=15) for ids in prompts])
     for comparison in compare(loaded.model, prompts, SKIP, Task(48)).values():
