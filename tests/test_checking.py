@@ -248,6 +248,7 @@ def test_what_the_library_says_along_a_text(family):
     assert float(found.margins[7]) == pytest.approx(float(logits.max() - logits[others[7]]))
     assert found.margins.count_nonzero() == 1
     assert found.changes.shape == (2, 40, 7)
+    assert along(model, ids, text[:1], text[:1], lambda logits, first: logits).best == text[:1]
     assert found.changes.abs().max() < 1e-5 * logits.abs().max()
 
 

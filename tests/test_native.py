@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -738,6 +739,23 @@ def test_a_sticky_folder_above_the_root_will_do(
     fresh.chmod(0o777)
     assert str(fresh) in str(extension.refusal())
     fresh.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "others"),
+    [("me", [], False), ("me", ["me", "you"], True), ("us", [], True)],
+)
+def test_a_group_of_ones_own_is_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, members: list[str], others: bool
+) -> None:
+    """As users have on systems that let groups write by default."""
+    group, user = SimpleNamespace(gr_name=name, gr_mem=members), SimpleNamespace(pw_name="me")
+    monkeypatch.setattr("grp.getgrgid", lambda number: group)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: user)
+    tmp_path.chmod(0o770)
+    assert extension._others_write(tmp_path.stat()) is others
+    tmp_path.chmod(0o772)
+    assert extension._others_write(tmp_path.stat())
 
 
 def test_rebuilding_takes_the_place_of_what_was_there(
