@@ -303,7 +303,8 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in ("drafted", "accepted")
     )
     compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
-    near = [d["near_tie"] for each in compared for d in each["differences"]]
+    differing = [each["differences"] for each in compared if each["differences"]]
+    near = [all(d["near_tie"] for d in found) for found in differing]
     return {
         "acceptance_rate": accepted / proposed if proposed else None,
         "compared": len(compared),
