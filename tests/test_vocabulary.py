@@ -18,6 +18,7 @@ from models import (
     Erratic,
     lively_model,
     prompt,
+    pure,
     ragged,
     tiny_model,
 )
@@ -282,6 +283,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
 def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
     """One that sets scores itself, as forced tokens do, is obeyed by draft and target alike."""
 
+    @pure
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] % 3:
             return scores
