@@ -56,7 +56,7 @@ class Machine:
             self.time += HEAD * (1 + 0.1 * (count - 1))
             return head(hidden, step)
 
-        self.model.head = self.model.draft_head = slow_head
+        self.model.head = self.model.weights.head() = slow_head
         exact = self.model._rounded
 
         def slow_low(sublayer: int | None, skip: SkipConfig) -> Any:

@@ -93,14 +93,14 @@ def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: s
     opened = Sublayers(model_of(family), execution=execution)
     trimmed = opened.trimmed(SOME)
     hidden = torch.randn(2, 3, 32, dtype=torch.float64)
-    whole, few = opened.logits(hidden), trimmed.draft_head(hidden, None)
+    whole, few = opened.logits(hidden), trimmed.weights.head()(hidden, None)
     kept = torch.zeros(VOCABULARY, dtype=torch.bool)
     kept[list(SOME)] = True
     torch.testing.assert_close(few[..., kept], whole[..., kept])
     assert torch.equal(few[..., ~kept], torch.full_like(few[..., ~kept], float("-inf")))
     assert torch.equal(trimmed.logits(hidden), whole)
-    assert torch.equal(opened.draft_head(hidden, None), whole)
-    assert (opened.draft_vocabulary, trimmed.draft_vocabulary) == (VOCABULARY, 40)
+    assert torch.equal(opened.weights.head()(hidden, None), whole)
+    assert (opened.weights.vocabulary, trimmed.weights.vocabulary) == (VOCABULARY, 40)
 
 
 @torch.no_grad()

@@ -98,11 +98,13 @@ class DraftWeights:
         return few
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
-        """What a draft of a resolved config runs behind its shared prefix, its head last.
+        """What a draft runs behind its shared prefix, its head last.
 
         Raises:
-            ValueError: the model cannot run in low precision, and why.
+            ValueError: the skip config does not fit the model, or the model cannot run in low
+                precision, and why.
         """
+        skip = skip.resolve(self.model.num_layers)
         low, prefix = skip.rounded(), skip.shared_prefix()
         behind = [index for index in skip.kept() if index >= prefix]
         found = [self._rounded(i, skip) if i in low else self._exact[i] for i in behind]
