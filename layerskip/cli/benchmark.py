@@ -203,7 +203,7 @@ def benchmark(
                 raise
     talk.progress("")
     summary = summarise(output)
-    print(_table(summary))
+    print(table(summary))
     if compile_seconds():
         talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
@@ -271,7 +271,7 @@ def summarise(path: Path) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
     sizes = len({row["batch_size"] for row in rows}) > 1
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))

@@ -1,11 +1,9 @@
-"""The scale study: published sizes, a dial that sets acceptance, a report that says so."""
+"""Random models of published sizes, and the dial that sets their acceptance."""
 
 import math
-import re
 from itertools import pairwise
 
 import pytest
-import scale_study
 import torch
 from models import prompt
 from random_models import PERPLEXITY, SHAPES, Dial, configuration, random_model
@@ -13,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.analysis import report
-from layerskip.analysis.runs import Round, load_runs
-from layerskip.analysis.tables import acceptance_of, losslessness
+from layerskip.analysis.runs import Round
+from layerskip.analysis.tables import acceptance_of
 
 PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
@@ -135,80 +132,3 @@ def test_what_the_dial_cannot_do_is_refused(model):
         Dial(model, 1, greedy=False, seed=0).find(0.0)
     with pytest.raises(ValueError, match=r"exits must be in 1\.\.7, got 8"):
         Dial(model, 8, greedy=False, seed=0)
-
-
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    """A whole study of the tiny shape: its run file."""
-    folder = tmp_path_factory.mktemp("study")
-    words = "--shape tiny --dtype float32 --acceptance 0.6 0.9 --batch-size 1 2 --prompts 2"
-    words += " --new-tokens 12 --prompt-tokens 6 --draft-length 4 --cost-seconds 0.1"
-    argv = [*words.split(), "--output", str(folder / "run.jsonl")]
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scale_study, "BUFFER", 2**20)
-        scale_study.main([*argv, "--threads", "1"])
-    torch.set_num_threads(threads)
-    return folder
-
-
-def test_the_run_file_holds_every_pair(studied):
-    (run,) = load_runs([studied / "run.jsonl"])
-    assert run.measured == ["plain", "generate", "exit-1", "exit-2", "exit-4"]
-    assert run.batch_sizes == [1, 2]
-    assert run.categories == ["acceptance 0.6", "acceptance 0.9"]
-    assert len(run.records) == 5 * 2 * 2 * 2
-    assert [len(run.cost_table("exit-2", size).verify) for size in run.batch_sizes] == [13, 13]
-    assert losslessness(run)["faults"].sum() == 0
-    rounds = {
-        name: [
-            round_
-            for record, rounds in run.rounds("exit-1", 1)
-            for round_ in rounds
-            if record["category"] == name
-        ]
-        for name in run.categories
-    }
-    assert all(acceptance_of(each)["rounds"] for each in rounds.values())
-
-
-def test_the_summary_shows_bytes_and_costs(studied):
-    (run,) = load_runs([studied / "run.jsonl"])
-    lines = scale_study.summary(run, [2e9, 1e9]).splitlines()
-    assert lines[0] == "a sum reads 2.0, 1.0 GB/s (before, after); batches of [1, 2]:"
-    assert [line.partition(":")[0] for line in lines[1:]] == [
-        f"{name} x{size}"
-        for size in (1, 2)
-        for name in ("plain", "generate", "exit-1", "exit-2", "exit-4")
-    ]
-    assert re.match(r"exit-2 x1: c \d\.\d{3}, v\(2\) \d\.\d\d, ", lines[4])
-    rate, speed, share = re.search(
-        r": ([\d.]+) .*, ([\d.e-]+) GB/s, ([\d.]+)% of the first", lines[1]
-    ).groups()
-    bytes_read = 4 * run.header["model"]["parameters"]  # of a tied head
-    assert float(speed) * 1e9 == pytest.approx(bytes_read * float(rate), rel=0.01)
-    assert float(share) == pytest.approx(100 * float(speed) / 2, rel=0.1, abs=0.1)
-
-
-def test_the_report_says_that_acceptance_was_set(studied, monkeypatch):
-    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
-    words = report.write_report([studied / "run.jsonl"], studied / "report")
-    assert words.startswith("Synthetic acceptance (random weights, exits from layer 1 on accepted")
-    assert "Try --exit-layer" not in words
-    assert "Add --trace" not in words
-    page = (studied / "report" / "index.html").read_text()
-    assert "tiny shape, sampled at T=1, synthetic acceptance" in page
-    assert page.count("random weights, exits from layer 1 on accepted about 0.6, 0.9") == 2
-
-
-def test_drafts_of_a_study_can_have_few_tokens(tmp_path):
-    words = "--shape tiny --dtype float32 --acceptance 0.9 --prompts 1 --new-tokens 12"
-    words += " --prompt-tokens 6 --draft-length 4 --cost-seconds 0.1 --exit-layer 2"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scale_study, "BUFFER", 2**20)
-        argv = [*words.split(), "--output", str(tmp_path / "run.jsonl")]
-        scale_study.main([*argv, "--draft-vocabulary", "200"])
-    (run,) = load_runs([tmp_path / "run.jsonl"])
-    assert run.methods["exit-2"]["draft_vocabulary"] == 200
-    assert "200 of 512 tokens likely" in run.header["synthetic"]
-    assert losslessness(run)["faults"].sum() == 0
