@@ -35,9 +35,9 @@ from safetensors.torch import load_file
 from layerskip.bench.batches import Batch, one_by_one
 from layerskip.bench.methods import Clock, Decoded, Engine, Method, Peer, Task
 from layerskip.bench.plans import make_header, price
-from layerskip.bench.runner import benchmark, device_clock
+from layerskip.bench.runner import device_clock
 from layerskip.checkpoints import DTYPES, Loaded, encode
-from layerskip.cli.benchmark import summarise, table
+from layerskip.cli.benchmark import record
 from layerskip.cli.options import (
     Loading,
     first_of_each,
@@ -54,7 +54,6 @@ from layerskip.decoding.controllers import CONTROLLERS, make_controller
 from layerskip.decoding.lookup import Lookup
 from layerskip.defaults import unprepared
 from layerskip.files.comparisons import KIND, SCHEMA, write_comparison
-from layerskip.files.records import RunWriter
 from layerskip.files.writing import replacing, write_text
 from layerskip.generation import DEFAULT_CONTROLLER
 from layerskip.model.blocks import TOKENS
@@ -68,7 +67,6 @@ from layerskip.search import seeds, study
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
-from layerskip.timing.bandwidth import Sweeps
 from layerskip.timing.sublayers import measure
 from layerskip.timing.tables import cost_tables
 from layerskip.training.judging import answers, request_of, trained_skip
@@ -122,31 +120,15 @@ def by_clock(
     at: Setting, task: Task, methods: Sequence[Method], batches: Sequence[Batch], **header: Any
 ) -> None:
     """Measure methods in turn on every batch, write the run file, print the benchmark's table."""
-    args = at.args
     whole = {
         **at.header(task),
-        "repeats": args.repeats,
+        "repeats": at.args.repeats,
         "warmup": 1,
         "batch_sizes": sorted({batch.rows for batch in batches}),
         "methods": [each.describe() for each in methods],
         **header,
     }
-    now = device_clock(at.opened.device)
-    with RunWriter(args.output, whole, None) as writer:
-        benchmark(
-            at.loaded.model,
-            task,
-            methods,
-            batches,
-            repeats=args.repeats,
-            warmup=1,
-            write=writer.write,
-            bandwidth=Sweeps(at.opened.device, now),
-            note=lambda what, share: at.talk.progress(f"{share:4.0%} {what}"),
-        )
-    at.talk.progress("")
-    print(table(summarise(args.output)))
-    print(f"records: {args.output}; plots: layerskip report {args.output} --output DIR")
+    record(at.args.output, whole, at.loaded.model, task, methods, batches, at.talk)
 
 
 class LlamaCpp:

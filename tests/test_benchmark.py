@@ -16,9 +16,9 @@ from layerskip.bench.methods import (
     Task,
     early_exit_peer,
 )
-from layerskip.bench.plans import mean_draft_length, price
+from layerskip.bench.plans import price
 from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished
 from layerskip.timing.bandwidth import Sweeps
@@ -170,7 +170,6 @@ def all_methods(model, task, **drafting):
         Engine(model, task, "self", SKIP, **drafting),
         Peer(model, task),
         early_exit_peer(model, task, 3),
-        early_exit_peer(model, task, 3, 4),
         Peer(model, task, "generate-prompt-lookup", options={"prompt_lookup_num_tokens": 10}),
     ]
 
@@ -184,7 +183,7 @@ def test_greedy_texts_of_all_methods_are_the_same(model):
     task = Task(10)
     methods = all_methods(model, task)
     records = measure(model, task, methods, batches(5, 7), warmup=1)
-    assert len(records) == 2 * 6
+    assert len(records) == 2 * 5
     assert len({key_of(record) for record in records}) == len(records)
     for record in records:
         assert record["equal"] == [True]
@@ -416,10 +415,10 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.model), "forward", moody)
-    peer = early_exit_peer(model, Task(6), 2, 3)
+    peer = early_exit_peer(model, Task(6), 2)
     with pytest.raises(error):
         peer.decode(batch, 0, Clock())
-    assert (2, 3) in seen  # in the draft, with the length asked for
+    assert (2, 20) in seen  # in the draft, with the library's own length
     assert settings_of(model) == before
     seen.clear()
     seen.append(None)
@@ -428,14 +427,11 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
     assert settings_of(model) == before
 
 
-def test_early_exit_has_the_librarys_defaults_or_the_length_asked_for(model):
+def test_early_exit_has_the_librarys_defaults(model):
     own = early_exit_peer(model, Task(4), 2).describe()
     assert own["num_assistant_tokens"] == 20
     assert own["schedule"] == "constant"
     assert own["threshold"] == 0.4
-    matched = early_exit_peer(model, Task(4), 2, 3).describe()
-    assert matched["name"] == "generate-early-exit-3"
-    assert (matched["num_assistant_tokens"], matched["threshold"]) == (3, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -483,17 +479,6 @@ def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     price(method, Engine(model, Task(4)), [batch], Clock())
     assert method.prices["1"]["draft"] == 0.2  # for predictions
     assert method.generate(batch).costs.draft == 0.5
-
-
-def test_the_length_that_peers_draft_is_matched(model):
-    few = batches(5, 6)
-    fixed = Engine(model, Task(12), "self", SKIP, controller="fixed", max_draft_length=4)
-    assert mean_draft_length(fixed, few) == 4
-    stored = SkipConfig(exit_layer=3, decoding=DecodingOptions(controller="fixed"))
-    own = Engine(model, Task(24), "self", stored)
-    assert mean_draft_length(own, few) == 5  # the last rounds are shorter
-    never = Engine(model, Task(12), "self", SKIP, controller="confidence", threshold=1.0)
-    assert mean_draft_length(never, few) == 1
 
 
 def test_an_interrupted_run_keeps_its_records_and_goes_on(model, tmp_path):

@@ -572,7 +572,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     result = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2, "--json")
     found = document(result)
     names = ["plain", "self:fixed", "self:expected-gain", "generate", "generate-early-exit"]
-    names += ["generate-early-exit-2", "generate-prompt-lookup"]
+    names += ["generate-prompt-lookup"]
     assert [row["method"] for row in found["methods"]] == names
     assert all((row["compared"], row["faults"]) == (2, 0) for row in found["methods"])
     assert found["methods"][0]["speedups"]["plain"] == [1.0, 1.0, 1.0]
@@ -580,7 +580,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
         assert words in result.stdout
     assert f"layerskip report {output}" in result.stderr
     records = read_run(output)
-    assert len(records.records) == 2 * 7
+    assert len(records.records) == 2 * 6
     assert records.header["law"]["do_sample"] is False
     assert records.header["methods"][1]["costs"]["1"]["draft"] == 0.2
     assert [m["max_draft_length"] for m in records.header["methods"][1:3]] == [2, 2]
@@ -591,7 +591,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     again = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2)
     assert again.exit_code == 0
     assert output.read_bytes().startswith(data[: data.rindex(b"\n", 0, -1)])
-    assert len(read_run(output).records) == 2 * 7
+    assert len(read_run(output).records) == 2 * 6
     line = refused_bench(folder, two_prompts, output, *flags, "--max-draft-length", 3)
     assert "holds records of other settings: methods is" in line
 

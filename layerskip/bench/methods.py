@@ -347,23 +347,16 @@ def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def early_exit_peer(
-    model: Any, task: Task, exit_layer: int, draft_length: int | None = None
-) -> Peer:
-    """transformers' early exit with its own defaults, or with drafts of exactly that length."""
+def early_exit_peer(model: Any, task: Task, exit_layer: int) -> Peer:
+    """transformers' early exit with its own defaults."""
     config = model.generation_config
     defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     found = {name: getattr(config, name, None) for name in _ASSISTED}
     own = {n: defaults.get(n) if value is None else value for n, value in found.items()}
-    name = "generate-early-exit"
-    if draft_length is not None:
-        own = dict(zip(_ASSISTED, (draft_length, "constant", 0.0), strict=True))
-        name = f"{name}-{draft_length}"
     return Peer(
         model,
         task,
         "generate-early-exit",
-        name,
         options={"assistant_early_exit": exit_layer},
         config=own,
         details={
