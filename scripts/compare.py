@@ -47,7 +47,7 @@ from layerskip.cli.options import (
     spoken,
 )
 from layerskip.cli.terminal import Talk, aligned
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.controllers import CONTROLLERS, make_controller
@@ -198,6 +198,8 @@ def open_llama(at: Setting, context: int) -> Any:
 
 def compare_llama(args: argparse.Namespace) -> None:
     """llama.cpp, `generate()`, plain and self on the same weights, threads and prompts; greedy."""
+    if args.temperature is not None:
+        raise ValueError("llama.cpp is compared greedily: leave --temperature out")
     with setting(args) as at:
         model, task = at.loaded.model, at.task()
         context = max(ids.shape[1] for ids in at.ids) + args.new_tokens
@@ -239,34 +241,31 @@ def compare_shape(args: argparse.Namespace) -> None:
     """
     if args.threads:
         torch.set_num_threads(args.threads)
-    talk, config, few = Talk(quiet=False), configuration(args.shape), args.draft_vocabulary
+    talk, config, device = Talk(quiet=False), configuration(args.shape), torch.device(args.device)
     layers = config.num_hidden_layers
     exits = args.exit_layer or sorted({max(1, layers // n) for n in (8, 4, 2)})
     talk.progress("making the model, and setting its acceptance")
-    device, greedy = torch.device(args.device), args.temperature is None
-    model = random_model(config, getattr(torch, args.dtype), device, args.seed, likely=few)
+    model = random_model(config, getattr(torch, args.dtype), device, args.seed)
     join(model)  # as the commands do with a model of their own
-    dial = Dial(model, min(exits), greedy=greedy, seed=args.seed)
+    dial = Dial(model, min(exits), greedy=args.temperature is None, seed=args.seed)
     strengths = {f"acceptance {asked:g}": dial.find(asked) for asked in args.acceptance}
     batches = random_batches(args, config.vocab_size, strengths)
     prompts = [Prompt(id=n, text="", category=b.category) for b in batches for n in b.names]
     loaded = Loaded(f"{args.shape} shape", model, None, None)
     at = Setting(args, talk, loaded, dial.opened, prompts, [b.input_ids for b in batches])
-    task, options = at.task(), DecodingOptions(draft_vocabulary=few and tuple(range(few)))
-    plain, engines = Engine(model, task), []
+    task = at.task()
+    plain = Engine(model, task)
+    methods: list[Method] = [plain, Peer(model, task)]
     for layer in exits:
-        skip = SkipConfig(exit_layer=layer, decoding=options)
         name = f"exit-{layer}"
-        engines.append(Engine(model, task, name, skip, controller=args.controller, draft=name))
         talk.progress(f"measuring what drafting costs: {name}")
-        price(engines[-1], plain, batches, device_clock(device))
-    every: list[Method] = [plain, Peer(model, task), *engines]
+        engine = Engine(model, task, name, SkipConfig.early_exit(layer), draft=name)
+        price(engine, plain, batches, device_clock(device))
+        methods.append(engine)
     levels = ", ".join(f"{asked:g}" for asked in args.acceptance)
     synthetic = f"random weights, exits from layer {min(exits)} on accepted about {levels}"
-    if few is not None:
-        synthetic += f", {few} of {config.vocab_size} tokens likely, all that drafts draw"
-    methods = [AtAcceptance(method, dial, strengths) for method in every]
-    by_clock(at, task, methods, batches, synthetic=synthetic)
+    dialled = [AtAcceptance(method, dial, strengths) for method in methods]
+    by_clock(at, task, dialled, batches, synthetic=synthetic)
 
 
 def random_batches(
@@ -458,10 +457,7 @@ def compare_searches(args: argparse.Namespace) -> None:
     with setting(args) as at:
         at.talk.progress("answers and costs")
         trace = answers(at.opened, at.ids, args.temperature, new_tokens=args.new_tokens)
-        law = law_of(at.task().law)
-        cost = (
-            json.loads(args.cost.read_text()) if args.cost else measure(at.opened, at.ids, law=law)
-        )
+        cost = measure(at.opened, at.ids, law=law_of(at.task().law))
         space = Space(kind="sublayer", num_layers=at.opened.num_layers)
         landscape = Landscape(Objective(trace, cost), space)
         planted = seeds.standard(space)
@@ -533,8 +529,6 @@ def arguments() -> argparse.ArgumentParser:
     shape.add_argument("--device", default="cpu")
     shape.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
     shape.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
-    shape.add_argument("--draft-vocabulary", type=int, metavar="N", help="likely tokens: N first")
-    shape.add_argument("--controller", choices=CONTROLLERS, default=DEFAULT_CONTROLLER)
     shape.add_argument("--batch-size", type=int, nargs="+", default=[1])
     shape.add_argument("--count", type=int, default=2, help="prompts of each size and acceptance")
     shape.add_argument("--prompt-tokens", type=int, default=16)
@@ -551,7 +545,6 @@ def arguments() -> argparse.ArgumentParser:
         help="of a draft step, then of passes of 1, 2, ... tokens; in target steps; else measured",
     )
     searches = command("searches", compare_searches, asked)
-    searches.add_argument("--cost", type=Path, help="a cost record, JSON; measured otherwise")
     searches.add_argument("--trials", type=int, default=200)
     searches.add_argument("--runs", type=int, default=3, help="of each search")
     searches.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES))

@@ -259,6 +259,7 @@ def test_what_llama_cpp_lacks_is_one_line(there, tmp_path, capsys, monkeypatch, 
     words = ("llama.cpp", "--work", llama, "--output", tmp_path / "run.jsonl")
     message = refused(there, capsys, *words, "--dtype", "float64")
     assert "must be one of float32, bfloat16 beside llama.cpp, got float64" in message
+    assert "greedily" in refused(there, capsys, *words, "--temperature", 0.8)
     (there / "model" / "model.gguf").rename(tmp_path / "model.gguf")
     message = refused(there, capsys, *words)
     (tmp_path / "model.gguf").rename(there / "model" / "model.gguf")
@@ -271,36 +272,18 @@ def test_what_llama_cpp_lacks_is_one_line(there, tmp_path, capsys, monkeypatch, 
 # Shapes
 
 
-def shape(output, *more):
-    words = "shape tiny --dtype float32 --count 2 --new-tokens 12 --prompt-tokens 6 --threads 1"
-    compare.main([*words.split(), *map(str, more), "--temperature", "1", "--output", str(output)])
-    (run,) = load_runs([output])
-    assert losslessness(run)["faults"].sum() == 0
-    return run
-
-
-@pytest.fixture
-def _priced(monkeypatch):
-    monkeypatch.setattr(
-        "layerskip.generation.cost_tables", lambda _, drafts, __: [COSTS for _ in drafts]
-    )
-
-
-@pytest.mark.usefixtures("_priced")
 def test_a_shape_is_measured_at_acceptances_that_are_set(tmp_path, monkeypatch):
-    found = shape(tmp_path / "run.jsonl", *["--acceptance", "0.6", "0.9", "--batch-size", "1", "2"])
+    prices = "layerskip.generation.cost_tables"
+    monkeypatch.setattr(prices, lambda _, drafts, __: [COSTS for _ in drafts])
+    words = "shape tiny --dtype float32 --count 2 --new-tokens 12 --prompt-tokens 6 --threads 1"
+    words += " --temperature 1 --acceptance 0.6 0.9 --batch-size 1 2 --output"
+    compare.main([*words.split(), str(tmp_path / "run.jsonl")])
+    (found,) = load_runs([tmp_path / "run.jsonl"])
+    assert losslessness(found)["faults"].sum() == 0
     assert found.measured == ["plain", "generate", "exit-1", "exit-2", "exit-4"]
     assert found.batch_sizes == [1, 2]
     assert found.categories == ["acceptance 0.6", "acceptance 0.9"]
     assert len(found.records) == 5 * 2 * 2 * 2
     monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
-    words = report.write_report([tmp_path / "run.jsonl"], tmp_path / "report")
-    assert "random weights, exits from layer 1 on accepted about 0.6, 0.9" in words
-
-
-@pytest.mark.usefixtures("_priced")
-def test_drafts_of_a_shape_can_have_few_tokens(tmp_path):
-    few = ["--acceptance", "0.9", "--exit-layer", "2", "--draft-vocabulary", "200"]
-    found = shape(tmp_path / "run.jsonl", *few)
-    assert found.methods["exit-2"]["draft_vocabulary"] == 200
-    assert "200 of 512 tokens likely" in found.header["synthetic"]
+    told = report.write_report([tmp_path / "run.jsonl"], tmp_path / "report")
+    assert "random weights, exits from layer 1 on accepted about 0.6, 0.9" in told
