@@ -62,14 +62,15 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.replay.drafts import Replay, look_up, replay
 from layerskip.replay.exits import law_of
-from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.replay.simulation import simulate, tokens_per_step
 from layerskip.search import seeds, study
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
 from layerskip.timing.sublayers import measure
 from layerskip.timing.tables import cost_tables
-from layerskip.training.judging import answers, request_of, trained_skip
+from layerskip.timing.threads import cpu_threads
+from layerskip.training.judging import answers, formula, request_of, trained_skip
 
 PACKAGE = "llama-cpp-python==0.3.36"
 WIDE = {"float32": ("LLAMA_FTYPE_ALL_F32", "F32"), "bfloat16": ("LLAMA_FTYPE_MOSTLY_BF16", "BF16")}
@@ -239,7 +240,7 @@ def compare_shape(args: argparse.Namespace) -> None:
     Times and costs are real, as they depend on the shapes of the weights and not on their values;
     nothing is said about the acceptance of a trained model. The run file says so.
     """
-    if args.threads:
+    if args.threads:  # else as many as torch takes
         torch.set_num_threads(args.threads)
     talk, config, device = Talk(quiet=False), configuration(args.shape), torch.device(args.device)
     layers = config.num_hidden_layers
@@ -290,8 +291,8 @@ def random_batches(
 def compare_drafts(args: argparse.Namespace) -> None:
     """Drafts, mixtures of them with lookups, and controllers: acceptance and expected speedup.
 
-    Speedups are tokens per target step of simulated rounds, by controller; "best fixed" is the best
-    fixed draft length, which one knows only afterwards.
+    Speedups are tokens per target step of simulated rounds, by controller; "best fixed" is what the
+    best fixed draft length would bring, which one knows only afterwards.
     """
     law = "greedy" if args.temperature is None else f"{args.temperature:g}"
     with setting(args) as at:
@@ -381,14 +382,9 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
 
 def alone(law: str, played: Replay, costs: CostTable) -> dict[str, Any]:
     """What is known of a draft that is no mixture."""
-    gains = [1.0]
-    for longest in range(1, played.draft_length + 1):
-        counts = count_rounds(played, longest)
-        spent = math.fsum(count * costs.round_cost(d) for d, count in enumerate(counts))
-        gains.append(played.trace.starts / spent)
     found: dict[str, Any] = {
         "acceptance": {law: played.survival},
-        "best_fixed": {law: max(gains)},
+        "best_fixed": {law: formula(played.survival, costs)},
         "costs": {"draft": costs.draft, "verify": list(costs.verify)},
     }
     if played.found is not None:
@@ -554,7 +550,8 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments().parse_args(argv)
     try:
-        args.run(args)
+        with cpu_threads(None):
+            args.run(args)
     except (ValueError, OSError) as error:
         print(f"compare: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""Records of a benchmark as times of decoding alone; knows no methods and no clock."""
+"""Seconds per token of decoding alone, from a benchmark's records."""
 
 from __future__ import annotations
 

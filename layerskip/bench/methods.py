@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares: this engine's and transformers' own; no clock.
+"""The ways to decode that a benchmark compares: this engine's and transformers' own.
 
 Each method decodes a batch of prompts and says when, by a clock that it is handed, the first tokens
 were out. What is asked for is the same for all of them.
@@ -278,7 +278,6 @@ class Peer:
     ) -> Decoded:
         width = batch.input_ids.shape[1]
         first = _First(clock, width)
-        watch = {"streamer": first} if batch.rows == 1 else {"stopping_criteria": [first]}
         if self.task.do_sample:
             draw = random.Random(f"{self.task.seed}/{batch.numbers[0]}/{repeat}")
             torch.manual_seed(draw.getrandbits(63))
@@ -290,7 +289,7 @@ class Peer:
                 attention_mask=batch.attention_mask,
                 **arguments,
                 **self.options,
-                **watch,
+                stopping_criteria=[first],
             )
         rows = [self._ended(row) for row in sequences[:, width:].tolist()]
         assert first.at is not None
@@ -304,24 +303,13 @@ class Peer:
 
 
 class _First:
-    """Notes when the first new tokens are out, as a streamer or as a stopping criterion."""
+    """A stopping criterion that stops nothing, and notes when the first new tokens are out."""
 
     def __init__(self, clock: Clock, width: int) -> None:
         self.clock = clock
         self.width = width
         self.at: float | None = None
         self.tokens = 0
-        self.prompt_seen = False
-
-    def put(self, tokens: Tensor) -> None:
-        if not self.prompt_seen:
-            self.prompt_seen = True
-        elif self.at is None:
-            self.at = self.clock()
-            self.tokens = tokens.numel()
-
-    def end(self) -> None:
-        pass
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if self.at is None:

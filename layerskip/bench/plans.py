@@ -143,24 +143,30 @@ class Plan:
             how = stored if lookup is None else lookup
             sources.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
         if "self" in kinds and not given:
-            own = {"skip": self._decided("self", default), "lookup": lookup is None or lookup}
-            if own["skip"] is not None or own["lookup"]:
-                sources.append(("self", "default", own))
+            own_skip = self._decided("self", default)
+            how = True if lookup is None else lookup
+            if own_skip is not None or how:
+                sources.append(("self", "default", {"skip": own_skip, "lookup": how}))
         if "self-lookup" in kinds:
             sources.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-8bit" in kinds:
             sources.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
-            second = assistant.opened(self.task.execution)
-            own = {"assistant": second, "named": assistant.name}
-            sources.append(("self-assistant", "assistant", own))
+            second = {"assistant": assistant.opened(self.task.execution), "named": assistant.name}
+            sources.append(("self-assistant", "assistant", second))
         if "self-exit" in kinds:
-            skip = self._decided("self-exit", None) or self.best_exit
-            sources.append(("self-exit", f"exit-{skip.exit_layer}", {"skip": skip}))
+            exit_ = self._decided("self-exit", None) or self.best_exit
+            sources.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
         found: dict[str, Engine] = {}
         for (kind, label, own), controller in itertools.product(sources, controllers):
-            how = {"controller": controller, "max_draft_length": max_draft_length, **own}
-            each = Engine(self.loaded.model, self.task, draft=label, **how)
+            each = Engine(
+                self.loaded.model,
+                self.task,
+                controller=controller,
+                max_draft_length=max_draft_length,
+                draft=label,
+                **own,
+            )
             if each.controller in WITH_THRESHOLD and threshold is not None:
                 each.threshold = threshold
             several = sum(other == kind for other, _, _ in sources) > 1
@@ -194,8 +200,9 @@ class Plan:
             told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
             methods.append(Peer(model, task, name, options=copied, details=told))
         if (name := "generate-assistant") in kinds and assistant is not None:
-            second, told = {"assistant_model": assistant.model}, {"assistant": assistant.name}
-            methods.append(Peer(model, task, name, options=second, details=told))
+            second = {"assistant_model": assistant.model}
+            named = {"assistant": assistant.name}
+            methods.append(Peer(model, task, name, options=second, details=named))
         alone = [m.name for m in methods if m.one_row]
         if alone and any(batch.rows > 1 for batch in self.batches):
             self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")

@@ -154,7 +154,7 @@ def benchmark(
             default, reason = sources.own(opened)
             if reason is not None:
                 talk.say(f"drafts are looked up only: {reason}")
-        controllers = controller or [None]
+        controllers: list[str | None] = [*controller] if controller else [None]
         engines = plan.engines(
             kinds,
             [(name, sources.rounded(each)) for name, each in given],

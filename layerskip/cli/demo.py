@@ -85,6 +85,7 @@ def demo(
     talk.progress("")
     same = {"coupled": _same(records[sampled]), "greedy": _same(records[greedy])}
     speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
+    assert shown.stats is not None
     why = counts(shown.stats, drafts.names)
     costs = shown.costs if drafts.skip is not None else None
     tokens = shown.sequences[0, batches[0].input_ids.shape[1] :].tolist()
