@@ -4,6 +4,7 @@ import gc
 import json
 
 import pytest
+import run_files
 import torch
 from models import lively_model, prompt, ragged
 
@@ -20,7 +21,7 @@ from layerskip.bench.plans import price
 from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished
+from layerskip.files.records import RunWriter, key_of, read_run
 from layerskip.timing.bandwidth import Sweeps
 
 SKIP = SkipConfig.early_exit(3)
@@ -208,24 +209,8 @@ def test_memory_is_read_behind_every_call(model):
 def test_records_are_what_readers_take(model, tmp_path):
     task = Task(8, do_sample=True, temperature=0.8, top_k=40, top_p=0.95)
     methods = all_methods(model, task)
-    header = {
-        "kind": "header",
-        "schema": 1,
-        "created": "now",
-        "argv": [],
-        "environment": {},
-        "model": {"name": "x", "architecture": "llama", "num_layers": 6, "parameters": 1},
-        "device": "cpu",
-        "dtype": "float64",
-        "law": task.law,
-        "max_new_tokens": 8,
-        "repeats": 1,
-        "warmup": 0,
-        "batch_sizes": [1, 2],
-        "prompts": {"count": 3},
-        "baseline": "plain",
-        "methods": [method.describe() for method in methods],
-    }
+    methods_told = [method.describe() for method in methods]
+    header = run_files.header(law=task.law, batch_sizes=[1, 2], methods=methods_told)
     path = tmp_path / "run.jsonl"
     with RunWriter(path, header, None) as writer:
         mixed = [*batches(5), *batches(6, rows=2)]
@@ -479,60 +464,6 @@ def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     price(method, Engine(model, Task(4)), [batch], Clock())
     assert method.prices["1"]["draft"] == 0.2  # for predictions
     assert method.generate(batch).costs.draft == 0.5
-
-
-def test_an_interrupted_run_keeps_its_records_and_goes_on(model, tmp_path):
-    task = Task(4)
-    methods = [Engine(model, task), Engine(model, task, "self", SKIP, controller="fixed")]
-    path = tmp_path / "run.jsonl"
-    header = {
-        "kind": "header",
-        "schema": 1,
-        "created": "now",
-        "environment": {},
-        "model": {"name": "x", "architecture": "llama", "num_layers": 6, "parameters": 1},
-        "device": "cpu",
-        "dtype": "float64",
-        "law": task.law,
-        "max_new_tokens": 4,
-        "repeats": 2,
-        "warmup": 1,
-        "batch_sizes": [1],
-        "prompts": {"count": 2},
-        "baseline": "plain",
-        "methods": [method.describe() for method in methods],
-    }
-
-    def go_on(stop_after=None):
-        found = read_unfinished(path)
-        done = {key_of(record) for record in found.records} if found else set()
-        written = []
-        with RunWriter(path, header, found) as writer:
-
-            def write(record):
-                writer.write(record)
-                written.append(record)
-                if len(written) == stop_after:
-                    raise KeyboardInterrupt
-
-            measure(
-                model, task, methods, batches(4, 5), repeats=2, warmup=1, write=write, done=done
-            )
-        return written
-
-    with pytest.raises(KeyboardInterrupt):
-        go_on(stop_after=3)
-    assert len(read_run(path).records) == 3
-    assert len(go_on()) == 5
-    records = read_run(path).records
-    assert {key_of(record) for record in records} == {
-        (name, (f"{number}-0",), 1, repeat)
-        for name in ("plain", "self")
-        for number in range(2)
-        for repeat in range(2)
-    }
-    assert all(record["equal"] == [True] for record in records)
-    assert go_on() == []
 
 
 # ---------------------------------------------------------------------------------------------
