@@ -1,11 +1,11 @@
-"""Compare what `layerskip benchmark` has no method for: llama.cpp, shapes, drafts, searches.
+"""Compare what `layerskip benchmark` has no method for: llama.cpp, sizes, drafts, searches.
 
-    python scripts/compare.py llama.cpp smollm2 --prompts spec-bench --chat --output run.jsonl
-    python scripts/compare.py shape llama-3.2-1b --output scale.jsonl
-    python scripts/compare.py drafts smollm2 --drafts runs/heads skip.json --output drafts.json
+    python scripts/compare.py llama-cpp smollm2 --prompts spec-bench --chat --output run.jsonl
+    python scripts/compare.py scale --shape llama-3.2-1b --output scale.jsonl
+    python scripts/compare.py drafts smollm2 runs/heads skip.json --output drafts.json
     python scripts/compare.py searches demo-llama --temperature 0.8 --output searches.json
 
-`llama.cpp` and `shape` go by the clock: they add contenders to the benchmark's loop, write its
+`llama-cpp` and `scale` go by the clock: they add contenders to the benchmark's loop, write its
 records and print its table. `drafts` and `searches` decode every prompt once, replay all contenders
 from every place of the answers, and price them with one cost table, so that no clock's noise stands
 between them; they write one JSON document. For drafts by the clock there is `layerskip benchmark
@@ -497,7 +497,7 @@ def arguments() -> argparse.ArgumentParser:
     shared.add_argument("--new-tokens", type=int, default=64)
     shared.add_argument("--execution", default="auto")
     shared.add_argument("--threads", type=int, help="measured if not given")
-    shared.add_argument("--seed", type=int, default=0)
+    shared.set_defaults(seed=0)
     asked = argparse.ArgumentParser(add_help=False, parents=[shared])
     asked.add_argument("model", nargs="?", default="demo-llama", help="as for layerskip")
     asked.add_argument("--dtype", choices=DTYPES, default="auto")
@@ -513,25 +513,23 @@ def arguments() -> argparse.ArgumentParser:
         own.set_defaults(run=run)
         return own
 
-    llama = command("llama.cpp", compare_llama, asked)
+    llama = command("llama-cpp", compare_llama, asked)
     llama.add_argument("--repeats", type=int, default=1)
     llama.add_argument("--skip", type=Path, help="of self, which needs no set-up otherwise")
     llama.add_argument("--work", type=Path, default=Path("runs/llama-cpp"), help="wide GGUFs")
-    shape = command("shape", compare_shape, shared)
-    shape.set_defaults(prompts=Path("random tokens"))
-    shape.add_argument("shape", choices=SHAPES)
-    shape.add_argument("--repeats", type=int, default=1)
-    shape.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16")
-    shape.add_argument("--device", default="cpu")
-    shape.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
-    shape.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
-    shape.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    shape.add_argument("--count", type=int, default=2, help="prompts of each size and acceptance")
-    shape.add_argument("--prompt-tokens", type=int, default=16)
+    scale = command("scale", compare_shape, shared)
+    scale.set_defaults(prompts=Path("random tokens"))
+    scale.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    scale.add_argument("--repeats", type=int, default=1)
+    scale.add_argument("--dtype", choices=DTYPES[1:], default="bfloat16")
+    scale.add_argument("--device", default="cpu")
+    scale.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
+    scale.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
+    scale.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    scale.add_argument("--count", type=int, default=2, help="prompts of each size and acceptance")
+    scale.add_argument("--prompt-tokens", type=int, default=16)
     drafts = command("drafts", compare_drafts, asked)
-    drafts.add_argument(
-        "--drafts", nargs="+", type=Path, default=[], help="skip configs, trainings"
-    )
+    drafts.add_argument("drafts", nargs="*", type=Path, help="skip configs, trainings' folders")
     drafts.add_argument("--exit-layer", type=int, help="a quarter of the layers otherwise")
     drafts.add_argument(
         "--costs",

@@ -45,17 +45,17 @@ def there(tmp_path_factory):
     return folder
 
 
-def run(there, command, *more):
+def run(there, command, *more, drafts=()):
     """A comparison of the tiny model; its prompts and lengths are fixed."""
     fixed = ["--prompts", there / "prompts.txt", "--new-tokens", NEW, "--threads", 1]
     fixed += ["--execution", "fused"]
-    compare.main([command, str(there / "model"), *map(str, [*fixed, *more])])
+    compare.main([command, *map(str, [there / "model", *drafts, *fixed, *more])])
 
 
-def refused(there, capsys, *words):
+def refused(there, capsys, *words, **named):
     """The one line that a refused comparison says."""
     with pytest.raises(SystemExit) as stopped:
-        run(there, *words)
+        run(there, *words, **named)
     assert stopped.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("compare: error: ")
@@ -67,8 +67,8 @@ def refused(there, capsys, *words):
 
 
 def drafts(there, output, *named, costs=(0.3, 1.0, 1.1, 1.2), more=()):
-    named = ["--drafts", *(there / each for each in named)] if named else []
-    run(there, "drafts", *named, "--costs", *costs, "--output", output, *more)
+    more = ["--costs", *costs, "--output", output, *more]
+    run(there, "drafts", *more, drafts=[there / each for each in named])
     return {row["name"]: row for row in read_comparison(output)["rows"]}
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(there, tmp_path, capsys)
         ([tmp_path / "heads"], "holds no finished training"),
         ([tmp_path / "none.json"], "cannot read skip config"),
     ):
-        assert message in refused(there, capsys, "drafts", "--drafts", *named, "--output", output)
+        assert message in refused(there, capsys, "drafts", "--output", output, drafts=named)
     assert not output.exists()
 
 
@@ -242,7 +242,7 @@ def llama(there, tmp_path, monkeypatch):
 def test_llama_cpp_takes_turns_with_the_others(there, tmp_path, llama, capsys, monkeypatch, wrong):
     monkeypatch.setattr(FakeLlama, "wrong_at", wrong)
     output = tmp_path / "run.jsonl"
-    run(there, "llama.cpp", "--skip", there / "gaps.json", "--work", llama, "--output", output)
+    run(there, "llama-cpp", "--skip", there / "gaps.json", "--work", llama, "--output", output)
     found = read_run(output)
     assert [each["name"] for each in found.header["methods"]] == [
         "llama.cpp", "generate", "plain", "self",
@@ -258,7 +258,7 @@ def test_llama_cpp_takes_turns_with_the_others(there, tmp_path, llama, capsys, m
 
 
 def test_what_llama_cpp_lacks_is_one_line(there, tmp_path, capsys, monkeypatch, llama):
-    words = ("llama.cpp", "--work", llama, "--output", tmp_path / "run.jsonl")
+    words = ("llama-cpp", "--work", llama, "--output", tmp_path / "run.jsonl")
     message = refused(there, capsys, *words, "--dtype", "float64")
     assert "must be one of float32, bfloat16 beside llama.cpp, got float64" in message
     assert "greedily" in refused(there, capsys, *words, "--temperature", 0.8)
@@ -277,7 +277,9 @@ def test_what_llama_cpp_lacks_is_one_line(there, tmp_path, capsys, monkeypatch, 
 def test_a_shape_is_measured_at_acceptances_that_are_set(tmp_path, monkeypatch):
     prices = "layerskip.generation.cost_tables"
     monkeypatch.setattr(prices, lambda _, drafts, __: [COSTS for _ in drafts])
-    words = "shape tiny --dtype float32 --count 2 --new-tokens 12 --prompt-tokens 6 --threads 1"
+    words = (
+        "scale --shape tiny --dtype float32 --count 2 --new-tokens 12 --prompt-tokens 6 --threads 1"
+    )
     words += " --temperature 1 --acceptance 0.6 0.9 --batch-size 1 2 --output"
     compare.main([*words.split(), str(tmp_path / "run.jsonl")])
     (found,) = load_runs([tmp_path / "run.jsonl"])
