@@ -1,4 +1,4 @@
-"""Seconds per token of decoding alone, from a benchmark's records."""
+"""Records of a benchmark as times of decoding alone; knows no methods and no clock."""
 
 from __future__ import annotations
 

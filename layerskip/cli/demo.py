@@ -83,7 +83,8 @@ def demo(
                 note=lambda what, share: talk.progress(f"measuring, {share:.0%}: prompt {what}"),
             )
     talk.progress("")
-    same = {"coupled": _same(records[sampled]), "greedy": _same(records[greedy])}
+    same = {"coupled": _same(records[sampled], "self")}
+    same["greedy"] = _same(records[greedy], "plain", "self")
     speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
     assert shown.stats is not None
     why = counts(shown.stats, drafts.names)
@@ -137,9 +138,9 @@ def demo(
         raise typer.Exit(1)
 
 
-def _same(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the texts of self-speculation, how many are those they must be."""
-    texts = [each for each in records if each["method"] == "self"]
+def _same(records: Sequence[dict[str, Any]], *methods: str) -> dict[str, Any]:
+    """Of the texts of these methods, how many are those they must be."""
+    texts = [each for each in records if each["method"] in methods]
     faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
     equal = sum(all(each["equal"]) for each in texts)
     return {
