@@ -32,7 +32,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from random_models import SHAPES, Dial, configuration, random_model
 from safetensors.torch import load_file
 
-from layerskip.bench.batches import Batch, one_by_one
+from layerskip.bench.batches import Batch, make_batches
 from layerskip.bench.methods import Clock, Decoded, Engine, Method, Peer, Task
 from layerskip.bench.plans import make_header, price
 from layerskip.bench.runner import device_clock
@@ -207,10 +207,8 @@ def compare_llama(args: argparse.Namespace) -> None:
         llama = LlamaCpp(open_llama(at, context), task, end_tokens(model))
         skip = SkipConfig.load(args.skip) if args.skip else unprepared(at.opened).skip
         plain, ours = Engine(model, task), Engine(model, task, "self", skip, lookup=True)
-        batches = [
-            Batch((each.id,), batch.numbers, each.category, batch.input_ids, batch.attention_mask)
-            for each, batch in zip(at.prompts, one_by_one(at.ids), strict=True)
-        ]
+        asked = [(p.id, p.category, ids) for p, ids in zip(at.prompts, at.ids, strict=True)]
+        batches, _ = make_batches(asked, [1], 0)
         price(ours, plain, batches, device_clock(at.opened.device))
         # the baseline is what the table's speedups are over
         by_clock(at, task, [llama, Peer(model, task), plain, ours], batches, baseline=llama.name)
@@ -250,10 +248,16 @@ def compare_shape(args: argparse.Namespace) -> None:
     join(model)  # as the commands do with a model of their own
     dial = Dial(model, min(exits), greedy=args.temperature is None, seed=args.seed)
     strengths = {f"acceptance {asked:g}": dial.find(asked) for asked in args.acceptance}
-    batches = random_batches(args, config.vocab_size, strengths)
-    prompts = [Prompt(id=n, text="", category=b.category) for b in batches for n in b.names]
+    size, generator = (args.count, 1, args.prompt_tokens), torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(config.vocab_size, size, generator=generator).to(device)  # (prompts, 1, T)
+    asked = [
+        (f"{level.split()[1]}-{number}", level, ids[number])
+        for level, number in itertools.product(strengths, range(args.count))
+    ]
+    batches, _ = make_batches(asked, args.batch_size, 0)
+    prompts = [Prompt(id=name, text="", category=level) for name, level, _ in asked]
     loaded = Loaded(f"{args.shape} shape", model, None, None)
-    at = Setting(args, talk, loaded, dial.opened, prompts, [b.input_ids for b in batches])
+    at = Setting(args, talk, loaded, dial.opened, prompts, list(ids))
     task = at.task()
     plain = Engine(model, task)
     methods: list[Method] = [plain, Peer(model, task)]
@@ -267,21 +271,6 @@ def compare_shape(args: argparse.Namespace) -> None:
     synthetic = f"random weights, exits from layer {min(exits)} on accepted about {levels}"
     dialled = [AtAcceptance(method, dial, strengths) for method in methods]
     by_clock(at, task, dialled, batches, synthetic=synthetic)
-
-
-def random_batches(
-    args: argparse.Namespace, vocabulary: int, levels: Mapping[str, float]
-) -> list[Batch]:
-    """Random prompts; those of one number are the same ones at every acceptance."""
-    generator, batches = torch.Generator().manual_seed(args.seed + 1), []
-    for rows, number in itertools.product(args.batch_size, range(args.count)):
-        size = (rows, args.prompt_tokens)
-        ids = torch.randint(vocabulary, size, generator=generator).to(args.device)  # (B, W)
-        places = tuple(range(number * rows, (number + 1) * rows))
-        for level in levels:
-            names = tuple(f"{level.split()[1]}-{place}" for place in places)
-            batches.append(Batch(names, places, level, ids, torch.ones_like(ids)))
-    return batches
 
 
 # ---------------------------------------------------------------------------------------------
@@ -526,7 +515,7 @@ def arguments() -> argparse.ArgumentParser:
     scale.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
     scale.add_argument("--exit-layer", type=int, nargs="+", help="L/8, L/4 and L/2 otherwise")
     scale.add_argument("--batch-size", type=int, nargs="+", default=[1])
-    scale.add_argument("--count", type=int, default=2, help="prompts of each size and acceptance")
+    scale.add_argument("--count", type=int, default=2, help="prompts at each acceptance")
     scale.add_argument("--prompt-tokens", type=int, default=16)
     drafts = command("drafts", compare_drafts, asked)
     drafts.add_argument("drafts", nargs="*", type=Path, help="skip configs, trainings' folders")

@@ -287,7 +287,7 @@ def test_a_shape_is_measured_at_acceptances_that_are_set(tmp_path, monkeypatch):
     assert found.measured == ["plain", "generate", "exit-1", "exit-2", "exit-4"]
     assert found.batch_sizes == [1, 2]
     assert found.categories == ["acceptance 0.6", "acceptance 0.9"]
-    assert len(found.records) == 5 * 2 * 2 * 2
+    assert len(found.records) == 5 * 2 * (2 + 1)
     monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
     told = report.write_report([tmp_path / "run.jsonl"], tmp_path / "report")
     assert "random weights, exits from layer 1 on accepted about 0.6, 0.9" in told
