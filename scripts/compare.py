@@ -170,7 +170,7 @@ def open_llama(at: Setting, context: int) -> Any:
         raise ValueError(
             f"llama.cpp is not installed: `pip install {PACKAGE}` compiles it, in minutes"
         )
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found]
 
     folder, dtype = at.loaded.folder, str(at.opened.dtype).removeprefix("torch.")
     found = [] if folder is None else sorted(folder.glob("*.gguf"))
@@ -308,10 +308,11 @@ def compare_drafts(args: argparse.Namespace) -> None:
                 rounds = (simulate(played, controller, [text]) for text in texts)
                 gains[name] = tokens_per_step(itertools.chain.from_iterable(rounds), tables)
             sizes = [size_of(at.opened, drafts[name]) for name in parts]
-            row = {
+            row: dict[str, Any] = {
                 "name": " + ".join(reversed(parts)),
                 "kind": "mixture" if len(parts) > 1 else "lookup" if parts == (LOOKUP,) else "skip",
                 "drafts": list(parts),
+                "trained": any(getattr(drafts[name], "trained", None) for name in parts),
                 "bytes": sum(nbytes for nbytes, _ in sizes),
                 "parameters": sum(count for _, count in sizes),
                 "acceptance": {},

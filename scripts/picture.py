@@ -30,10 +30,11 @@ PANELS = {
 }
 
 
-def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 0.8, line="-"):
-    """A token, or a layer."""
-    shape = {"boxstyle": "round,pad=0,rounding_size=0.08", "linestyle": line, "edgecolor": DARK}
-    axes.add_patch(FancyBboxPatch((x, y), width, 0.42, facecolor=colour, linewidth=0.9, **shape))
+def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 0.8) -> None:
+    """A token, or a layer; dashed where nothing runs."""
+    how: dict[str, Any] = {"linestyle": "--" if colour in (WHITE, PALE) else "-", "edgecolor": DARK}
+    round_ = "round,pad=0,rounding_size=0.08"
+    axes.add_patch(FancyBboxPatch((x, y), width, 0.42, boxstyle=round_, facecolor=colour, **how))
     axes.text(x + width / 2, y + 0.2, text, ha="center", va="center", fontsize=10.5, color=DARK)
 
 
@@ -47,10 +48,9 @@ def say(axes: Axes, x: float, y: float, text: str, size: float = 10.5, **how: An
 
 
 def draw(path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(11, 5.3), dpi=110)
-    figure.subplots_adjust(0, 0, 1, 1)
-    axes.set(xlim=(0, 14.3), ylim=(0, 6.9))
-    axes.axis("off")
+    figure = plt.figure(figsize=(11, 5.3), dpi=110)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 14.3), ylim=(0, 6.9))
+    axes.set_axis_off()
     for x, (title, words, made) in PANELS.items():
         say(axes, x, 6.7, title, 16, weight="bold", color=DARK)
         say(axes, x, 6.17, words, 11.5)
@@ -63,8 +63,8 @@ def draw(path: Path) -> None:
         name = f"layer {layer + 1}"
         cheap = "skipped" if skipped else name if shared else f"{name}, 8 bits"
         colour = WHITE if skipped else BLUE if shared else ORANGE
-        box(axes, one, y, cheap, colour, 1.8, "--" if skipped else "-")
-        box(axes, two, y, name, PALE if shared else BLUE, 1.8, "--" if shared else "-")
+        box(axes, one, y, cheap, colour, 1.8)
+        box(axes, two, y, name, PALE if shared else BLUE, 1.8)
     say(axes, one + 2, 4.45, "by the model itself:\nits weights rounded,\nor layers skipped")
     say(axes, one + 2, 3.15, "or looked up: what\nfollowed when the\ntext said this before")
     say(axes, two + 2, 4.45, "the whole model,\nfor little more than\none token costs")

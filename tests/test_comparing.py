@@ -81,6 +81,7 @@ def test_all_drafts_and_controllers_in_one_table(there, tmp_path, capsys, temper
     assert list(rows) == [*single, *(f"{name} + lookup" for name in single[1:])]
     assert rows["8 bits"]["bytes"] == rows["8 bits + lookup"]["bytes"] > 0
     assert rows["8 bits"]["parameters"] == 0 < rows["heads"]["parameters"]
+    assert {name for name, row in rows.items() if row["trained"]} == {"heads", "heads + lookup"}
     shown = capsys.readouterr().out
     for name, row in rows.items():
         assert name in shown
