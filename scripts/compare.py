@@ -49,9 +49,8 @@ from layerskip.cli.options import (
 from layerskip.cli.terminal import Talk, aligned
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.controllers import CONTROLLERS, make_controller
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.defaults import unprepared
 from layerskip.files.comparisons import KIND, SCHEMA, write_comparison
 from layerskip.files.writing import replacing, write_text
@@ -60,7 +59,7 @@ from layerskip.model.blocks import TOKENS
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
-from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.simulation import simulate, tokens_per_step
 from layerskip.search import seeds, study
@@ -76,6 +75,7 @@ PACKAGE = "llama-cpp-python==0.3.36"
 WIDE = {"float32": ("LLAMA_FTYPE_ALL_F32", "F32"), "bfloat16": ("LLAMA_FTYPE_MOSTLY_BF16", "BF16")}
 LOOKUP = "lookup"
 LONGEST = 12  # tokens that a replayed round drafts
+SECONDS = 5.0  # that pricing a draft may take
 SHOWN = 4  # depths of acceptance in the table; the file has all that were replayed
 
 
@@ -293,12 +293,12 @@ def compare_drafts(args: argparse.Namespace) -> None:
         replays, costs, rows = {}, {}, []
         for name, draft in drafts.items():
             at.talk.progress(f"replay and price: {name}")
-            replays[name] = look_up(trace, draft) if name == LOOKUP else replay(trace, draft)
+            replays[name] = replay(trace, draft)
             costs[name] = costs_of(at, draft)
         mixtures = [(LOOKUP, name) for name in drafts if name != LOOKUP]
         for parts in [*((name,) for name in drafts), *mixtures]:
             played, tables = [replays[name] for name in parts], [costs[name] for name in parts]
-            priors = [prior_acceptance(drafts[name]) for name in parts]
+            priors = [each.prior for each in played]
             gains = {}
             for name in CONTROLLERS:
                 controller = make_controller(
@@ -358,7 +358,7 @@ def size_of(opened: Sublayers, draft: SkipConfig | Lookup) -> tuple[int, int]:
         return 0, 0
     weights = {} if draft.trained is None else load_file(draft.trained.weights)
     count = sum(weight.numel() for name, weight in weights.items() if name != TOKENS)
-    return opened.low_bytes(draft), count
+    return opened.weights.nbytes(draft), count
 
 
 def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
@@ -367,7 +367,7 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
         step, *verify = at.args.costs
         return CostTable(0.0 if isinstance(draft, Lookup) else step, tuple(verify))
     request = request_of(at.opened, at.ids[0], at.args.temperature)
-    return cost_tables(at.opened, [draft], request)[0]
+    return cost_tables(at.opened, [draft], request, seconds=SECONDS)[0]
 
 
 def alone(law: str, played: Replay, costs: CostTable) -> dict[str, Any]:

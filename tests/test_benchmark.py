@@ -22,6 +22,7 @@ from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeate
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, key_of, read_run
+from layerskip.model.extension import refusal
 from layerskip.timing.bandwidth import Sweeps
 
 SKIP = SkipConfig.early_exit(3)
@@ -273,6 +274,14 @@ def test_times_of_rounds_add_up(model):
     assert sum(parts) == pytest.approx(seconds["total"])
 
 
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_nothing_drafts_but_what_is_named():
+    own = lively_model("llama", dtype=torch.float32)  # which drafts in 8 bits where nothing is
+    method = Engine(own, Task(12), "self", lookup=True, controller="fixed")
+    (batch,) = batches(6)
+    assert {round_.source for round_ in method.generate(batch).rounds} <= {None, 0}
+
+
 def test_the_end_of_a_text_is_counted_and_nothing_behind_it(model):
     (batch,) = batches(6, rows=2)
     texts = Engine(model, Task(12)).decode(batch, 0, Clock()).tokens
@@ -309,12 +318,12 @@ def test_a_wrong_text_is_a_fault(model, task):
     wrong = [*text[:2], (text[2] + 1) % 90 + 2, *text[3:]]
     record = judged(model, task, wrong, batch)
     assert record["equal"] == [False]
-    (difference,) = record["differences"]
+    difference = record["differences"][0]
     assert difference["position"] == 2
     assert difference["margin"] > difference["resolution"] > 0
     assert difference["near_tie"] is False
     for ended in (text[:3], [*text, 5]):  # no score explains an end
-        (difference,) = judged(model, task, ended, batch)["differences"]
+        difference = judged(model, task, ended, batch)["differences"][-1]
         assert difference["near_tie"] is False
         assert difference["margin"] is None
     peer = judged(model, task, wrong, batch, kind="generate-prompt-lookup")
@@ -331,7 +340,7 @@ def test_a_near_tie_is_none(model):
     head[other] = head[text[1]] * (1 - 1e-15)
     record = judged(twins, task, [text[0], other, *text[2:]], batch)
     assert record["equal"] == [False]
-    (difference,) = record["differences"]
+    difference = record["differences"][0]
     assert difference["near_tie"] is True
     assert 0 <= difference["margin"] <= difference["resolution"] < 1e-3
 
@@ -346,17 +355,17 @@ def test_the_scores_that_judge_are_those_that_drew(model, task):
     plain = Engine(model, task)
     judge = Judge(model, task, [plain])
     for row, text in enumerate(plain.decode(batch, 0, Clock()).tokens):
-        for length, token in enumerate(text):
-            before = torch.tensor([text[:length]], dtype=torch.long)
-            scores = judge._scores(batch, row, torch.cat([ids[row : row + 1], before], dim=1))
-            assert int(scores.argmax()) == token
+        assert judge._along(batch, row, text, text).best == text
 
 
-def test_generate_is_the_greedy_reference_where_it_is_measured(model):
-    methods = [Peer(model, Task(4)), Engine(model, Task(4))]
-    assert Judge(model, Task(4), methods).reference.kind == "generate"
-    assert Judge(model, Task(4), methods[1:]).reference.kind == "plain"
-    assert Judge(model, Task(4, do_sample=True), methods).reference.kind == "plain"
+def test_whose_text_a_method_must_give(model):
+    methods = [Peer(model, Task(4)), Engine(model, Task(4)), Fake("x", Clock(), kind="self")]
+    for judge, expected in (
+        (Judge(model, Task(4), methods), ["generate", "generate", "plain"]),
+        (Judge(model, Task(4), methods[1:]), ["plain"] * 3),
+        (Judge(model, Task(4, do_sample=True), methods), ["plain"] * 3),
+    ):
+        assert [judge.reference(method).kind for method in methods] == expected
     rejection = Task(4, do_sample=True, acceptance="rejection")
     assert not Judge(model, rejection, methods).promised(methods[1])
 
@@ -442,23 +451,23 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
     few = [*batches(5), *batches(5, rows=2)]
     asked = []
 
-    def costs(model, drafts, request):
+    def costs(model, drafts, request, **_):
         asked.append(len(request.input_ids))
         return [COSTS for _ in drafts]
 
     monkeypatch.setattr("layerskip.generation.cost_tables", costs)
     price(method, Engine(model, task), few, iter(range(10_000)).__next__)
-    assert asked == [1, 2]
+    assert asked == [1, 1, 2, 2]  # measured, then taken
     entry = method.describe()["costs"]["1"]
     assert entry == {**COSTS.to_dict(), "step_seconds": 3}  # from one mark of a round to its fourth
     measure(model, task, [Engine(model, task), method], few)
-    assert asked == [1, 2]
+    assert asked == [1, 1, 2, 2]
     assert method.generate(few[0]).costs == COSTS
 
 
 def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
-    monkeypatch.setattr("layerskip.generation.cost_tables", lambda *_: [COSTS])
+    monkeypatch.setattr("layerskip.generation.cost_tables", lambda *_, **__: [COSTS])
     method = Engine(model, Task(4), "self", own)
     (batch,) = batches(5)
     price(method, Engine(model, Task(4)), [batch], Clock())

@@ -18,9 +18,14 @@ from torch import Tensor
 from layerskip.bench.batches import Batch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import Round
-from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.generation import (
+    DEFAULT_CONTROLLER,
+    GenerationOutput,
+    LayerSkipDecoding,
+    generate,
+)
 from layerskip.served import end_tokens
 
 Clock = Callable[[], float]
@@ -222,27 +227,41 @@ class Engine:
     ) -> GenerationOutput:
         """As a person would call it; a prompt's text depends on its number and the seed only."""
         task = self.task
-        seeds = [task.seed + number for number in batch.numbers]
         return generate(
             self.model,
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
             **{
-                "skip": self.skip,
-                "lookup": self.lookup,
-                "assistant": self.assistant,
-                "controller": self.controller,
-                "max_draft_length": self.max_draft_length,
-                "threshold": self.threshold,
+                **self._drafting,
                 "acceptance": task.acceptance,
                 "enabled": self.kind == "self",
-                "seeds": seeds,
-                "execution": task.execution,
+                "seeds": [task.seed + number for number in batch.numbers],
                 "costs": self.costs.get(batch.rows),
                 "clock": clock,
                 **task.arguments(),
                 **settings,
             },
         )
+
+    def prepare(self, rows: int, seconds: float) -> None:
+        """Measure what drafting costs in batches of so many rows, which may take so long."""
+        law = {name: x for name, x in self.task.arguments().items() if name != "max_new_tokens"}
+        decoding = LayerSkipDecoding(**self._drafting)
+        decoding.prepare(self.model, rows=rows, seconds=seconds, **law)
+
+    @property
+    def _drafting(self) -> dict[str, Any]:
+        """For `LayerSkipDecoding`."""
+        return {
+            "skip": self.skip,
+            "lookup": self.lookup,
+            "assistant": self.assistant,
+            # what is not named here does not draft, though the model may have a draft of its own
+            "draft_memory": 0 if self.skip is None else None,
+            "controller": self.controller,
+            "max_draft_length": self.max_draft_length,
+            "threshold": self.threshold,
+            "execution": self.task.execution,
+        }
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
 from layerskip.model.fingerprint import fingerprint
@@ -47,6 +47,7 @@ TRACE_TOKENS = 64  # of each text of a trace, at most
 TRACE_PROMPTS = 2  # of each category
 CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs
 CALIBRATION_BATCHES = 3
+PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, for each batch size
 _Named = tuple[str, str | None, Tensor]  # name, category, token ids (1, T)
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
@@ -317,6 +318,7 @@ def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -
         of_size = [batch for batch in batches if batch.rows == size]
         # of different categories where there are any
         few = of_size[:: max(1, len(of_size) // CALIBRATION_BATCHES)][:CALIBRATION_BATCHES]
+        bare.prepare(size, PRICE_SECONDS)
         measured = bare.generate(few[0], max_new_tokens=1).costs
         assert measured is not None
         steps = []
