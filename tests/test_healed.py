@@ -76,7 +76,7 @@ def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     model = tiny("llama").float()
-    drafted = Sublayers(model, "native").draft(healed(model, tmp_path, bits=4))
+    drafted = Sublayers(model, "native").weights.blocks(healed(model, tmp_path, bits=4))
     assert all(isinstance(block, NativeBlock) for block in drafted)
 
 
@@ -99,7 +99,7 @@ def test_healed_copies_in_8_bits_take_what_others_do_and_are_made_once(tmp_path:
     opened = Sublayers(model, "fused")
     opened.weights.blocks(skip)
     once = copies_of(model).nbytes
-    Sublayers(model, "fused").draft(skip)
+    Sublayers(model, "fused").weights.blocks(skip)
     assert copies_of(model).nbytes == once == opened.weights.nbytes(skip)
     opened.weights.blocks(replace(skip, trained=None))  # whose copies are others
     assert copies_of(model).nbytes == 2 * once

@@ -356,7 +356,7 @@ def test_copies_of_changed_weights_are_made_anew(
     skip, hidden = SkipConfig.low_precision(8), torch.randn(1, 1, 32)
 
     def blocks(of: Any) -> list[Any]:
-        return Sublayers(of, execution).draft(skip)
+        return Sublayers(of, execution).weights.blocks(skip)
 
     old = blocks(model)
     again = blocks(model)
@@ -404,7 +404,7 @@ def test_memory_is_told_and_shared(execution: str, bits: int) -> None:
         assert copies_of(model).nbytes < told
         opened.weights.blocks(skip)
         assert copies_of(model).nbytes == told
-    Sublayers(model, execution).draft(some)
+    Sublayers(model, execution).weights.blocks(some)
     assert copies_of(model).nbytes == told
     assert opened.weights.nbytes(SkipConfig.early_exit(3)) == 0
     few = opened.trimmed(range(0, VOCABULARY, 7))
