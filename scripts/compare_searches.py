@@ -26,7 +26,7 @@ from layerskip.checkpoints import Loaded, encode, load
 from layerskip.prompts import Prompt, read_prompts
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
-from layerskip.search import seeds, study
+from layerskip.search import study, warm_starts
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
@@ -54,7 +54,7 @@ def ours(landscape: Landscape, planted: dict[str, int], trials: int, seed: int) 
     """This package's search."""
     space = landscape.space
     ledger = study.open_study(space)
-    study.run(ledger, space, landscape.objective, trials=trials, seeds=planted, seed=seed)
+    study.run(ledger, space, landscape.objective, trials=trials, warm_starts=planted, seed=seed)
     tried = ledger.get_trials(deepcopy=False)
     return [int(trial.user_attrs["skipped"], 16) for trial in tried]
 
@@ -144,8 +144,8 @@ def main() -> None:
     objective = Objective(trace, json.loads(args.cost.read_text()))
     space = Space(kind="sublayer", num_layers=trace.model.num_layers)
     landscape = Landscape(objective, space)
-    planted = seeds.standard(space)
-    planted |= seeds.from_hidden_states(space, seeds.hidden_states(trace))
+    planted = warm_starts.standard(space)
+    planted |= warm_starts.from_hidden_states(space, warm_starts.hidden_states(trace))
     runs: dict[str, list[list[int]]] = {}
     for name, seed in product(args.methods, range(args.seeds)):
         print(f"{name}, seed {seed}", file=sys.stderr, flush=True)

@@ -89,7 +89,7 @@ def test_a_journal_study_from_before_goes_on(tmp_path):
         return study.Evaluation(value=1.0)
 
     seeds = {name: int(mask, 16) for name, mask in opened.user_attrs["seeds"].items()}
-    study.run(opened, space, evaluate, trials=len(rows) + 1, seeds=seeds)
+    study.run(opened, space, evaluate, trials=len(rows) + 1, warm_starts=seeds)
     assert len(asked) == 1
     known = [tuple(map(int, row["attention"].split())) for row in rows]
     assert asked[0] not in known

@@ -54,7 +54,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.laws import stream_key
 from layerskip.defaults import unprepared
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.finding import Search
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.tables import place as where
 

@@ -10,7 +10,7 @@ import torch
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
-from layerskip.search import seeds
+from layerskip.search import warm_starts
 from layerskip.search.space import Space, changed
 
 
@@ -75,7 +75,7 @@ class TestEverySpace:
 
     def test_seeds_are_distinct_members(self, space):
         hidden = torch.randn(2 * space.num_layers + 1, 3, 4)
-        for found in (seeds.standard(space), seeds.from_hidden_states(space, hidden)):
+        for found in (warm_starts.standard(space), warm_starts.from_hidden_states(space, hidden)):
             assert all(mask in space for mask in found.values())
             assert len(set(found.values())) == len(found)
 
@@ -189,7 +189,7 @@ def test_refuses_parameters_of_a_set_outside():
 
 
 def test_standard_seeds():
-    found = seeds.standard(space("layer", 12))
+    found = warm_starts.standard(space("layer", 12))
     assert found["none"] == 0
     assert [name for name in found if name.startswith("exit")] == [
         f"exit-{layer}" for layer in range(11, 0, -1)
@@ -199,7 +199,7 @@ def test_standard_seeds():
 
 def test_seeds_in_low_precision():
     sets = space("sublayer", 12, bits=8)
-    found = {name: sets.skip_config(mask) for name, mask in seeds.standard(sets).items()}
+    found = {name: sets.skip_config(mask) for name, mask in warm_starts.standard(sets).items()}
     assert list(found)[:2] == ["none", "8-bits"]
     assert found["8-bits"] == SkipConfig.low_precision().resolve(12)
     assert found["8-bits-whole-head"] == SkipConfig(low=LowPrecision(head=False)).resolve(12)
@@ -221,7 +221,7 @@ class TestHiddenStates:
 
     def test_seeds_leave_out_what_adds_nothing(self):
         layers = space("layer", 8)
-        found = seeds.from_hidden_states(layers, self.hidden())
+        found = warm_starts.from_hidden_states(layers, self.hidden())
         assert layers.skip_config(found["cosine-2"]) == SkipConfig.layers([3, 5])
 
     def test_cosine_sets_are_the_best_ones_where_updates_do_not_depend_on_the_state(self):
@@ -230,26 +230,26 @@ class TestHiddenStates:
         update = hidden[7] - hidden[6]
         hidden[9:] += -update - (hidden[9] - hidden[8])  # mlp 4 undoes what mlp 3 did
         switches = [1 << 7, 1 << 9]
-        assert seeds.cosine_sets(hidden, switches, 2) == [0, 1 << 9, 1 << 7 | 1 << 9]
+        assert warm_starts.cosine_sets(hidden, switches, 2) == [0, 1 << 9, 1 << 7 | 1 << 9]
 
     def test_cosine_sets_hold_their_counts(self):
         layers = space("sublayer", 8)
         switches = layers.leaving_out
-        found = seeds.cosine_sets(self.hidden(), switches, 9)
+        found = warm_starts.cosine_sets(self.hidden(), switches, 9)
         assert len(found) == 10
         for count, mask in enumerate(found):
             assert sum(bool(mask & switch) for switch in switches) == count
             assert mask in layers
 
     def test_nothing_to_skip(self):
-        assert seeds.cosine_sets(self.hidden(), [], 0) == [0]
-        assert seeds.from_hidden_states(space("layer", 1), torch.ones(3, 2, 4)) == {}
+        assert warm_starts.cosine_sets(self.hidden(), [], 0) == [0]
+        assert warm_starts.from_hidden_states(space("layer", 1), torch.ones(3, 2, 4)) == {}
 
 
 class TestGivenConfigs:
     def test_published_sets(self):
         skip = SkipConfig(attention=(1, 2), mlp=(3,))
-        found = seeds.given(space(), {"file.json": skip, "exit": SkipConfig.early_exit(2)})
+        found = warm_starts.given(space(), {"file.json": skip, "exit": SkipConfig.early_exit(2)})
         assert found == {"file.json": 0b10010100, "exit": 0b1111110000}
 
     @pytest.mark.parametrize(
@@ -261,4 +261,4 @@ class TestGivenConfigs:
     )
     def test_refuses_another_model_and_another_space(self, skip, message):
         with pytest.raises(ValueError, match=message):
-            seeds.given(space(), {"x": skip})
+            warm_starts.given(space(), {"x": skip})
