@@ -299,7 +299,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
     seconds = 0.0
     talk = Talk(quiet=False, now=lambda: seconds)
     told = []
-    for seconds in (1, 6, 7, 8, 11, 12, 40, 41, 42, 300):  # noqa: B007
+    for seconds in (1, 6, 7, 8, 11, 12, 40, 41, 42, 300):
         talk.progress("loading" if seconds < 8 else f"trial {seconds}/60")
         told += capsys.readouterr().err.splitlines()
     assert told == ["loading", "trial 11/60", "trial 41/60", "trial 300/60"]
