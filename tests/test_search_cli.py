@@ -137,12 +137,8 @@ def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None
 
 def test_what_it_says(found: tuple[Path, Any]) -> None:
     output, result = found
-    said = result.stderr.splitlines()
-    assert any(
-        line.startswith("bound: no draft of the sublayer space of 6 layers") for line in said
-    )
-    assert any(line.startswith(f"written to {output}: skip.json") for line in said)
-    assert "exit-" in result.stdout
+    assert "bound: no draft of the sublayer space of 6 layers" in result.stderr
+    assert f"written to {output}: " in result.stderr
     last = document(result)
     record = read_search(output / "search.json")
     assert last["skip"] == json.loads((output / "skip.json").read_text())
@@ -151,7 +147,7 @@ def test_what_it_says(found: tuple[Path, Any]) -> None:
     for key in ("bound", "plain", "finalists", "best_exit", "winner", "seconds"):
         assert last[key] == record[key]
     drafts = last["skip"].get("decoding", {}).get("enabled") is not False
-    assert drafts is (last["winner"] is not None) is ("The search found" in result.stdout)
+    assert drafts is (last["winner"] is not None)
     for row in last["finalists"]:
         assert row["name"] in result.stdout
 
@@ -256,23 +252,17 @@ def test_what_is_found_around_healed_weights_can_be_healed_further(
     assert "mine.json is healed in 4 bits, and 8 bits were asked for" in reason
 
 
-def test_time_over(tmp_path: Path, searched: Search) -> None:
+def test_time_over(tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search without a trial has all its files, and a report."""
+    monkeypatch.undo()
+    fast(monkeypatch)
     result = searched("--timeout", 1e-6, "--json")
     assert document(result)["winner"] is None
     assert trials(tmp_path / "out") == []
+    assert (tmp_path / "out" / "report" / "index.html").exists()
     skip = SkipConfig.load(tmp_path / "out" / "skip.json")
     assert skip.decoding is not None
     assert skip.decoding.enabled is False
-
-
-def test_an_empty_search_has_a_report_too(
-    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    fast(monkeypatch)
-    result = run(*flags(folder, prompts, tmp_path / "out", "--timeout", 1e-6, "--quiet"))
-    assert result.exit_code == 0
-    assert (tmp_path / "out" / "report" / "index.html").exists()
 
 
 def test_flags_without_effect(searched: Search) -> None:
@@ -285,15 +275,8 @@ def test_flags_without_effect(searched: Search) -> None:
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
 
 
-def test_without_a_terminal_there_is_no_progress(searched: Search) -> None:
-    result = searched("--trials", 3)
-    assert "\r" not in result.output
-    assert "trial 3/3" not in result.output
-    assert searched("--trials", 4, "--quiet").stderr == ""
-
-
 def test_without_a_terminal_there_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str],
+    searched: Search, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One where a stage begins, and one every half minute; a short command says nothing."""
     seconds = 0.0
@@ -303,21 +286,8 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
         talk.progress("loading" if seconds < 8 else f"trial {seconds}/60")
         told += capsys.readouterr().err.splitlines()
     assert told == ["loading", "trial 11/60", "trial 41/60", "trial 300/60"]
-
-
-@pytest.mark.parametrize("columns", [30, 100])
-def test_progress_keeps_within_the_terminal(
-    columns: int, searched: Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live = {"quiet": False, "_live": True}
-    monkeypatch.setattr(Talk, "__init__", lambda self, _: vars(self).update(live))
-    result = searched("--trials", 3, columns=columns)
-    assert result.exit_code == 0
-    lines = [part for line in result.stderr.split("\n") for part in line.split("\r\033[K")]
-    assert any(line.startswith("trial 3/3, best ") for line in lines)
-    assert any("texts of the target" in line for line in lines)
-    paths = [line for line in lines if "/" in line]  # which no one breaks
-    assert all(len(line) <= columns for line in lines if line not in paths)
+    assert "trial" not in searched("--trials", 3).stderr.replace("trials", "")
+    assert searched("--trials", 4, "--quiet").stderr == ""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -440,11 +410,9 @@ def test_a_large_model_is_tried_on_fewer_positions(weights: float, positions: in
 
 
 def test_positions_that_are_asked_for(searched: Search, tmp_path: Path) -> None:
-    """Whole texts of them; by default all, as the model is small."""
+    """Whole texts of them; by default all six, as the model is small."""
     assert searched("--trials", 1, "--positions", 30).exit_code == 0
-    few = read_search(tmp_path / "out" / "search.json")["trace"]["texts"]
-    assert searched("--trials", 1, output=tmp_path / "all").exit_code == 0
-    assert few == 1 < read_search(tmp_path / "all" / "search.json")["trace"]["texts"]
+    assert read_search(tmp_path / "out" / "search.json")["trace"]["texts"] == 1
 
 
 @pytest.fixture
@@ -561,8 +529,7 @@ def test_bad_prompts(folder: Path, tmp_path: Path, content: str, expected: str) 
 
 
 def test_a_model_without_prompts(folder: Path, tmp_path: Path) -> None:
-    words = refused("search", folder, "--output", tmp_path / "out")
-    assert "--prompts FILE is needed for a model of your own" in words
+    assert "--prompts FILE" in refused("search", folder, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
