@@ -97,7 +97,6 @@ def search(
     space: str = "sublayer",
     bits: Bits = "auto",
     allow_ends: bool = False,
-    budget: int | None = None,
     trials: int | None = None,
     timeout: float | None = None,
     max_new_tokens: int = 64,
@@ -123,7 +122,7 @@ def search(
         prompts: token ids, (T,) or (1, T) each, as `tokenizer(text, return_tensors="pt")` has them
             in `input_ids`. Some dozen that are like what the model will be asked.
         held_out: others, to time the finalists on; without them the prediction decides.
-        space, allow_ends, budget: where to look; see `layerskip.search.space.Space`.
+        space, allow_ends: where to look; see `layerskip.search.space.Space`.
         bits: of low precision, 8 or 4, or None for none. "auto" is 8 where products in 8 bits are
             fast (execution "native"), or what a given `cost` knows.
         trials: evaluations in all; by default so many as the space deserves.
@@ -155,7 +154,6 @@ def search(
         kind=space,
         bits=bits,
         allow_ends=allow_ends,
-        budget=budget,
         cost=cost,
     )
     task = Task(
@@ -192,7 +190,6 @@ def space_for(
     kind: str,
     bits: Bits = "auto",
     allow_ends: bool = False,
-    budget: int | None = None,
     cost: Mapping[str, Any] | None = None,
 ) -> Space:
     """The space to search, around the config to try first that is healed, if one is.
@@ -225,7 +222,6 @@ def space_for(
         kind=kind,
         num_layers=model.config.num_hidden_layers,
         allow_ends=allow_ends,
-        budget=budget,
         bits=bits,
         head=head,
         trained=trained,

@@ -17,7 +17,7 @@ from layerskip.replay.trace import Trace
 from .space import Space
 
 SHARES = (0.2, 0.35, 0.5)
-"""Shares of a space's switches that the sets of no natural size leave out."""
+"""Shares of a space's switches that evenly spaced sets and those near hidden states leave out."""
 LOW_EXITS = (0.125, 0.5, 0.8)
 """Shares of the layers that early exits in low precision run."""
 FEW = (1, 2, 4, 8)
@@ -148,12 +148,7 @@ def _first(switch: int) -> int:
 
 
 def _counts(space: Space) -> list[int]:
-    """How many switches to leave out: the shares, as far as the budget lets them differ."""
-    switches = space.leaving_out
-    total = len(switches)
-    if space.budget is not None:
-        total = min(total, 2 * space.budget // min((s.bit_count() for s in switches), default=1))
-    return sorted({round(share * total) for share in SHARES} - {0})
+    return sorted({round(share * len(space.leaving_out)) for share in SHARES} - {0})
 
 
 def _distinct(space: Space, found: Mapping[str, int]) -> dict[str, int]:

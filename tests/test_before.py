@@ -3,18 +3,13 @@
 They lie in fixtures/before; the tables there are those that version's report made of the files.
 """
 
-import csv
 import json
-import shutil
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from layerskip.analysis import report, write_report
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.search import study
-from layerskip.search.space import Space
 
 BEFORE = Path(__file__).parent / "fixtures" / "before"
 
@@ -64,33 +59,3 @@ def test_skip_configs_from_before_are_read_the_same():
     found = SkipConfig.load(BEFORE / "found-skip.json")
     assert found.decoding == DecodingOptions(enabled=False)
     assert found.notes["max_new_tokens"] == 16
-
-
-def test_a_journal_study_from_before_goes_on(tmp_path):
-    """Its trials are read with the values they had, and none of them is evaluated again."""
-    shutil.copy(BEFORE / "study.log", tmp_path / "study.log")
-    made_with = next(
-        line["user_attr"]["layerskip"]
-        for line in map(json.loads, (BEFORE / "study.log").read_text().splitlines())
-        if "layerskip" in line.get("user_attr", {})
-    )
-    space = Space(kind="exit", num_layers=24)
-    identity = {key: value for key, value in made_with.items() if key != "space"}
-    opened = study.open_study(space, storage=tmp_path / "study.log", identity=identity)
-    rows = list(csv.DictReader((BEFORE / "trials.csv").read_text().splitlines()))
-    trials = opened.get_trials()
-    assert [trial.value for trial in trials] == [float(row["value"]) for row in rows]
-    for trial, row in zip(trials, rows, strict=True):
-        assert trial.user_attrs["draft_cost"] == pytest.approx(float(row["draft_cost"]), rel=1e-12)
-    asked = []
-
-    def evaluate(config):
-        asked.append(config.resolve(24).attention)
-        return study.Evaluation(value=1.0)
-
-    seeds = {name: int(mask, 16) for name, mask in opened.user_attrs["seeds"].items()}
-    study.run(opened, space, evaluate, trials=len(rows) + 1, warm_starts=seeds)
-    assert len(asked) == 1
-    known = [tuple(map(int, row["attention"].split())) for row in rows]
-    assert asked[0] not in known
-    assert opened.best_value == max(float(row["value"]) for row in rows)

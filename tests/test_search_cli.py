@@ -494,7 +494,6 @@ def test_workers_end_with_their_parent(begun: tuple[Path, list[Any]], ending: st
         (("--timeout", 0), "--timeout must be more than 0 seconds, got 0"),
         (("--timeout", "nan"), "--timeout must be more than 0 seconds, got nan"),
         (("--workers", 0), "'--workers': "),
-        (("--budget", 0), "'--budget': "),
         (("--space", "magic"), "'magic' is not one of 'exit', 'layer', 'sublayer'"),
         (("--do-sample", "--temperature", 0), "--temperature must be positive and finite, got 0"),
         (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
@@ -595,7 +594,6 @@ def test_the_study_of_another_search(
     [
         (SkipConfig(attention=(7,)), (), "attention indices must be in 0..5 for a 6-layer model"),
         (SkipConfig(attention=(2,)), ("--space", "layer"), "is not in the layer space"),
-        (SkipConfig(attention=(2, 3)), ("--budget", 1), "is not in the sublayer space"),
     ],
 )
 def test_skip_configs_that_do_not_fit(

@@ -539,12 +539,6 @@ class TestSearched:
         assert len(find(llama, space="layer", trials=None).record["trials"]) == 32
         assert len(find(llama, trials=None).record["trials"]) == 60
 
-    def test_the_space_is_kept_to(self, llama: Any) -> None:
-        result = find(llama, budget=2, allow_ends=True, trials=20)
-        for row in result.record["trials"]:
-            assert len(row["skipped"]["attention"]) + len(row["skipped"]["mlp"]) <= 2
-        assert result.record["space"]["budget"] == 2
-
     def test_time_over_before_the_first_trial(self, llama: Any, tmp_path: Path) -> None:
         result = find(llama, timeout=1e-9, held_out=HELD_OUT)
         assert result.winner is None
@@ -631,7 +625,7 @@ class TestStudy:
             ({}, {"prompts": PROMPTS[:2]}, "another prompts"),
             ({}, {"task": Task(TOKENS, do_sample=True)}, "another law"),
             ({}, {"task": Task(TOKENS + 1)}, "another max_new_tokens"),
-            ({}, {"space": Space(kind="sublayer", num_layers=6, budget=3)}, "another space"),
+            ({}, {"space": Space(kind="layer", num_layers=6)}, "another space"),
         ],
     )
     def test_the_study_of_another_search_is_refused(
@@ -669,7 +663,6 @@ class TestRefusals:
             ({"finalists": 0}, "must be 1 or more, got 0 and 2"),
             ({"repeats": 0}, "must be 1 or more, got 3 and 0"),
             ({"space": "magic"}, "space must be one of exit, layer, sublayer"),
-            ({"budget": 0}, "budget must be 1 or more"),
             ({"acceptance": "magic"}, "acceptance must be 'coupled' or 'rejection'"),
             ({"do_sample": True, "temperature": 0.0}, "temperature"),
             ({"do_sample": True, "top_p": -0.5}, "top_p"),

@@ -1,7 +1,6 @@
 """The sets that a search walks, their parameters, and the sets it starts from."""
 
 import json
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -19,14 +18,10 @@ def space(kind: str = "sublayer", num_layers: int = 5, **options) -> Space:
 
 
 ALL = [
-    space(kind, num_layers, allow_ends=ends, budget=budget)
-    for kind, num_layers, ends, budget in product(
-        ("exit", "layer", "sublayer"), (1, 2, 4), (False, True), (None, 1, 3)
+    space(kind, num_layers, allow_ends=ends, bits=bits)
+    for kind, num_layers, ends, bits in product(
+        ("exit", "layer", "sublayer"), (1, 2, 3), (False, True), (None, 8)
     )
-]
-ALL += [
-    space(kind, num_layers, allow_ends=ends, bits=8)
-    for kind, num_layers, ends in product(("exit", "layer", "sublayer"), (1, 2, 3), (False, True))
 ]
 
 
@@ -58,17 +53,15 @@ class TestEverySpace:
         assert 0 in space
         assert (1 << 2 * space.num_layers) - 1 not in space
 
-    def test_holds_the_exits_that_the_budget_allows(self, space):
+    def test_holds_the_exits(self, space):
         for exit_layer in range(1, space.num_layers):
             mask = space.exit_mask(exit_layer)
             assert mask == space.mask(SkipConfig.early_exit(exit_layer))
-            allowed = space.budget is None or mask.bit_count() <= space.budget
-            assert (mask in space) is allowed
+            assert mask in space
 
-    def test_keeps_to_the_budget_and_the_ends(self, space):
+    def test_keeps_to_the_ends(self, space):
         for mask in space.enumerate():
             mask = space.left_out(mask)
-            assert space.budget is None or mask.bit_count() <= space.budget
             if not space.allow_ends:
                 assert mask & 0b11 == 0
                 assert mask >> 2 * space.num_layers - 2 in (0b00, 0b11)
@@ -156,14 +149,12 @@ def test_flips_bring_back_in_the_draft_s_own_precision():
 def test_counts_a_large_space_without_listing_it():
     assert space("sublayer", 80, allow_ends=True).size == 2**160 - 1
     assert space("sublayer", 80).size == 2 ** (2 * 78 + 1)
-    assert space("layer", 80, allow_ends=True, budget=4).size == 1 + 80 + math.comb(80, 2)
     assert space("sublayer", 80, bits=8).size == 2 * 2**2 * 3 ** (2 * 78 + 1)
 
 
 def test_says_what_it_is():
     assert str(space()) == "the sublayer space of 5 layers"
-    words = "the layer space of 5 layers, ends free, at most 4 sublayers"
-    assert str(space("layer", allow_ends=True, budget=4)) == words
+    assert str(space("layer", allow_ends=True)) == "the layer space of 5 layers, ends free"
     assert str(space("exit", bits=8)) == "the exit space of 5 layers, in 8 bits or exactly"
 
 
@@ -172,8 +163,6 @@ def test_says_what_it_is():
     [
         ({"kind": "block"}, "space must be one of exit, layer, sublayer, got 'block'"),
         ({"num_layers": 0}, "num_layers must be 1 or more, got 0"),
-        ({"budget": 0}, "budget must be 1 or more, got 0"),
-        ({"budget": 1.5}, r"budget must be an integer, got 1\.5"),
         ({"bits": 6}, "bits must be 8 or 4, got 6"),
         ({"num_layers": True}, "num_layers must be an integer, got True"),
     ],

@@ -144,13 +144,6 @@ class TestLedger:
             found = searched(space, Landscape(space.num_layers, 0), 100)
             assert sorted(masks(found)) == sorted(space.enumerate())
 
-    def test_keeps_to_the_budget(self):
-        space = dataclasses.replace(LARGER, budget=4)
-        found = searched(space, Landscape(12, 0), 50)
-        assert len(found.trials) == 50
-        assert {"local", "tpe"} <= {t.user_attrs["origin"] for t in found.trials}
-        assert all(mask in space for mask in masks(found))
-
     def test_no_set_that_a_running_trial_claims_is_proposed(self):
         found = open_study(LAYERS)
         for _ in range(2):  # another worker's

@@ -86,9 +86,6 @@ def search(
     allow_ends: Annotated[
         bool, typer.Option("--allow-ends", help="Free the first layer, and halves of the last.")
     ] = False,
-    budget: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sublayers left out at most.")
-    ] = None,
     trials: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Of the study, in all.  [default: by the space]"),
@@ -187,7 +184,6 @@ def search(
             kind=space,
             bits=named.get(bits, bits),
             allow_ends=allow_ends,
-            budget=budget,
         )
         steps = Search(
             loaded.model,
