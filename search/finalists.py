@@ -150,7 +150,7 @@ def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective)
 def default_draft(skip: SkipConfig, objective: Objective) -> Finalist:
     """What drafts without a search, to be timed with what one found.
 
-    A space in which everything low is healed does not hold it, and what it costs is a guess until
+    A space in which everything low is healed does not hold it. What it costs is a guess until
     `price_again`.
     """
     model = objective.trace.model
@@ -250,7 +250,7 @@ def confirm(
     benchmark(
         model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress
     )
-    # a text that ended with its first token tells nothing of decoding
+    # a text that ended with its first token says nothing of decoding
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")

@@ -1,4 +1,4 @@
-"""What a skip config is worth: its drafts along a trace, a controller, and a cost table; no clock.
+"""What a skip config is worth: tokens per second along a trace, priced by a cost table.
 
 Everything random is in the trace and everything noisy in the cost record, so that a value is a
 function of the config alone, and two configs differ by what they are and not by when they ran.

@@ -263,9 +263,8 @@ class Search:
     ) -> None:
         if task.execution == "compiled":
             raise ValueError(
-                "a search times sublayers one by one, which compiled passes do not have; execution "
-                "must be auto, modules or fused, got 'compiled'; search with 'fused', and decode "
-                "compiled with what it finds"
+                "a search times sublayers one by one: execution must be auto, modules or fused, "
+                "got 'compiled'; search with 'fused', and decode compiled with what it finds"
             )
         self.task, self.space, self.progress = task, space, progress
         self.law: Law = law_of(task.law)
@@ -496,8 +495,9 @@ class Search:
     def result(self) -> SearchResult:
         """What was found; a config that drafts nothing where nothing is faster than plain."""
         best = winner(self.finalists)
-        decoding, notes = DecodingOptions(enabled=False), {"bound": self.bound}
         skip = SkipConfig(num_layers=self.space.num_layers)
+        decoding = DecodingOptions(enabled=False)
+        notes: dict[str, Any] = {"bound": self.bound}
         if best is not None:
             skip, decoding = best.skip, best.skip.decoding or decoding
             notes |= {

@@ -60,14 +60,14 @@ def finished_sets(trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial]:
     return found
 
 
-def read_history(study: Study, *, besides: int | None = None) -> History:
-    """What the study's trials say, the one numbered `besides` left out.
+def read_history(study: Study, *, without: int | None = None) -> History:
+    """What the study's trials say, the one numbered `without` left out.
 
     Where the objective is flat because drafting turned itself off (at or under the value of
     skipping nothing), a trial's `guide` is its score instead of its value.
     """
     history = History()
-    trials = [t for t in study.get_trials(deepcopy=False) if t.number != besides]
+    trials = [t for t in study.get_trials(deepcopy=False) if t.number != without]
     finished = finished_sets(trials)
     nothing = finished.get(0)
     floor = -math.inf if nothing is None else value_of(nothing)
@@ -78,22 +78,19 @@ def read_history(study: Study, *, besides: int | None = None) -> History:
         if {"acceptance", "draft_cost"} <= known.keys():
             saved = whole - known["draft_cost"]
             history.losses[mask] = proposals.acceptance_loss(known["acceptance"], saved)
-    active = (TrialState.COMPLETE, TrialState.RUNNING)
-    history.taken = {
-        mask
-        for trial in trials
-        if (mask := claimed(trial)) is not None
-        and (trial.state in active or "error" in trial.user_attrs)
-    }
+    for trial in trials:
+        mine = claimed(trial)
+        active = trial.state in (TrialState.COMPLETE, TrialState.RUNNING)
+        if mine is not None and (active or "error" in trial.user_attrs):
+            history.taken.add(mine)
     return history
 
 
 class SublayerSampler(BaseSampler):
     """Proposes sets of a space for a study that maximises, with this module's strategy.
 
-    `warm_starts` are names and masks to try before all else. A trial's attributes `acceptance`,
-    `draft_cost` and `guide`, where set before it is told, are used: see
-    `layerskip.search.study.Evaluation`.
+    `warm_starts` are names and masks to try before all else. The attributes `acceptance`,
+    `draft_cost` and `guide` of finished trials are used: see `layerskip.search.study.Evaluation`.
     """
 
     def __init__(self, space: Space, *, warm_starts: Mapping[str, int], seed: int = 0) -> None:
@@ -113,13 +110,13 @@ class SublayerSampler(BaseSampler):
     ) -> dict[str, Any]:
         draw = random.Random(f"{self.seed} {trial.number}")
         for attempt in range(CLAIM_ATTEMPTS):
-            history = read_history(study, besides=trial.number)
+            history = read_history(study, without=trial.number)
             mask, origin = self._propose(trial, history, draw)
             _set(study, trial, "origin", origin)
             _set(study, trial, "skipped", f"{mask:#x}")
             # Of two workers that chose at the same moment, one at least sees the other here; where
             # both do, both choose again, and waits of unequal lengths part them.
-            if mask not in read_history(study, besides=trial.number).taken:
+            if mask not in read_history(study, without=trial.number).taken:
                 break
             time.sleep(draw.uniform(0, 0.02 * 2**attempt))
         return self.space.params(mask)

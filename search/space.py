@@ -1,4 +1,4 @@
-"""The spaces that a search walks: what runs of a model, and how exactly; knows no trial, no value.
+"""The spaces of drafts that a search looks through: what runs of a model, and how exactly.
 
 A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
@@ -119,7 +119,7 @@ class Space:
         every = math.prod(map(len, self.switches.values()))
         if sum(self.leaving_out) < self._every:
             return every
-        return every - (2 if self.bits else 1)  # all sublayers left out is no draft
+        return every - (2 if self.bits else 1)  # where nothing runs is no draft
 
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
@@ -136,13 +136,10 @@ class Space:
                         yield sum(values)
 
     def __contains__(self, mask: int) -> bool:
-        out = self.left_out(mask)
-        if mask < 0 or out == self._every:  # all sublayers left out is no draft
-            return False
         if self.kind == "exit":
-            exits = {self.exit_mask(e) for e in range(1, self.num_layers + 1)}
-            return out in exits and mask in (out, self.low_mask(out) if self.bits else out)
-        return self._choices(mask) is not None
+            return mask in self.enumerate()
+        nothing_runs = self.left_out(mask) == self._every
+        return mask >= 0 and not nothing_runs and self._choices(mask) is not None
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
         """What each switch chose; None where that is not a mask of these switches."""

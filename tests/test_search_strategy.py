@@ -339,7 +339,6 @@ class TestStorage:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("postgresql://me:hunter2@host/db", "postgresql://me:***@host/db"),
             ("mysql+pymysql://me:p@ss:w/rd@host:3306/db", "mysql+pymysql://me:***@host:3306/db"),
             ("redis://:hunter2@host", "redis://:***@host"),
             ("x://h/db?user=me&password=hunter2&a=b", "x://h/db?user=me&password=***&a=b"),
