@@ -26,7 +26,8 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers

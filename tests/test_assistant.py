@@ -28,7 +28,8 @@ from layerskip.decoding.controllers import CONTROLLERS, Fixed
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
