@@ -32,7 +32,7 @@ from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
 from layerskip.timing.tables import analytic, measure
 
-CANDIDATES = 2
+MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""
 PRICING_SECONDS = 2.0
 """For the costs of a finalist: sweeps of a large model take long."""
@@ -112,28 +112,22 @@ def choose(
     """
     trials = finished_sets(study.get_trials(deepcopy=False))
     trials.pop(0, None)
-    kinds = [{space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()]
-    if space.trained is not None:
-        kinds.append({mask for mask in trials if space.skip_config(mask).trained})
     scores = read_history(study).scores
     ranked = sorted(trials, key=lambda mask: -scores[mask])
-    looked_at = ranked[: candidates(count)]
-    for kind in kinds:
-        looked_at += [mask for mask in ranked if mask in kind][:1]
-    found = []
-    for number, mask in enumerate(dict.fromkeys(looked_at)):
-        progress("the best drafts, replayed whole", number / len(looked_at))
-        found.append((mask, _finalist(trials[mask], space, mask, objective)))
-    found.sort(key=lambda pair: -pair[1].predicted)
-    best = [next((mask for mask, _ in found if mask in kind), None) for kind in kinds]
-    return [
-        finalist for number, (mask, finalist) in enumerate(found) if number < count or mask in best
+    exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)}
+    kinds = [
+        [mask for mask in ranked if mask in exits],
+        [mask for mask in ranked if space.skip_config(mask).trained],
     ]
-
-
-def candidates(count: int) -> int:
-    """How many configs are replayed whole where so many finalists are wanted."""
-    return count + CANDIDATES
+    kinds = [kind for kind in kinds if kind]
+    looked_at = dict.fromkeys([*ranked[: count + MORE], *(kind[0] for kind in kinds)])
+    found = {}
+    for number, mask in enumerate(looked_at):
+        progress("the best drafts, replayed whole", number / len(looked_at))
+        found[mask] = _finalist(trials[mask], space, mask, objective)
+    best = sorted(found, key=lambda mask: -found[mask].predicted)
+    kept = {*best[:count], *(next(mask for mask in best if mask in kind) for kind in kinds)}
+    return [found[mask] for mask in best if mask in kept]
 
 
 def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
@@ -236,16 +230,9 @@ def confirm(
         Plain decoding's tokens per second.
     """
     methods = [Engine(model, task)]
-    methods += [
-        Engine(
-            model,
-            task,
-            finalist.name,
-            finalist.skip,
-            lookup=finalist.choice.decoding.lookup is True,
-        )
-        for finalist in finalists
-    ]
+    for each in finalists:
+        lookup = each.choice.decoding.lookup is True
+        methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
     found: list[dict[str, Any]] = []
     benchmark(
         model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress

@@ -35,10 +35,10 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.search import study, warm_starts
 from layerskip.search.finalists import (
+    MORE,
     PRICING_SECONDS,
     Finalist,
     Progress,
-    candidates,
     choose,
     confirm,
     default_draft,
@@ -426,7 +426,7 @@ class Search:
         started = time.perf_counter()
         self.objective(self.space.skip_config(typical))
         whole = time.perf_counter() - started
-        seconds = whole * (candidates(count) + 1)
+        seconds = whole * (count + MORE + 1)
         if self.held_out:
             traced, held_out = (
                 sum(ids.shape[1] + self.task.max_new_tokens for ids in some)
