@@ -256,15 +256,17 @@ class TestStops:
         states = ["RUNNING", "FAIL", "FAIL", "RUNNING", "RUNNING"]
         assert [t.state.name for t in found.trials] == states
         late = time.time() + study.SILENT_SECONDS
-        for zone in ("EAST-14", "WEST+12"):  # Optuna's times of trials are those of a zone
-            monkeypatch.setenv("TZ", zone)
+        try:
+            for zone in ("EAST-14", "WEST+12"):  # Optuna's times of trials are those of a zone
+                monkeypatch.setenv("TZ", zone)
+                time.tzset()
+                for after, stale in ((-60, 0), (60, 1)):
+                    monkeypatch.setattr(study.time, "time", lambda now=late + after: now)
+                    copy = shutil.copy(tmp_path / "study.log", tmp_path / f"{zone}.log")
+                    assert study.fail_stale(open_study(LAYERS, storage=copy)) == stale
+        finally:
+            monkeypatch.undo()
             time.tzset()
-            for after, stale in ((-60, 0), (60, 1)):
-                monkeypatch.setattr(study.time, "time", lambda now=late + after: now)
-                copy = shutil.copy(tmp_path / "study.log", tmp_path / f"{zone}.log")
-                assert study.fail_stale(open_study(LAYERS, storage=copy)) == stale
-        monkeypatch.undo()
-        time.tzset()
         run(found, LAYERS, evaluation_of(LAYERS, Landscape(4, 0)), trials=3, warm_starts={})
         # that of the living process and of the far one still count, that of nobody does not
         assert sum(t.state is TrialState.COMPLETE for t in found.trials) == 1
