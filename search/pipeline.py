@@ -284,7 +284,7 @@ class Search:
                 raise ValueError("held-out prompts need at least one token each")
             self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
         if space.trained is not None:
-            self.opened.deltas(space.trained)  # refused before anything slow is done
+            self.opened.weights.deltas(space.trained)  # refused before anything slow is done
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
         self.finalists: list[Finalist] = []
         self.plain_tokens_per_second: float | None = None

@@ -18,9 +18,9 @@ from torch import Tensor
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained

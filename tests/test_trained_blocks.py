@@ -28,13 +28,13 @@ from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import trained as states
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
