@@ -165,7 +165,7 @@ def mine(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> SkipConfig:
     """All in 8 bits but for layer 5, with deltas that make nonsense of the MLP of layer 3."""
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name, linear in Sublayers(llama).named_linears(range(10)):
+    for name, linear in Sublayers(llama).weights.linears(range(10)):
         rows, columns = linear.weight.shape
         found[f"{name}.a"] = torch.randn(2, columns, generator=generator)
         size = 2.0 if name.startswith("layers.3.mlp") else 1e-4
