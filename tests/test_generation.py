@@ -55,7 +55,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.finding import Search
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.tables import place as where
 
