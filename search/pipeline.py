@@ -51,7 +51,7 @@ from layerskip.search.finalists import (
 from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
-from layerskip.served import end_tokens
+from layerskip.served import end_tokens, sampling_of
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.tables import machine
 
@@ -160,9 +160,7 @@ def search(
     task = Task(
         max_new_tokens,
         do_sample,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        **(sampling_of(model, temperature, top_k, top_p) if do_sample else {}),
         acceptance=acceptance,
         seed=seed,
         execution=execution,
