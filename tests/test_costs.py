@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from models import lively_model, prompt, pure, ragged
 from torch import Tensor
-from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
+from transformers import (
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -165,7 +172,7 @@ def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Subla
 
 @torch.no_grad()
 def test_no_room_to_measure() -> None:
-    model = Sublayers(lively_model("llama", max_position_embeddings=64))
+    model = Sublayers(lively_model("llama", max_position_embeddings=48))
     assert measure(model, [SKIP], request((40,))) is None
     assert [t.source for t in cost_tables(model, [SKIP, LOOKUP], request((40,)))] == [
         "analytic"
@@ -173,12 +180,12 @@ def test_no_room_to_measure() -> None:
 
 
 @torch.no_grad()
-def test_tables_are_measured_once_for_each_kind_of_call(
+def test_tables_are_measured_once_for_each_model_and_kind_of_law(
     opened: Sublayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
 
-    def count(model: Sublayers, drafts: Any, asked: Request) -> costs._Times:
+    def count(model: Sublayers, drafts: Any, asked: Request, **_: Any) -> costs._Times:
         calls.append(drafts)
         numbers = range(len(drafts))
         return costs._Times(
@@ -191,23 +198,86 @@ def test_tables_are_measured_once_for_each_kind_of_call(
     monkeypatch.setattr(costs, "measure", count)
     model = Sublayers(lively_model("llama"))
     first = cost_tables(model, [SKIP], request())
-    assert cost_tables(model, [SKIP], request()) is first
-    # reopening the model, another prompt and an equal config are the same kind of call
+    # reopening the model, another prompt, a batch of another size, another temperature and an
+    # equal config are the same kind of call
     again = SkipConfig.layers((2, 3, 4, 5))
+    assert cost_tables(model, [SKIP], request()) is first
     assert cost_tables(Sublayers(model.model), [again], request((9, 30))) is first
+    cost_tables(model, [SKIP], request((4,)))
+    cost_tables(model, [SKIP], request(processors=[TemperatureLogitsWarper(0.5)]))
     assert len(calls) == 1
     others = [
-        cost_tables(model, [SKIP], request((4,))),
         cost_tables(model, [SKIP], request(sample=True)),
-        cost_tables(model, [SKIP], request(processors=[TemperatureLogitsWarper(0.5)])),
+        cost_tables(model, [SKIP], request(processors=[RepetitionPenaltyLogitsProcessor(1.5)])),
         cost_tables(model, [SkipConfig.early_exit(3)], request()),
         cost_tables(Sublayers(lively_model("llama")), [SKIP], request()),
         cost_tables(Sublayers(model.model, execution="modules"), [SKIP], request()),
     ]
     assert len(calls) == 1 + len(others)
-    assert len({table.draft for (table,) in [first, *others]}) == 7
+    assert len({table.draft for (table,) in [first, *others]}) == 6
     assert len(cost_tables(model, [LOOKUP, SKIP], request())) == 2
     assert len(calls) == 2 + len(others)
+
+
+def test_a_batch_costs_what_as_many_tokens_of_one_row_do() -> None:
+    table = CostTable(0.3, (1.0, 1.1, 1.2, 1.4), "measured")
+    of_two = costs._of_rows(table, 2)
+    assert of_two.draft == 0.3
+    # 2, 4, 6 and 8 tokens over 2, on the last ones' line beyond 4
+    assert of_two.verify == pytest.approx((1.0, 1.4 / 1.1, 1.8 / 1.1, 2.2 / 1.1))
+
+
+@torch.no_grad()
+def test_a_call_that_nobody_asked_for_costs_spends_little_on_them(
+    opened: Sublayers, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round by round; the next calls go on, and until then tables are analytic."""
+    longest = DRAFT * 8 + VERIFY[9]
+    model = Sublayers(lively_model("llama"))
+    monkeypatch.setattr(costs, "_BUDGET", 60.0)
+    monkeypatch.setattr(costs, "measure", partial(measure, now=clock))
+    found, spent = [], []
+    for _ in range(12):
+        before = clock()
+        found += cost_tables(model, [SKIP], request())
+        spent.append(clock() - before)
+    assert max(spent) <= 60.0 + longest
+    assert found[0].source == "analytic"
+    assert found[-1].draft == pytest.approx(RIGHT)
+    assert not any(spent[-2:])
+
+
+@torch.no_grad()
+def test_times_serve_the_next_process(
+    clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for tokens in (4, 8, 16):
+        monkeypatch.setitem(VERIFY, tokens, 13.0 + tokens / 2)
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "measure", partial(measure, now=clock))
+    model = lively_model("llama")
+    asked = cost_tables(Sublayers(model), [LOOKUP, SKIP], request((4,)), seconds=1e9)
+    (file,) = (tmp_path / "costs").iterdir()
+    again = lively_model("llama")  # as another process loads it
+    now = clock()
+    assert cost_tables(Sublayers(again), [LOOKUP, SKIP], request((4,))) == asked
+    assert clock() == now
+    # other weights, another draft, a broken file, an old one: none of these times
+    other = lively_model("llama", seed=1)
+    for new, drafts in ((other, [LOOKUP, SKIP]), (lively_model("llama"), [LOOKUP])):
+        before = clock()
+        cost_tables(Sublayers(new), drafts, request((4,)))
+        assert clock() > before
+    whole = file.read_text()
+    for told, age in (("{", 0), (whole.replace("[", "", 1), 0), (whole, 90 * 86400)):
+        file.write_text(told)
+        os.utime(file, (time.time() - age, time.time() - age))
+        before = clock()
+        cost_tables(Sublayers(lively_model("llama")), [LOOKUP, SKIP], request((4,)))
+        assert clock() > before
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder")
+    cost_tables(Sublayers(lively_model("llama")), [LOOKUP, SKIP], request((4,)))
 
 
 class Disturbed:
@@ -267,16 +337,17 @@ def test_sweeps_go_on_while_other_work_shows(
 @torch.no_grad()
 def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Disturbed(monkeypatch, drafts=2 * STEPS, passes=0)
-    monkeypatch.setattr(costs, "_BUDGET", 1.0)
     monkeypatch.setattr(costs, "_PATIENCE", 1.0)
     monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: other.now))
     model = Sublayers(lively_model("llama"))
-    calls = [cost_tables(model, [SKIP], request()) for _ in range(3)]
+    asked = partial(cost_tables, drafts=[SKIP], request=request(), seconds=1.0)
+    calls = [asked(model) for _ in range(3)]
     assert calls[0][0].draft > 2 * RIGHT
     assert calls[1][0].draft == pytest.approx(RIGHT)
     assert calls[2] is calls[1]
     other.left["draft_step"] = 10**9  # for good: then it is left at that
-    late = [cost_tables(model, [SKIP], request((4,))) for _ in range(6)]
+    model = Sublayers(lively_model("llama"))
+    late = [asked(model) for _ in range(6)]
     assert late[-1] is late[-2] is late[costs._CALLS - 1] is not late[costs._CALLS - 2]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import lively_model, prompt
 from torch import Tensor
-from transformers import SuppressTokensLogitsProcessor
+from transformers import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.pricing import LOW_FACTS, cost_table, low_facts, step_seconds
@@ -28,15 +28,24 @@ COUNTS = (1, 2, 3, 5)
 PROMPTS = [prompt(5)[0], prompt(8)]
 
 
-class TemperatureLogitsWarper:
-    """By its name one that works place by place: called once for all places of a pass."""
+class Slow:
+    """A temperature of 1 that takes time: once for all places of a pass."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+    def __float__(self) -> float:
+        return 1.0
+
+    def __rtruediv__(self, scores: Any) -> Any:
         self.machine.time += REST
         return scores
+
+
+def slow_warper(machine: Machine) -> TemperatureLogitsWarper:
+    warper = TemperatureLogitsWarper(1.5)
+    warper.temperature = Slow(machine)
+    return warper
 
 
 class Machine:
@@ -75,7 +84,7 @@ class Machine:
             return slow
 
         weights._rounded = slow_low  # type: ignore[method-assign]
-        self.law = Law([TemperatureLogitsWarper(self)], do_sample=True, rows=1)
+        self.law = Law([slow_warper(self)], do_sample=True, rows=1)
 
     def seconds(self, index: int, count: int, context: float) -> float:
         """Of a sublayer: each its own, attention growing with the context."""
@@ -256,13 +265,13 @@ def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
     trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", machine.model.model)
     whole = SkipConfig(low=head, trained=trained)
     asked: list[Any] = []
-    rounded = machine.model._rounded
+    rounded = machine.model.weights._rounded
 
     def noted(sublayer: int | None, skip: SkipConfig) -> Any:
         asked.append(skip.trained)
         return rounded(sublayer, skip)
 
-    machine.model._rounded = noted  # type: ignore[method-assign]
+    machine.model.weights._rounded = noted  # type: ignore[method-assign]
     record = machine.measure(low=whole)
     assert set(asked) == {trained}  # timed as they will run
     facts = {"low_bits": 4, "low_head_bits": 8, "healed": trained.hash}
