@@ -12,14 +12,10 @@ from kinds import RANK, deltas
 from models import FEW_FAMILIES, lively_model, prompt, ragged
 from models import tiny_model as tiny
 from torch import Tensor
-from transformers import TemperatureLogitsWarper
 
 import layerskip
 from layerskip import LowPrecision, SkipConfig
 from layerskip.checkpoints import load
-from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.laws import Law
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.model.blocks import Heads
@@ -27,9 +23,6 @@ from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
-from layerskip.replay.drafts import replay
-from layerskip.replay.simulation import SimulatedRound, simulate
-from layerskip.replay.trace import take_trace
 
 
 def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:
@@ -123,21 +116,6 @@ def test_the_text_is_the_same_whatever_heals_the_draft(
         assert found.stats is not None
         accepted = found.stats.num_accepted_tokens / found.stats.num_draft_tokens
         assert (accepted > 0.4) == (size < 1)
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_simulated_rounds_are_those_of_decoding(sample: bool, tmp_path: Path) -> None:
-    model, ids = lively_model("gemma2"), prompt(7)
-    skip = healed(model, tmp_path, bits=4, size=0.3)
-    law = Law([TemperatureLogitsWarper(0.8)] if sample else [], do_sample=sample, rows=1)
-    trace = take_trace(model, [ids[0]], max_new_tokens=30, law=law, draft_length=4)
-    costs = CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
-    how: dict[str, Any] = {"do_sample": sample, "temperature": 0.8, "seed": 0, "costs": costs}
-    real = layerskip.decode(model, ids, skip=skip, max_new_tokens=30, **how)
-    want = [SimulatedRound(r.drafted, r.accepted, (len(r.tokens[0]),), r.source) for r in real][1:]
-    for draft, same in [(skip, True), (replace(skip, trained=None), False)]:
-        controller = make_controller("expected-gain", costs=costs, sampling=sample)
-        assert (list(simulate(replay(trace, draft), controller)) == want) == same
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from covering import covering
 from models import Erratic, Fickle, lively_model, ragged
 from test_engine import check_cache, prefilled
-from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, exact_law, p_value, small_model
+from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, p_value, sample_texts
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
@@ -24,7 +25,6 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, accept_uniform, residual, stream_key, without
 from layerskip.decoding.lookup import NOTHING, Found, LookupRow, Offer
-from layerskip.decoding.rounds import DecodingStats
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import Replay, look_up, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
@@ -128,7 +128,7 @@ def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# The text.
+# Decoding; that the text is the target's: in `test_every_kind.py`.
 
 
 @functools.cache
@@ -156,24 +156,6 @@ def generate(drafts: Any, controller: Any, *, family: str = "llama", **how: Any)
     with torch.no_grad():
         run.played = list(run.rounds())  # type: ignore[attr-defined]
     return run
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool) -> None:
-    """Also under ends of text, which drafts run into, and for controllers that choose or do not."""
-    drafts = MIXTURES[mixture]
-    accepted = [0] * len(drafts)
-    made = [Fickle(), Fickle(1), Fickle(2), Fixed(3), Erratic(), ExpectedGain(tables(mixture))]
-    for eos, controllers in ((frozenset[int](), made[::2]), (frozenset({4}), made[1:])):
-        plain = generate((), Fixed(), sample=sample, eos=eos)
-        for controller in controllers:
-            run = generate(drafts, controller, sample=sample, eos=eos)
-            assert run.emitted == plain.emitted
-            assert run.stats.num_draft_tokens > run.stats.num_accepted_tokens > 0
-            for number, counts in enumerate(run.stats.sources):
-                accepted[number] += counts.num_accepted_tokens
-    assert all(accepted)
 
 
 @pytest.mark.parametrize(
@@ -316,56 +298,18 @@ class PeekingRow(LookupRow):
         return Found(self.left[:longest], 2)
 
 
-def texts_of(drafts: Any, *, fickle: bool = False) -> tuple[list[tuple[int, ...]], DecodingStats]:
-    """Short texts of the small model under the rejection rule, seeds 0, 1, ...; and the counts."""
-    model, texts = Sublayers(small_model()), []
-    total, rows = DecodingStats(), 300
-    for first in range(0, TEXTS, rows):
-        request = Request(
-            torch.tensor([PROMPT]).expand(rows, -1),
-            torch.ones(rows, len(PROMPT), dtype=torch.long),
-            NEW_TOKENS,
-            Law((), do_sample=True, rows=rows),
-            [stream_key(first + row) for row in range(rows)],
-            rejection=True,
-        )
-        controller = Fickle(first) if fickle else Fixed(2)
-        run = Decoder(model, drafts, controller, request, max_draft_length=2)
-        with torch.no_grad():
-            for round_ in run.rounds():
-                total.add(round_, lambda _: 0)
-        texts += map(tuple, run.emitted)
-    return texts, total
-
-
-def fits(texts: Sequence[tuple[int, ...]]) -> float:
-    counts = {text: texts.count(text) for text in set(texts)}
-    return p_value(counts, exact_law("none"))
-
-
-SMALL_SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5)).resolve(6)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_looked_up_texts_follow_the_targets_law(mixed: bool) -> None:
-    lookup = Lookup([[a, b, a] for a in range(5) for b in range(5)])
-    drafts = (lookup, SMALL_SKIP) if mixed else lookup
-    texts, stats = texts_of(drafts, fickle=mixed)
-    assert len(stats.sources) == 1 + mixed
-    for counts in stats.sources:
-        assert 0.1 * counts.num_draft_tokens < counts.num_accepted_tokens
-        assert counts.num_accepted_tokens < 0.9 * counts.num_draft_tokens
-    assert fits(texts) > LEVEL
-
-
 def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup that knows the target's likeliest text does no harm by itself."""
+
+    def texts_of(drafts: Any) -> tuple[Counter[tuple[int, ...]], list[tuple[int, int]]]:
+        return sample_texts("none", rejection=True, drafts=drafts, rows=300)
+
     plain, _ = texts_of(())
-    columns = [[text[i] for text in plain] for i in range(NEW_TOKENS)]
+    columns = [[text[i] for text in plain.elements()] for i in range(NEW_TOKENS)]
     likely = [max(range(5), key=column.count) for column in columns]
-    texts, stats = texts_of(Peeking([likely]))
-    assert stats.num_accepted_tokens < stats.num_draft_tokens
-    assert fits(texts) > LEVEL
+    texts, ((drafted, accepted),) = texts_of(Peeking([likely]))
+    assert accepted < drafted
+    assert p_value(texts, "none") > LEVEL
     # the likely token where a number is small, else a rare one: do no harm by others' numbers
     rare = [min(range(5), key=column.count) for column in columns]
     places = range(len(PROMPT), len(PROMPT) + NEW_TOKENS)
@@ -374,12 +318,12 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.Monke
         for row in range(first, first + TEXTS):
             small = accept_uniform([stream_key(row)] * NEW_TOKENS, places) < 0.5
             peeks.append(torch.where(small, torch.tensor(likely), torch.tensor(rare)).tolist())
-        texts, stats = texts_of(Peeking(peeks))
-        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-        assert (fits(texts) > LEVEL) is (first > 0)  # but by those that will accept them
+        texts, ((drafted, accepted),) = texts_of(Peeking(peeks))
+        assert 0 < accepted < drafted
+        assert (p_value(texts, "none") > LEVEL) is (first > 0)  # but by those that will accept them
     monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
-    assert fits(texts) < LEVEL
+    assert p_value(texts, "none") < LEVEL
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
 from kinds import BLOCKS, weights_of
-from models import Erratic, Fickle, lively_model
+from models import Fickle, lively_model
 from test_assistant import (
-    COSTS,
     ENDS,
-    check_followed,
-    check_simulations,
     decoded,
     model_of,
     prompts,
@@ -26,12 +22,10 @@ import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
-from layerskip.costs.speculation import CostTable
 from layerskip.decoding import trained as states
 from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.blocks import TOKENS, Heads
@@ -75,23 +69,6 @@ MIXTURES = (
     *LOW,
     "lookup, exit-block, feature-block, heads, streams, scattered, exit, assistant",
 )
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_text_is_that_of_plain_decoding(sample: bool, folder: Path) -> None:
-    """Of each kind alone: in `test_every_kind.py`, as its law is."""
-    drafts = drafts_of(MIXTURES[-1], folder)
-    accepted = [0] * len(drafts)
-    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
-    made = [Fickle(), Fickle(1), Fixed(5), Erratic(), ExpectedGain(costs)]
-    for eos, controllers in ((frozenset[int](), made[::2]), (ENDS, made[1:])):
-        plain = decoded((), Fixed(), sample=sample, eos=eos)
-        for controller in controllers:
-            run = decoded(drafts, controller, sample=sample, eos=eos)
-            assert run.emitted == plain.emitted
-            for number, counts in enumerate(run.stats.sources):
-                accepted[number] += counts.num_accepted_tokens
-    assert sum(map(bool, accepted)) > 4
 
 
 def check_states(run: Decoder) -> int:
@@ -168,21 +145,6 @@ def test_a_state_that_is_not_rolled_back_is_seen(
     monkeypatch.setattr(states._Features, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         play(drafts_of(kind, folder), Fixed(4), sample=False)
-
-
-@pytest.mark.parametrize(
-    ("mixture", "sample", "ended"),
-    covering([*BLOCKS, MIXTURES[-1]], [False, True], [False, True]),
-)
-def test_simulated_rounds_are_those_of_decoding(
-    mixture: str, sample: bool, ended: bool, folder: Path
-) -> None:
-    check_simulations(drafts_of(mixture, folder), sample, ended)
-
-
-@pytest.mark.parametrize(("kind", "sample"), covering([*BLOCKS, *LOW], [False, True]))
-def test_a_followed_module_is_one_replayed(kind: str, sample: bool, folder: Path) -> None:
-    check_followed(drafts_of(kind, folder)[0], sample)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
