@@ -15,12 +15,12 @@ from models import VOCABULARY, Fickle, lively_model, near, ragged
 from torch import Tensor
 
 import layerskip
-from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import assistant as assistants
 from layerskip.decoding.assistant import Assistant
-from layerskip.decoding.controllers import CONTROLLERS, Fixed
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law, stream_key
 from layerskip.decoding.passes import Session
@@ -153,21 +153,6 @@ def test_a_state_that_is_not_rolled_back_is_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(assistants._Second, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         played_with_states(drafts_of("assistant"), Fixed(4), sample=False)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_greedy_tokens_are_the_librarys(family: str) -> None:
-    model, other = model_of(family), second_of(family)
-    ids, mask = prompts(model)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
-    how |= {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "pad_token_id": 0}
-    want = model.generate(ids, **how)
-    for skip in (None, SkipConfig.early_exit(4)):
-        for controller in CONTROLLERS[:: 4 if skip is None else 3]:
-            decoding = LayerSkipDecoding(skip, assistant=other, controller=controller, costs=COSTS)
-            got = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
-            assert got.sequences.tolist() == want.tolist()
-            assert got.stats.sources[0].num_draft_tokens > 0
 
 
 def test_the_doors_take_a_model_or_an_opened_one() -> None:

@@ -170,18 +170,12 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
 @pytest.mark.parametrize("name", LOW)
 def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: Path) -> None:
     model = lively_model("llama", dtype=torch.float32, vocab_size=12)
-    ids, mask = prompts(model)
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    ids, _ = prompts(model)
     skip, opened = skip_of(name, folder, model), Sublayers(model)
     exact = replace(skip, low=None)
     assert opened.execution == "native"
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
     assert 0 < opened.low_bytes(skip) < opened.low_bytes(exact) + 4 * 12 * 32
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
-    plain = layerskip.generate(model, inputs, enabled=False, **how)
-    for execution in ("native", "fused"):
-        got = layerskip.generate(model, inputs, skip=skip, execution=execution, **how)
-        assert got.sequences.tolist() == plain.sequences.tolist()
     # what a step computes is near what exact weights say, and another thing than they say
     found = []
     for each in (exact, skip):
@@ -253,26 +247,21 @@ def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
         decoded((skip_of("heads", folder).resolve(6),), Fixed(2), model=other)
 
 
-def test_they_are_told_of_in_words_and_records(folder: Path) -> None:
-    model = model_of()
-    wanted = {
-        "exit-block": ("exit 4, a trained block", 8, "early exit at 4), then a trained block"),
-        "feature-block": ("a trained block over features", 0, "a trained block over features"),
-        "heads": ("trained heads", 0, "trained heads"),
-        "streams": ("trained streams", 0, "trained streams"),
-    }
-    for kind, (label, kept, words) in wanted.items():
-        skip = skip_of(kind, folder)
-        told = Engine(model, Task(8), "self", skip).describe()
-        assert told["label"] == f"{label}, expected-gain"
-        assert told["num_kept"] == told["prefix"] == kept
-        assert SkipConfig.from_dict(told["skip"]) == skip
-        assert describe_skip(skip, 6).endswith(words)
-    for name, label, words in (
-        ("exit-block in 8 bits", "exit 4, a trained block and the head in 8 bits", "exit at 4)"),
-        ("heads in 8 bits", "trained heads in 8 bits, the head in 4", ""),
-    ):
-        skip = skip_of(name, folder)
-        assert Engine(model, Task(8), "self", skip).describe()["label"].startswith(f"{label}, exp")
-        joint = f"{words}, then " if words else ""
-        assert describe_skip(skip, 6).endswith(joint + label.partition("exit 4, ")[2] or label)
+@pytest.mark.parametrize(
+    ("name", "label", "kept"),
+    [
+        ("exit-block", "exit 4, a trained block", 8),
+        ("feature-block", "a trained block over features", 0),
+        ("heads", "trained heads", 0),
+        ("streams", "trained streams", 0),
+        ("exit-block in 8 bits", "exit 4, a trained block and the head in 8 bits", 8),
+        ("heads in 8 bits", "trained heads in 8 bits, the head in 4", 0),
+    ],
+)
+def test_records_and_lines_name_them(name: str, label: str, kept: int, folder: Path) -> None:
+    skip = skip_of(name, folder)
+    told = Engine(model_of(), Task(8), "self", skip).describe()
+    assert told["label"].startswith(f"{label}, ")
+    assert told["num_kept"] == told["prefix"] == kept
+    assert SkipConfig.from_dict(told["skip"]) == skip
+    assert describe_skip(skip, 6).endswith(label.removeprefix("exit 4, "))
