@@ -31,8 +31,9 @@ from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Controller, make_controller
 from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint

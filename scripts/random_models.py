@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.sublayers import Pass, Sublayers
 
 _LLAMA_3: dict[str, Any] = {

@@ -25,7 +25,7 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.trained import as_drafter
 from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint

@@ -176,6 +176,12 @@ def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, to
     return ids * mask, mask  # the pad token is 0
 
 
+def pure(processor: Any) -> Any:
+    """A logits processor that says of itself that it keeps no state."""
+    processor.layerskip_pure = True
+    return processor
+
+
 class Erratic(Controller):
     """A controller that decides at random, and differently for every row and round."""
 

@@ -22,7 +22,8 @@ from layerskip.decoding import assistant as assistants
 from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains

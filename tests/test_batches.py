@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
+from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
 from test_engine import SKIPS, check_cache, decoder, held, play, prefilled, request
 from torch import Tensor
 
@@ -114,6 +114,7 @@ def test_every_controller(llama: Any, controller: str) -> None:
     assert got.stats.num_draft_tokens > 0
 
 
+@pure
 def forbid_by_row(ids: Tensor, scores: Tensor) -> Tensor:
     """A processor that reads the row number."""
     scores = scores.clone()

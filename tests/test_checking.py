@@ -14,7 +14,7 @@ from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Task
 from layerskip.config import SkipConfig
 from layerskip.decoding import draws
-from layerskip.decoding.laws import TARGET, gumbel_noise
+from layerskip.decoding.noise import TARGET, gumbel_noise
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
 

@@ -29,7 +29,7 @@ from layerskip.cli.terminal import Talk, TextStream
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.decoding.rounds import Round
 from layerskip.files.records import read_run, read_unfinished

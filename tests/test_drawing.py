@@ -22,7 +22,9 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Confidence, Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, accept_uniform, gumbel_noise, residual, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
+from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module

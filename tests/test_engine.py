@@ -18,7 +18,8 @@ from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, gumbel_noise, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled

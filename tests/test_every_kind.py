@@ -37,7 +37,8 @@ from layerskip.decoding import draws
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, accept_uniform, softmax_law
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Session
 from layerskip.environment import _compiler
 from layerskip.generation import generate

@@ -23,8 +23,10 @@ from layerskip.decoding import draws
 from layerskip.decoding.controllers import CONTROLLERS, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, accept_uniform, residual, stream_key, without
+from layerskip.decoding.laws import Law
 from layerskip.decoding.lookup import NOTHING, Found, LookupRow, Offer
+from layerskip.decoding.noise import accept_uniform, stream_key
+from layerskip.decoding.rules import residual, without
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import Replay, look_up, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
@@ -220,6 +222,8 @@ def test_processors_never_see_what_they_forbid() -> None:
 
     class ByGrammar:
         """Odd behind even and even behind odd; a user's own trie would raise as well."""
+
+        layerskip_pure = True
 
         def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
             new = ids[:, 13:]

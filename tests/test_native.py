@@ -26,15 +26,19 @@ from covering import covering
 from models import FAMILIES, WINDOW, Fickle, lively_model, prompt, ragged, tiny_model
 from ties import partings
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
-from layerskip.decoding.laws import ahead, gumbel_noise, largest, stream_key, with_margin
+from layerskip.decoding.laws import Law, Warp
+from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.decoding.rules import ahead, largest, with_margin
 from layerskip.generation import generate
 from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.joined import joined
 from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.served import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAPS = Path("/proc/self/maps")
@@ -630,11 +634,30 @@ def test_other_vectors_give_the_same_numbers(capability: str) -> None:
     assert "skipped" not in done.stdout
 
 
+WARPS = (
+    Warp(),
+    Warp(0.8),
+    Warp(0.8, top_k=5),
+    Warp(top_k=10**6),
+    Warp(0.7, top_p=0.9),
+    Warp(1.3, top_k=50, top_p=0.6),
+    Warp(top_p=0.0, least=2),
+    Warp(top_p=0.999),
+)
+
+
 @pytest.mark.parametrize("size", [7, 512, 2049])
-def test_native_draws_are_torchs_bit_by_bit(size: int) -> None:
+@pytest.mark.parametrize("warp", WARPS)
+def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
+    """With the processors of `transformers`, but for top-p, whose own sums are rounded."""
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     generator = torch.Generator().manual_seed(size)
+    law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
+    for processor in law.processors:
+        if isinstance(processor, TopPLogitsWarper):
+            processor.min_tokens_to_keep = warp.least
+    assert law.warp == warp
     for case in range(10):
         logits = 8 * torch.randn(3, size, generator=generator)
         noise = gumbel_noise([stream_key(case)] * 3, range(3), size)
@@ -646,11 +669,12 @@ def test_native_draws_are_torchs_bit_by_bit(size: int) -> None:
             logits[0] = -math.inf
         elif case % 5 == 4:
             logits[0, size // 2] = math.nan
-        for scores, temperature, luck in [(logits / 0.8 + noise, 0.8, [*noise]), (logits, 1.0, [])]:
-            tokens, behind = extension.extension().drawn(logits, temperature, luck)
-            want, margins = with_margin(scores)
+        scores = law.scores(logits, torch.zeros(3, 1, dtype=torch.long), [0, 1, 2], [1, 1, 1])
+        for noisy, luck in [(scores + noise, [*noise]), (scores, [])]:
+            tokens, behind = extension.extension().drawn(logits, *warp, luck)
+            want, margins = with_margin(noisy)
             assert torch.equal(tokens, want)
-            assert torch.equal(tokens, largest(scores))
+            assert torch.equal(tokens, largest(noisy))
             assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])
 
 
@@ -660,7 +684,7 @@ def test_native_draws_refuse_what_does_not_fit() -> None:
     drawn = extension.extension().drawn
     for wrong in (torch.zeros(5), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
         with pytest.raises(ValueError, match="logits must be"):
-            drawn(wrong, 1.0, [])
+            drawn(wrong, *Warp(), [])
     for noise in ([torch.zeros(5)], [torch.zeros(4)] * 2):
         with pytest.raises(ValueError, match="noise must be"):
-            drawn(torch.zeros(2, 5), 1.0, noise)
+            drawn(torch.zeros(2, 5), *Warp(), noise)

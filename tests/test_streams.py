@@ -8,7 +8,8 @@ import torch
 from layerskip.bench.lawtest import Recorded, chi_square
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 
 LEVEL = 1e-6
 ROWS = 6000

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.laws import gumbel_noise
+from layerskip.decoding.noise import gumbel_noise
 
 
 def scores_after(model: Any, seen: Tensor, key: int | None, temperature: float) -> Tensor:

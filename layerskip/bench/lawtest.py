@@ -20,7 +20,8 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.followers import Drafter
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.model.cache import RowCache
 from layerskip.model.modules import Rotary

@@ -21,7 +21,7 @@ from torch import Tensor
 from layerskip.bench.batches import Batch
 from layerskip.bench.comparison import Difference, first_difference
 from layerskip.bench.methods import Clock, Decoded, Method, Task
-from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.files.records import Key
 from layerskip.generation import generate
 from layerskip.model.compiled import compile_seconds

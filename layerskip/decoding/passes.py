@@ -224,7 +224,7 @@ class Session:
         # the head is large: only where somebody reads it
         wanted = [self.rows[row] * count + offset for row, offset in positions]
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
-        return self.model.logits(hidden[None, on_device(wanted, hidden.device)])[0]
+        return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
     def commit(self, row: int, emitted: int) -> None:
         """Keep the round's first `emitted` fed tokens of a row; the rest is forgotten."""

@@ -163,9 +163,12 @@ class Sublayers(Architecture):
         """Logits of a draft, of hidden states at the end of its shared prefix: (B, T, V)."""
         return self.backend.run(hidden, step, self.draft(skip))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
-        return self.head(hidden, None)
+    def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
+
+        Of a pass that verifies or decodes, `step` says so: its numbers are of one arithmetic.
+        """
+        return self.head(hidden, step)
 
     def trimmed(self, tokens: Sequence[int]) -> Sublayers:
         """The same opened model, with drafts that can draw these tokens only, but for less.

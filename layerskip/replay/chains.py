@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.followers import Drafter
-from layerskip.decoding.laws import gumbel_noise
+from layerskip.decoding.noise import gumbel_noise
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
 from layerskip.replay.steps import steps_of
 from layerskip.replay.trace import Text, Trace

@@ -23,7 +23,8 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import low_facts
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import Round
 from layerskip.model.backend import Block
 from layerskip.model.draft_head import TrimmedHead

@@ -26,7 +26,8 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
