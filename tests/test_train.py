@@ -133,8 +133,8 @@ def small() -> None:
     torch.set_num_threads(1)
 
 
-def source(model: Any, **given: Any) -> data.Source:
-    return data.Source(model, Letters(), given.pop("given", prompts()), **given)
+def source(model: Any, **given: Any) -> data.Corpus:
+    return data.Corpus(model, Letters(), given.pop("given", prompts()), **given)
 
 
 def training(folder: Path, model: Any = None, **changes: Any) -> Training:

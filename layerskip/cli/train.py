@@ -123,7 +123,7 @@ def train(
     import torch
 
     from layerskip.training import processes
-    from layerskip.training.data import Source
+    from layerskip.training.data import Corpus
     from layerskip.training.drafts import Recipe, Training
     from layerskip.training.judging import judge, read_record
     from layerskip.training.students import RANK
@@ -145,7 +145,7 @@ def train(
             rank=rank or RANK,
             rows=-(-Recipe.rows // together) * together,
         )
-        source = Source(
+        corpus = Corpus(
             loaded.model,
             loaded.tokenizer,
             given,
@@ -156,7 +156,7 @@ def train(
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
             training = Training(
                 opened,
-                source,
+                corpus,
                 recipe,
                 output,
                 progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +39,16 @@ class Text:
     prompt: int
 
 
-class Source:
+class Corpus:
     """Where training texts come from.
 
     Args:
         given: prompts to answer; None: what the model itself would ask.
         answer: whether to; else what is given are whole texts, taken as they are.
         temperature: of the answers.
+
+    Attributes:
+        drawn_by: the model that writes: the one given, or a copy of it in another precision.
 
     Raises:
         ValueError: too few are given to keep one apart.
@@ -69,21 +70,12 @@ class Source:
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
-        self.drawing = model
+        self.drawn_by = model
         self.temperature, self.seed, self.answers = temperature, seed, answer
         ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
-
-    @contextmanager
-    def in_half(self) -> Iterator[None]:
-        """Draw with a copy in bfloat16 meanwhile: texts nearly of the model's law, and sooner."""
-        self.drawing = deepcopy(self.model).bfloat16()
-        try:
-            yield
-        finally:
-            self.drawing = self.model
 
     def batch(self, number: int) -> list[Text]:
         """The training texts of that number; there is no end to them, unless they are given."""
@@ -151,7 +143,7 @@ class Source:
         new: list[list[int]] = [[] for _ in prompts]
         base = (self.seed * 1_000_003 + number) * BATCH
         for round_ in decode(
-            self.drawing,
+            self.drawn_by,
             ids,
             mask,
             enabled=False,
@@ -166,7 +158,7 @@ class Source:
 
 
 def collect(
-    source: Source, folder: Path, *, tokens: float, more: Callable[[], bool]
+    corpus: Corpus, folder: Path, *, tokens: float, more: Callable[[], bool]
 ) -> Iterator[int]:
     """Write batches of texts to a folder until they hold so many tokens, or there are no more.
 
@@ -181,7 +173,7 @@ def collect(
     while total < tokens:
         path = folder / f"{number:05}.json"
         if not path.exists():
-            texts = source.batch(number) if number == 0 or more() else []
+            texts = corpus.batch(number) if number == 0 or more() else []
             if not texts:
                 return
             write_text(path, json.dumps([[text.prompt, text.ids] for text in texts]))

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,7 +126,7 @@ class Training:
     def __init__(
         self,
         opened: Sublayers,
-        source: data.Source,
+        corpus: data.Corpus,
         recipe: Recipe,
         folder: Path,
         *,
@@ -142,8 +142,9 @@ class Training:
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None
-        self.opened, self.source, self.folder, self.work = opened, source, folder, folder / "work"
+        self.opened, self.corpus, self.folder, self.work = opened, corpus, folder, folder / "work"
         opened.model.requires_grad_(False)
+        self.half = half_is_fast(opened.device)
         self.progress, self.say = progress, say
         self.curve: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
@@ -156,7 +157,7 @@ class Training:
 
     def _check_same(self) -> None:
         """Go on with what is in the folder only where it is this training."""
-        path, prompts = self.work / "recipe.json", len(self.source.known) + len(self.source.apart)
+        path, prompts = self.work / "recipe.json", len(self.corpus.known) + len(self.corpus.apart)
         of = self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
         now = json.loads(json.dumps(of))
         if not path.exists():
@@ -214,17 +215,16 @@ class Training:
         of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
         limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * of_texts
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        half = half_is_fast(self.opened.device)
-        with self.source.in_half() if half else nullcontext():
-            made = data.collect(
-                self.source,
-                self.work / "texts",
-                tokens=enough,
-                more=lambda: self.seconds["texts"] < limit,
-            )
-            for total in self._timed("texts", made):
-                share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
-                self.progress(f"texts: {total:,} tokens", share)
+        if self.half:  # texts nearly of the model's law, and sooner
+            self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
+        folder = self.work / "texts"
+        made = data.collect(
+            self.corpus, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
+        )
+        for total in self._timed("texts", made):
+            share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
+            self.progress(f"texts: {total:,} tokens", share)
+        self.corpus.drawn_by = self.opened.model
 
     def _make_features(self, ids: Tensor) -> None:
         folder, tokens = self.work / "features", ids.numel()
@@ -257,13 +257,12 @@ class Training:
     def _train(self, ids: Tensor, frequent: Tensor) -> None:
         recipe, checkpoint = self.recipe, self.work / "checkpoint.pt"
         laws = Laws(self.opened, frequent, recipe.loss, recipe.temperature)
-        half = half_is_fast(self.opened.device)
         student = student_of(
             recipe.kind,
             self.opened,
             self.skip,
             rank=recipe.rank,
-            dtype=torch.bfloat16 if half else torch.float32,
+            dtype=torch.bfloat16 if self.half else torch.float32,
             seed=recipe.seed,
         )
         count = max(recipe.rows, len(ids) - max(1, min(APART, len(ids) // 16)))  # trained on
@@ -271,7 +270,7 @@ class Training:
         def step_loss(step: int) -> Tensor:
             numbers = windows_of(count, recipe.rows, step, recipe.seed)
             numbers = numbers[processes.rank() :: processes.count()]
-            with self._autocast():
+            with torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half):
                 batch = self._batch(laws, ids, numbers)
                 return laws.distance(student(batch), batch)
 
@@ -316,7 +315,7 @@ class Training:
     ) -> None:
         """Add a point to the curve after so many tokens, of windows kept apart."""
         losses, overlaps = [], []
-        with self._autocast():
+        with torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half):
             for number in apart:
                 batch = self._batch(laws, ids, [number])
                 steps = student(batch)
@@ -344,11 +343,6 @@ class Training:
             model_hash=trained.base,
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        device = self.opened.device
-        half = half_is_fast(device)
-        return torch.autocast(device.type, torch.bfloat16) if half else nullcontext()
 
     def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> Batch:
         """What is learned from the windows of those numbers."""

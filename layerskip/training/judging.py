@@ -54,7 +54,7 @@ def judge(training: Training) -> dict[str, Any]:
     """
     opened, recipe, folder = training.opened, training.recipe, training.folder
     skip = trained_skip(folder)
-    held = training.source.held_out(PROMPTS)
+    held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
     drafts = {TRAINED: skip}
