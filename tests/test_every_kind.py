@@ -245,6 +245,7 @@ PAIRS = [[a, b, a] for a in range(5) for b in range(5)]
 SOURCES: dict[str, tuple[Any, ...]] = {
     **{kind: (kind,) for kind in KINDS},
     "layers left out": (SKIP.resolve(6),),
+    "layers left out, 3 tokens": (SKIP.resolve(6),),
     "lookup": (Lookup(PAIRS),),
     "lookup, layers left out": (Lookup(PAIRS), SKIP.resolve(6)),
     "lookup, assistant": (Lookup(PAIRS), "assistant"),
@@ -265,6 +266,8 @@ def sampled(
     """The p-value of many texts under the target's law; drafted and accepted tokens by draft."""
     drafts = drafts_of(SOURCES[source], small_model(), folder)
     how: dict[str, Any] = {"drafts": drafts, "execution": execution}
+    if source.endswith("3 tokens"):
+        how |= {"vocabulary": [0, 2, 3]}
     if len(drafts) > 1:  # batches enough for every draft to be taken
         how |= {"fickle": True, "rows": 100}
     if execution == "native":  # whose passes are short

@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -490,6 +491,7 @@ def sample_texts(
     rejection: bool,
     drafts: Any = SKIP.resolve(6),  # noqa: B008
     fickle: bool = False,
+    vocabulary: Sequence[int] | None = None,
     execution: str = "auto",
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
@@ -499,10 +501,13 @@ def sample_texts(
 
     Args:
         drafts: of the small model; `fickle` takes any of several for a round, or none.
+        vocabulary: tokens that are drafted; None: all.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     drafted: list[tuple[int, int]] = []
     model = Sublayers(copy.deepcopy(small_model()).to(device, dtype), execution)
+    if vocabulary is not None:
+        model = model.trimmed(vocabulary)
     for first in range(0, TEXTS, rows):
         run = Decoder(
             model,
