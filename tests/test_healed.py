@@ -21,8 +21,9 @@ from layerskip.model import extension
 from layerskip.model.blocks import Heads
 from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
+from layerskip.training.features import whole_pass
 
 
 def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:
@@ -35,9 +36,7 @@ def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> Sk
 
 def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     """Of a draft, over a prompt, (B, T, V)."""
-    cache = model.new_cache(*ids.shape)
-    cache.place([0] * ids.shape[0], ids.shape[1])
-    step = Pass(model, cache, model.rotary(ids.shape[1], ids.shape[1]))
+    step = whole_pass(model, *ids.shape)
     hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
     return model.finish_draft(hidden, step, skip)
 
