@@ -525,7 +525,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         (["--minutes", "-1"], "minutes must be positive and finite, got -1"),
         (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
-        (["--skip", "exit.json", "--draft", "heads"], "--skip names a draft to heal; leave it out"),
+        (["--skip", "exit.json", "--draft", "heads"], "--skip is of --draft healed"),
         (["--exit-layer", "2"], "--exit-layer is of --draft exit-block; leave it out with healed"),
         (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],

@@ -106,12 +106,13 @@ def train(
     """
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
-    if skip is not None and draft != "healed":
-        raise ValueError(f"--skip names a draft to heal; leave it out with --draft {draft}")
-    if exit_layer is not None and draft != "exit-block":
-        raise ValueError(f"--exit-layer is of --draft exit-block; leave it out with {draft}")
-    if rank is not None and draft != "healed":
-        raise ValueError(f"--rank is of --draft healed; leave it out with {draft}")
+    for flag, value, kind in (
+        ("--skip", skip, "healed"),
+        ("--rank", rank, "healed"),
+        ("--exit-layer", exit_layer, "exit-block"),
+    ):
+        if value is not None and draft != kind:
+            raise ValueError(f"{flag} is of --draft {kind}; leave it out with {draft}")
     file = prompts or texts
     given = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
