@@ -33,11 +33,11 @@ from layerskip.cli.terminal import Talk, aligned, ratio
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.acceptance import prior_acceptance
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, Draft
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files.comparisons import KIND, SCHEMA, read_comparison, write_comparison
 from layerskip.generation import DEFAULT_CONTROLLER, LONGEST_DRAFT
 from layerskip.model.blocks import TOKENS
@@ -310,7 +310,7 @@ def measure_sizes(opened: Sublayers, rows: Sequence[Row]) -> None:
     by_name = {row.name: row for row in rows}
     for row in rows:
         if isinstance(row.draft, SkipConfig):
-            row.known["bytes"] = opened.low_bytes(row.draft)
+            row.known["bytes"] = opened.weights.nbytes(row.draft)
             if row.draft.trained is not None:
                 weights = load_file(row.draft.trained.weights)
                 weights.pop(TOKENS, None)

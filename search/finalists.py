@@ -25,8 +25,8 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.lookup import Lookup
-from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.trace import Trace
 from layerskip.search.objective import (
     Choice,
@@ -241,7 +241,7 @@ def predict(finalist: Finalist, trace: Trace) -> float:
     skip, how = finalist.skip, finalist.choice.decoding
     allowed = _allowed(trace, skip.draft_vocabulary)
     drafts = replay(trace, skip, how.max_draft_length, allowed=allowed)
-    looked_up = look_up(trace, Lookup(), how.max_draft_length)
+    looked_up = replay(trace, Lookup(), how.max_draft_length)
     return speedup(drafts, finalist.costs, how, LookedUp(looked_up, finalist.looked_up))
 
 
@@ -303,7 +303,8 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in ("drafted", "accepted")
     )
     compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
-    near = [d["near_tie"] for each in compared for d in each["differences"]]
+    differing = [each["differences"] for each in compared if each["differences"]]
+    near = [all(d["near_tie"] for d in found) for found in differing]
     return {
         "acceptance_rate": accepted / proposed if proposed else None,
         "compared": len(compared),

@@ -26,7 +26,7 @@ from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.trained import as_drafter
+from layerskip.decoding.sources import source_of
 from layerskip.defaults import unprepared
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
@@ -131,7 +131,7 @@ class Search:
         self.finalists: list[Finalist] = []
         self.plain_tokens_per_second: float | None = None
         if space.trained is not None:
-            self.opened.deltas(space.trained)  # refused before anything slow is done
+            self.opened.weights.deltas(space.trained)  # refused before anything slow is done
         self.beside: dict[str, SkipConfig] = {}
         started = time.perf_counter()
         self.trace = self._trace(self.traced)
@@ -207,7 +207,7 @@ class Search:
         found: dict[str, SkipConfig] = {}
         for skip in modules:
             assert skip.trained is not None
-            as_drafter(self.opened, skip.resolve(self.space.num_layers))  # refused now
+            source_of(self.opened, skip)  # refused now
             number = sum(name.startswith(skip.trained.kind) for name in found) + 1
             found[f"{skip.trained.kind}{f'-{number}' * (number > 1)}"] = skip
         before = unprepared(self.opened).skip if self.space.trained else None

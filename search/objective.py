@@ -19,11 +19,10 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, passes_table, step_seconds
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.chains import Survival
-from layerskip.replay.drafts import Replay, follow, look_up
+from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
@@ -94,7 +93,7 @@ def speedup(
         drafts.insert(0, looked_up.replay)
         tables.insert(0, looked_up.costs)
         known.insert(0, replace(costs, draft=0.0))  # all that a skip config's costs say of lookups
-    priors = [prior_acceptance(each.skip) for each in drafts]
+    priors = [each.prior for each in drafts]
     adaptive = ExpectedGain(known, length, priors=priors)
     rounds = chain.from_iterable(
         simulate(drafts, adaptive, [text], max_draft_length=length)
@@ -157,7 +156,7 @@ class Objective:
     def looked_up(self) -> LookedUp:
         """What a lookup drafts along the texts, at the price of passes over so many tokens."""
         record, context = self.cost, self.trace.context
-        return LookedUp(look_up(self.trace, Lookup()), passes_table(record, context))
+        return LookedUp(replay(self.trace, Lookup()), passes_table(record, context))
 
     @cached_property
     def _ceilings(self) -> list[Survival]:

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.lookup import Offer
+from layerskip.decoding.sources.base import Offer
 
 VOCABULARY = 97
 WINDOW = 8

@@ -18,16 +18,15 @@ import layerskip
 from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding import assistant as assistants
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources import assistant as assistants
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
-from layerskip.replay.steps import steps_of
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
 from layerskip.timing.tables import analytic, cost_tables
@@ -109,8 +108,8 @@ def check_states(run: Decoder) -> int:
     """What each assistant has seen of a row is what a prefill writes; the rows where it falls short
     of what the row has emitted."""
     short = 0
-    for state in run.session.paths:
-        if not isinstance(state, assistants._Second):
+    for state in run.session.states:
+        if not isinstance(state, assistants._State):
             continue
         for row, place in run.session.rows.items():
             text = [*run.session.prompts[row].tolist(), *run.emitted[row]]
@@ -148,10 +147,11 @@ def test_states_are_those_of_a_fresh_prefill_after_every_round(mixture: str) -> 
 def test_a_state_that_is_not_rolled_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
 
-    def forgetful(self: Any, row: int, emitted: int, steps: int) -> None:
-        self.seen[row] = self.session.lengths[row] + min(emitted + 1, steps)
+    def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
+        if steps:
+            self.seen[row] = self.batch.lengths[row] + min(len(emitted) + 1, steps)
 
-    monkeypatch.setattr(assistants._Second, "commit", forgetful)
+    monkeypatch.setattr(assistants._State, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         played_with_states(drafts_of("assistant"), Fixed(4), sample=False)
 
@@ -223,7 +223,7 @@ def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
     starts = [(text, text.prompt + i, 3) for i in range(9)]
     chains = Chains(trace, draft, starts, 6, [None])
     want = chains.run()[0].tokens
-    other = steps_of(trace, Assistant(Sublayers(second_of(noise=1.0))), follow=False)
+    other = Assistant(Sublayers(second_of(noise=1.0))).steps(trace, follow=False)
     chains.draft.texts = other.texts
     assert not torch.equal(chains.run()[0].tokens, want)
 

@@ -359,7 +359,7 @@ def test_prefill_in_chunks_is_the_prefill(
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.session.prefill()  # (B, V)
-    monkeypatch.setattr("layerskip.decoding.followers._CHUNK", chunk * 4)
+    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9

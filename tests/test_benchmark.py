@@ -325,12 +325,12 @@ def test_a_wrong_text_is_a_fault(model, task):
     wrong = [*text[:2], (text[2] + 1) % 90 + 2, *text[3:]]
     record = judged(model, task, wrong, batch)
     assert record["equal"] == [False]
-    (difference,) = record["differences"]
+    difference = record["differences"][0]
     assert difference["position"] == 2
     assert difference["margin"] > difference["resolution"] > 0
     assert difference["near_tie"] is False
     for ended in (text[:3], [*text, 5]):  # no score explains an end
-        (difference,) = judged(model, task, ended, batch)["differences"]
+        difference = judged(model, task, ended, batch)["differences"][-1]
         assert difference["near_tie"] is False
         assert difference["margin"] is None
     peer = judged(model, task, wrong, batch, kind="generate-prompt-lookup")
@@ -347,7 +347,7 @@ def test_a_near_tie_is_none(model):
     head[other] = head[text[1]] * (1 - 1e-15)
     record = judged(twins, task, [text[0], other, *text[2:]], batch)
     assert record["equal"] == [False]
-    (difference,) = record["differences"]
+    difference = record["differences"][0]
     assert difference["near_tie"] is True
     assert 0 <= difference["margin"] <= difference["resolution"] < 1e-3
 
@@ -362,17 +362,17 @@ def test_the_scores_that_judge_are_those_that_drew(model, task):
     plain = Engine(model, task)
     judge = Judge(model, task, [plain])
     for row, text in enumerate(plain.decode(batch, 0, Clock()).tokens):
-        for length, token in enumerate(text):
-            before = torch.tensor([text[:length]], dtype=torch.long)
-            scores = judge._scores(batch, row, torch.cat([ids[row : row + 1], before], dim=1))
-            assert int(scores.argmax()) == token
+        assert judge._along(batch, row, text, text).best == text
 
 
-def test_generate_is_the_greedy_reference_where_it_is_measured(model):
-    methods = [Peer(model, Task(4)), Engine(model, Task(4))]
-    assert Judge(model, Task(4), methods).reference.kind == "generate"
-    assert Judge(model, Task(4), methods[1:]).reference.kind == "plain"
-    assert Judge(model, Task(4, do_sample=True), methods).reference.kind == "plain"
+def test_whose_text_a_method_must_give(model):
+    methods = [Peer(model, Task(4)), Engine(model, Task(4)), Fake("x", Clock(), kind="self")]
+    for judge, expected in (
+        (Judge(model, Task(4), methods), ["generate", "generate", "plain"]),
+        (Judge(model, Task(4), methods[1:]), ["plain"] * 3),
+        (Judge(model, Task(4, do_sample=True), methods), ["plain"] * 3),
+    ):
+        assert [judge.reference(method).kind for method in methods] == expected
     rejection = Task(4, do_sample=True, acceptance="rejection")
     assert not Judge(model, rejection, methods).promised(methods[1])
 

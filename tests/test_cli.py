@@ -363,7 +363,9 @@ def test_check_passes(folder, two_prompts):
     result = run("check", folder, *flags, "--json", columns=60)
     found = document(result)
     assert found["passed"] is True
-    assert found["greedy"]["tokens"] == found["coupled"]["tokens"] == 16
+    for each in (found["greedy"], found["plain"], found["coupled"]):
+        assert (each["tokens"], each["near_ties"], each["faults"]) == (16, 0, 0)
+    assert f"resolution {found['greedy']['resolution']:.2g}" in result.stdout
     lines = result.stdout.splitlines()
     assert lines[-2] == "passed"
     assert max(map(len, lines[:-1])) <= 60

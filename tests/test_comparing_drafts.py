@@ -13,7 +13,7 @@ from models import lively_model
 from layerskip import SkipConfig
 from layerskip.checkpoints import encode, load
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files.comparisons import holds_comparison, read_comparison
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers

@@ -18,9 +18,9 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as costs

@@ -43,7 +43,7 @@ from layerskip.decoding.passes import Session
 from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension, native
-from layerskip.replay.drafts import follow, look_up, replay
+from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
 
@@ -345,7 +345,7 @@ def test_simulated_rounds_are_those_of_decoding(
     """Whatever the controller."""
     drafts = drafts_of(MIXTURES[mixture], test_assistant.model_of(), folder)
     trace = test_assistant.traced(sample, ended)
-    replays = [look_up(trace, d) if isinstance(d, Lookup) else replay(trace, d) for d in drafts]
+    replays = [replay(trace, draft) for draft in drafts]
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
     made = (Fickle, lambda: Fickle(6), lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs))
     for make in made:

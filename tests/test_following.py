@@ -15,9 +15,9 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
+from layerskip.decoding.sources.chain_cache import ChainCache
 from layerskip.replay import chains as chains_module
 from layerskip.replay import steps as steps_module
-from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, take_trace

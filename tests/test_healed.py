@@ -38,7 +38,7 @@ def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     """Of a draft, over a prompt, (B, T, V)."""
     step = whole_pass(model, *ids.shape)
     hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
-    return model.finish_draft(hidden, step, skip)
+    return model.backend.run(hidden, step, model.weights.blocks(skip))
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
@@ -52,7 +52,7 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     model, other, ids = tiny(family), tiny(family), prompt(9)
     skip, found = healed(model, tmp_path, bits=bits), deltas(model)
     with torch.no_grad():
-        for name, linear in Sublayers(other).named_linears(skip.rounded()):
+        for name, linear in Sublayers(other).weights.linears(skip.rounded()):
             delta = found[f"{name}.b"].double() @ found[f"{name}.a"].double()
             before, behind = (delta, 0) if bits == 8 else (0, delta)
             wide = rounded(linear.weight + before, bits).widened(torch.float64)
@@ -69,7 +69,7 @@ def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     model = tiny("llama").float()
-    drafted = Sublayers(model, "native").draft(healed(model, tmp_path, bits=4))
+    drafted = Sublayers(model, "native").weights.blocks(healed(model, tmp_path, bits=4))
     assert all(isinstance(block, NativeBlock) for block in drafted)
 
 
@@ -78,17 +78,17 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
     opened = Sublayers(model, "fused")
     four, eight = (healed(model, tmp_path / str(bits), bits=bits) for bits in (4, 8))
     plain = replace(four, trained=None)
-    opened.draft(plain)
+    opened.weights.blocks(plain)
     once = copies_of(model).nbytes
-    opened.draft(four)  # deltas beside the same copies
-    assert copies_of(model).nbytes == once == opened.low_bytes(plain)
-    sizes = [linear.weight.shape for _, linear in opened.named_linears(four.rounded())]
+    opened.weights.blocks(four)  # deltas beside the same copies
+    assert copies_of(model).nbytes == once == opened.weights.nbytes(plain)
+    sizes = [linear.weight.shape for _, linear in opened.weights.linears(four.rounded())]
     of_deltas = sum(RANK * (rows + columns) * 8 for rows, columns in sizes)  # float64
-    assert opened.low_bytes(four) == once + of_deltas
+    assert opened.weights.nbytes(four) == once + of_deltas
     for _ in range(2):  # in 8 bits copies of its own, made once
-        Sublayers(model, "fused").draft(eight)
-        assert copies_of(model).nbytes == once + opened.low_bytes(eight)
-    assert opened.low_bytes(eight) == opened.low_bytes(replace(eight, trained=None))
+        Sublayers(model, "fused").weights.blocks(eight)
+        assert copies_of(model).nbytes == once + opened.weights.nbytes(eight)
+    assert opened.weights.nbytes(eight) == opened.weights.nbytes(replace(eight, trained=None))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
-from layerskip.decoding import trained as states
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources import trained as states
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
@@ -75,7 +76,7 @@ MIXTURES = (
 def check_states(run: Decoder) -> int:
     """Keys and values of every block are those of one pass over each row's text; how many."""
     session, model, looked = run.session, run.session.model, 0
-    for state in session.paths:
+    for state in session.states:
         if not isinstance(state, states._Layered):
             continue
         for row, place in session.rows.items():
@@ -139,8 +140,9 @@ def test_a_state_that_is_not_rolled_back_is_seen(
 ) -> None:
     """The negative control of the test above."""
 
-    def forgetful(self: Any, row: int, emitted: int, steps: int) -> None:
-        self.seen[row] = self.session.lengths[row] + min(emitted + 1, steps)
+    def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
+        if steps:
+            self.seen[row] = self.batch.lengths[row] + min(len(emitted) + 1, steps)
 
     monkeypatch.setattr(states._Layered, "commit", forgetful)
     monkeypatch.setattr(states._Features, "commit", forgetful)
@@ -176,7 +178,7 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
     exact = replace(skip, low=None)
     assert opened.execution == "native"
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
-    assert 0 < opened.low_bytes(skip) < opened.low_bytes(exact) + 4 * 12 * 32
+    assert 0 < opened.weights.nbytes(skip) < opened.weights.nbytes(exact) + 4 * 12 * 32
     # what a step computes is near what exact weights say, and another thing than they say
     found = []
     for each in (exact, skip):
@@ -217,13 +219,13 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: P
     assert skip.trained is not None
     whole = save_trained(
         folder / "whole.safetensors",
-        opened.module(skip).block.state_dict(),
+        opened.weights.module(skip).block.state_dict(),
         skip.trained.kind,
         model,
     )
     other = replace(skip, trained=whole)
     assert analytic(opened, skip).draft < analytic(opened, other).draft
-    assert (opened.low_bytes(skip) < opened.low_bytes(other)) is (skip.low is not None)
+    assert (opened.weights.nbytes(skip) < opened.weights.nbytes(other)) is (skip.low is not None)
 
 
 def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:

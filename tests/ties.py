@@ -1,4 +1,4 @@
-"""Texts of two ways to decode that may part at near-ties only; knows models and coupled noise."""
+"""Texts of two ways to decode that may part at near-ties only, and by how much they miss."""
 
 from __future__ import annotations
 

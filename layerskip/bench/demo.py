@@ -8,19 +8,19 @@ what else a machine does only adds seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
-from layerskip.bench.comparison import Comparison, Difference
+from layerskip.bench.comparison import Comparison
 from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, Timed, device_clock, interleaved
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.decoding.sources.lookup import Lookup
 
 TEMPERATURE = 0.8
 
@@ -37,8 +37,8 @@ class SideBySide:
     Attributes:
         fastest: by method, each prompt's fastest repeat, in seconds per token: transformers draws
             others in every repeat, and may end sooner.
-        comparison: of self-speculation with plain decoding, every time; a prompt's first
-            difference counts.
+        comparison: of self-speculation with plain decoding, every time; a prompt's first text that
+            differs counts.
         costs: what the controller decided with, of the model's own draft if it has one; None where
             it needed no costs.
         sources: what drafts came from, as rounds number them.
@@ -131,7 +131,7 @@ def side_by_side(
     note("decoding")
     costs = speculative.generate(batches[0], streamer=streamer).costs
     tries: dict[str, list[list[Timed]]] = {name: [[] for _ in prompts] for name in METHODS}
-    differences: dict[int, Difference] = {}
+    differing: dict[int, Comparison] = {}
     for timed in interleaved(
         methods,
         batches,
@@ -146,12 +146,14 @@ def side_by_side(
         (number,) = timed.batch.numbers
         tries[timed.method.name][number].append(timed)
         if timed.method is speculative:
-            found = judge.differences(speculative, timed.batch, timed.decoded.tokens)
-            for difference in found or ():
-                differences.setdefault(number, difference)
+            found = judge.compare(speculative, [(timed.batch, timed.decoded.tokens)])
+            if found is not None and found.differences:
+                differing.setdefault(number, found)
     fastest = {
         name: [min(repeated, key=lambda one: one.seconds / _count(one)) for repeated in each]
         for name, each in tries.items()
     }
-    texts = [timed.decoded.tokens[0] for timed in fastest["plain"]]
-    return SideBySide(fastest, Comparison.of(texts, differences), costs, speculative.sources)
+    differences = [replace(d, prompt=i) for i, each in differing.items() for d in each.differences]
+    tokens = sum(map(_count, fastest["plain"]))
+    comparison = Comparison(len(prompts), tokens, tuple(differences))
+    return SideBySide(fastest, comparison, costs, speculative.sources)

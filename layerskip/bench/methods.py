@@ -18,8 +18,8 @@ from torch import Tensor
 from layerskip.bench.batches import Batch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import Round
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
 from layerskip.served import end_tokens
 

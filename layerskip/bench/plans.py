@@ -33,7 +33,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
 from layerskip.model.fingerprint import fingerprint

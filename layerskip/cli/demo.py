@@ -91,10 +91,10 @@ def demo(
         talk.progress("checking greedy text against transformers")
         beside: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
         greedily = Task(length, execution=execution)
-        greedy = compare(loaded.model, inputs, drafts.skip, greedily, **beside)
+        greedy = compare(loaded.model, inputs, drafts.skip, greedily, **beside)["generate"]
         talk.progress("checking sampled text against plain decoding")
         sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
-        coupled = compare(loaded.model, inputs, drafts.skip, sampled, **beside)
+        coupled = compare(loaded.model, inputs, drafts.skip, sampled, **beside)["plain"]
     talk.progress("")
     comparisons = [found.comparison, coupled, greedy]
     passed = not any(comparison.faults for comparison in comparisons)

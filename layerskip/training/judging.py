@@ -77,7 +77,7 @@ def judge(training: Training) -> dict[str, Any]:
             **acceptance[name],
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
             "formula": formula(acceptance[name]["coupled"], cost),
-            "bytes": opened.low_bytes(each),
+            "bytes": opened.weights.nbytes(each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }

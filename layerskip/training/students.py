@@ -97,13 +97,13 @@ class Healing(Student):
         assert isinstance(model.backend, Modules)
         assert skip.low is not None
         self.opened = [model]  # in a list, so that its weights are not this module's
-        known = {} if skip.trained is None else model.deltas(skip.trained).by_weight
+        known = {} if skip.trained is None else model.weights.deltas(skip.trained).by_weight
         generator = torch.Generator().manual_seed(seed)
         self.inner, self.outer = nn.ParameterDict(), nn.ParameterDict()
         self._names: dict[int, str] = {}
         self._weights: dict[str, Tensor] = {}
         low = skip.rounded()
-        for name, linear in model.named_linears(low):
+        for name, linear in model.weights.linears(low):
             rows, columns = linear.weight.shape
             key = name.replace(".", "/")
             bound = 1 / math.sqrt(columns)
