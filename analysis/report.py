@@ -287,14 +287,13 @@ def _search_facts(search: Search) -> dict[str, str]:
         document[name] for name in ("prompts", "space", "trace", "study")
     )
     ends = "free" if space["allow_ends"] else "kept"
-    budget = "" if space["budget"] is None else f", at most {space['budget']} sublayers left out"
     storage = "memory" if study["storage"] is None else redacted(study["storage"])
     seconds = ", ".join(f"{k} {v:.0f}" for k, v in document["seconds"].items() if v is not None)
     return _setting(document) | {
         "Prompts": f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
         f"{len(prompts['held_out'])} held out",
         "Space": f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} "
-        f"sets, ends {ends}{budget}",
+        f"sets, ends {ends}",
         "Trace": f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
         f"{trace['draft_length']} tokens; a plain step costs "
         f"{1000 * document['step_seconds']:.3g} ms",

@@ -1,4 +1,4 @@
-"""What a skip config is worth: its drafts along a trace, a controller, and a cost table; no clock.
+"""What a skip config is worth: tokens per second along a trace, priced by a cost table.
 
 Everything random is in the trace and everything noisy in the cost record, so that a value is a
 function of the config alone, and two configs differ by what they are and not by when they ran.
@@ -6,7 +6,7 @@ function of the config alone, and two configs differ by what they are and not by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -204,16 +204,18 @@ class Objective:
         if not skip.skipped() and skip.low is None:
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
-        tables = [self.costs(skip, size) for size in self.sizes]
         limits = [
-            _Limit(table, self.trace.draft_length, ceiling)
-            for table, ceiling in zip(tables, self._ceilings, strict=True)
+            _Limit(self.costs(skip, size), self.trace.draft_length, ceiling)
+            for size, ceiling in zip(self.sizes, self._ceilings, strict=True)
         ]
 
+        def promises(survivals: Iterable[Survival]) -> list[float]:
+            pairs = zip(survivals, limits, strict=True)
+            return [_promise(survival, limit.costs) for survival, limit in pairs]
+
         def enough(survivals: Sequence[Survival]) -> list[bool]:
-            pairs = list(zip(limits, survivals, strict=True))
-            best = max(_promise(survival, limit.costs) for limit, survival in pairs)
-            return [limit(survival, best) for limit, survival in pairs]
+            best = max(promises(survivals))
+            return [limit(each, best) for each, limit in zip(survivals, limits, strict=True)]
 
         each = follow(
             self.trace,
@@ -223,9 +225,9 @@ class Objective:
             enough=enough,
         )
         # which size: by the best fixed length, that any controller's is near
-        promises = [_promise(r.survival, table) for r, table in zip(each, tables, strict=True)]
-        best_size = promises.index(max(promises))
-        size, followed, costs = self.sizes[best_size], each[best_size], tables[best_size]
+        promised = promises(drafts.survival for drafts in each)
+        number = promised.index(max(promised))
+        size, followed, costs = self.sizes[number], each[number], limits[number].costs
         found = choices(followed, costs)
         best = best_choice(found)
         forced = max(choice.speedup for choice in found[1:-1])

@@ -49,8 +49,7 @@ def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
     """For every linear of a tiny model, each about so large as a share of its weight."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    opened = Sublayers(model)
-    for name, linear in opened.weights.linears(range(opened.num_sublayers)):
+    for name, linear in Sublayers(model).weights.linears():
         rows, columns = linear.weight.shape
         scale = size * linear.weight.detach().float().std() / RANK**0.5
         found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()

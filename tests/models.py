@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from layerskip.decoding.controllers import Controller
+from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Offer
 
 VOCABULARY = 97
@@ -180,6 +181,13 @@ def pure(processor: Any) -> Any:
     """A logits processor that says of itself that it keeps no state."""
     processor.layerskip_pure = True
     return processor
+
+
+def as_any_other(model: Any, draft: Any) -> Any:
+    """The source of a draft, which does not say that it is nothing but an early exit."""
+    source = source_of(model, draft)
+    source.exit_layer = None
+    return source
 
 
 class Erratic(Controller):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from models import lively_model, prompt, ragged
+from models import lively_model, prompt, pure, ragged
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
@@ -154,6 +154,7 @@ def test_one_disturbed_length_does_not_raise_the_longer_ones() -> None:
 
 @torch.no_grad()
 def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Sublayers) -> None:
+    @pure
     def own(ids: Tensor, scores: Tensor) -> Tensor:
         pytest.fail("called while costs were measured")
 

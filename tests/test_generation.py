@@ -55,7 +55,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.finding import Search
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.tables import place as where
 
@@ -202,7 +202,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(
     model = Sublayers(lively_model("llama", dtype=torch.float32))
     if model.execution != "native":
         pytest.skip("no native passes here")
-    nbytes = model.low_bytes(SkipConfig.low_precision(8))
+    nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
         monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
         found = unprepared(Sublayers(lively_model("llama", dtype=torch.float32)))

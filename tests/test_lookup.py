@@ -26,10 +26,10 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
-from layerskip.decoding.sources.base import Offer
-from layerskip.decoding.sources.lookup import NOTHING, Found, LookupRow
+from layerskip.decoding.sources.base import Offer, Proposal
+from layerskip.decoding.sources.lookup import NOTHING, LookupRow
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import Trace, take_trace
 
@@ -72,7 +72,7 @@ def test_the_longest_match_is_found_and_of_several_the_latest(alphabet: int) -> 
     drawn = random.Random(alphabet)
     for _ in range(3):
         text = [drawn.randrange(alphabet) for _ in range(60)]
-        row = Lookup().open(text[:1])
+        row = Lookup().row(text[:1])
         for length in range(1, len(text)):
             history = text[:length]
             match, behind = max(
@@ -83,7 +83,7 @@ def test_the_longest_match_is_found_and_of_several_the_latest(alphabet: int) -> 
                 drafted = list(history)
                 for i in range(7):  # it may run on into itself
                     drafted.append(drafted[behind + i])
-                want = Found(drafted[length:], match)
+                want = Proposal.of(drafted[length:], match)
             assert row.find(7) == want
             row.extend(text[length : length + 1])
 
@@ -95,7 +95,7 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
     for _ in range(20):
         others = [[drawn.randrange(alphabet) for _ in range(20)] for _ in range(3)]
         text = [drawn.randrange(alphabet) for _ in range(30)]
-        row = Lookup(others).open(text[:1])
+        row = Lookup(others).row(text[:1])
         for length in range(1, len(text)):
             history = text[:length]
             own = max((common(history, end, history) for end in range(1, length)), default=0)
@@ -107,7 +107,7 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
                 places = [(some, end) for some in others for end in range(len(stretch), 21)]
                 assert any(some[end - len(stretch) : end] == stretch for some, end in places)
             elif own:
-                alone = Lookup().open(history)
+                alone = Lookup().row(history)
                 assert found == alone.find(5)
             wins[1 if other > own else 2 if own else 0] += 1
             row.extend(text[length : length + 1])
@@ -115,18 +115,18 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
 
 
 def test_another_text_ends_where_it_ends() -> None:
-    row = Lookup([[5, 6, 7], [8, 9]]).open([1, 5, 6])
-    assert row.find(9) == Found([7], 2)
+    row = Lookup([[5, 6, 7], [8, 9]]).row([1, 5, 6])
+    assert row.find(9) == Proposal.of([7], 2)
     row.extend([7])
     assert row.find(9) == NOTHING
     row.extend([8])  # and not what the other one begins with behind it
-    assert row.find(9) == Found([9], 1)
+    assert row.find(9) == Proposal.of([9], 1)
 
 
 def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
     lookup = Lookup()
-    one, other = lookup.open([1, 2, 3, 1, 2]), lookup.open([3, 4, 2])
-    assert one.find(2) == Found([3, 1], 2)
+    one, other = lookup.row([1, 2, 3, 1, 2]), lookup.row([3, 4, 2])
+    assert one.find(2) == Proposal.of([3, 1], 2)
     assert other.find(2) == NOTHING
 
 
@@ -205,7 +205,7 @@ def test_a_controller_that_chooses_is_told_how_good_every_lookup_was() -> None:
                 left = 40 - (len(texts[row]) - len(run.session.prompts[row]))
                 for number, lookup in enumerate(lookups):
                     assert isinstance(lookup, Lookup)
-                    draft = lookup.open(texts[row]).find(min(6, left - 1)).tokens
+                    draft = lookup.row(texts[row]).find(min(6, left - 1)).tokens
                     pairs = list(zip(draft, tokens, strict=False))
                     right = [ours == own for ours, own in pairs]
                     count = (*right, False).index(False)
@@ -287,7 +287,7 @@ class Peeking(Lookup):
         super().__init__()
         self.texts = cycle(texts)
 
-    def open(self, prompt: Sequence[int]) -> LookupRow:
+    def row(self, prompt: Sequence[int]) -> LookupRow:
         return PeekingRow(self, next(self.texts))
 
 
@@ -299,8 +299,8 @@ class PeekingRow(LookupRow):
     def extend(self, tokens: Any) -> None:
         del self.left[: len(tokens)]
 
-    def find(self, longest: int) -> Found:
-        return Found(self.left[:longest], 2)
+    def find(self, longest: int) -> Proposal:
+        return Proposal.of(self.left[:longest], 2)
 
 
 def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +355,7 @@ def traced(sample: bool, ended: bool) -> Trace:
 @functools.cache
 def played(mixture: str, sample: bool, ended: bool) -> list[Replay]:
     trace = traced(sample, ended)
-    return [
-        look_up(trace, draft) if isinstance(draft, Lookup) else replay(trace, draft)
-        for draft in MIXTURES[mixture]
-    ]
+    return [replay(trace, draft) for draft in MIXTURES[mixture]]
 
 
 @pytest.mark.parametrize(
@@ -394,12 +391,12 @@ def test_a_replay_holds_what_was_looked_up(mixture: str) -> None:
         for text, rows in zip(trace.texts, replayed.texts, strict=True):
             tokens = text.tokens.tolist()
             for start in range(text.starts):
-                found = draft.open(tokens[: text.prompt + start + 1]).find(6)
+                found = draft.row(tokens[: text.prompt + start + 1]).find(6)
                 at = rows.start + start
                 assert replayed.found[at] == found.match
                 assert replayed.tokens[at].tolist() == found.tokens + [-1] * (6 - len(found.tokens))
     with pytest.raises(ValueError, match=r"draft_length must be in 1\.\.6"):
-        look_up(trace, Lookup(), 7)
+        replay(trace, Lookup(), 7)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import (
 import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import SIGNALS
+from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.draws import Drafts, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key

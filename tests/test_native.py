@@ -267,7 +267,7 @@ def test_trimmed_heads(family: str, dtype: torch.dtype) -> None:
     hidden = modules.embed(prompt(5, rows=3))
     whole = modules.logits(hidden)
     for rows in ([3, 50, 7, 96], slice(5, 60)):
-        trimmed = opened.head_of(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
+        trimmed = opened.backend.head(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
         kept = torch.isfinite(trimmed[0, 0]).nonzero()[:, 0]
         assert kept.tolist() == (list(range(5, 60)) if isinstance(rows, slice) else sorted(rows))
         bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
@@ -301,7 +301,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass() -> None:
 
         def add() -> None:
             while not stop.is_set():
-                opened.head_of(TrimmedHead(opened.model.lm_head, slice(5, 60)))
+                opened.backend.head(TrimmedHead(opened.model.lm_head, slice(5, 60)))
 
         adding = threading.Thread(target=add)
         adding.start()

@@ -1,8 +1,8 @@
 """The measuring loop: methods side by side on the same prompts, timed, compared, as records.
 
-Knows clocks and token ids; knows no files and no terminal: records are handed to a function. All
-methods decode a batch of prompts one after another, in an order that rotates from repeat to repeat,
-so that whatever else the machine does meets all of them alike.
+All methods decode a batch of prompts one after another, in an order that rotates from repeat to
+repeat, so that whatever else the machine does meets all of them alike. Records are handed to a
+function; files are for others to write.
 """
 
 from __future__ import annotations

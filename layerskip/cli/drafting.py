@@ -188,6 +188,12 @@ class Drafts:
         return self.skip is not None and turned_off(self.skip)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """For `LayerSkipDecoding`: these sources and no others."""
+        found = {"skip": self.skip, "lookup": self.lookup, "assistant": self.assistant}
+        return found if self.skip is not None else {**found, "draft_memory": 0}
+
+    @property
     def names(self) -> list[str]:
         """What the sources are called, as rounds number them."""
         found = {"lookup": self.lookup, "assistant": self.assistant, "sublayers": self.skip}
@@ -222,8 +228,7 @@ def choose(
     if skip is not None and second is not None and turned_off(skip):
         skip = None
     if skip is None:
-        if second is None or sources.low_precision is not None:
-            skip, reason = sources.own(opened)
+        skip, reason = sources.own(opened)
         lookup = True if lookup is None else lookup
     else:
         skip = sources.rounded(skip)

@@ -399,8 +399,10 @@ class Decoder:
                     self.finished[row] = True
                     break
             self.draws.forget(row, finished=self.finished[row])
-            self.session.commit(row, emitted[row])
-            if index:
+            if not index:
+                self.session.tell(row, emitted[row])
+            else:
+                self.session.commit(row, emitted[row])
                 self._learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]

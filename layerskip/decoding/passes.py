@@ -95,7 +95,6 @@ class Session:
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
-        self._verified = False  # whether there was a round behind the prefill
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
     @_lean
@@ -189,7 +188,7 @@ class Session:
         """
         count = 1 + max(offset for _, offset in positions)
         known = count - tokens.shape[1]
-        self._steps, self._verified = len(self._boundary), True
+        self._steps = len(self._boundary)
         del self._boundary[known:]
         if known:
             self._feed(tokens, known)
@@ -206,12 +205,12 @@ class Session:
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
-    def commit(self, row: int, emitted: Sequence[int]) -> None:
-        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed.
-
-        Of the prefill's round nothing was fed, and states are told all the same.
-        """
+    def tell(self, row: int, emitted: Sequence[int]) -> None:
+        """Tell the states what a row has emitted: its tokens of the prefill, or of a round."""
         for state in self.states:
             state.commit(row, emitted, self._steps if state is self._drafting else 0)
-        if self._verified:
-            self.lengths[row] += len(emitted)
+
+    def commit(self, row: int, emitted: Sequence[int]) -> None:
+        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
+        self.tell(row, emitted)
+        self.lengths[row] += len(emitted)

@@ -98,11 +98,13 @@ class DraftWeights:
         return few
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
-        """What a draft of a resolved config runs behind its shared prefix, its head last.
+        """What a draft runs behind its shared prefix, its head last.
 
         Raises:
-            ValueError: the model cannot run in low precision, and why.
+            ValueError: the skip config does not fit the model, or the model cannot run in low
+                precision, and why.
         """
+        skip = skip.resolve(self.model.num_layers)
         low, prefix = skip.rounded(), skip.shared_prefix()
         behind = [index for index in skip.kept() if index >= prefix]
         found = [self._rounded(i, skip) if i in low else self._exact[i] for i in behind]
@@ -152,8 +154,7 @@ class DraftWeights:
             ValueError: the file is not the one that is named, or heals another model.
         """
         if trained.hash not in self._deltas:
-            every = self.linears(range(self.model.num_sublayers))
-            weights = {name: linear.weight for name, linear in every}
+            weights = {name: linear.weight for name, linear in self.linears()}
             found = trained_weights(self.model.model, trained)
             self._deltas[trained.hash] = paired(found, weights, trained.hash)
         return self._deltas[trained.hash]
@@ -171,9 +172,9 @@ class DraftWeights:
             self._modules[key] = open_block(self.model, self.backend, trained, bits)
         return self._modules[key]
 
-    def linears(self, sublayers: Sequence[int]) -> Iterator[tuple[str, nn.Linear]]:
-        """The linears of some sublayers that can be rounded, and their names."""
-        for index in sublayers:
+    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
+        """The linears of some sublayers, or all, that can be rounded, and their names."""
+        for index in range(self.model.num_sublayers) if sublayers is None else sublayers:
             part = "mlp" if index % 2 else "self_attn"
             for name, linear in linears(getattr(self.model.layers[index // 2], part)):
                 yield f"layers.{index // 2}.{part}.{name}", linear

@@ -19,6 +19,7 @@ Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabul
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -176,7 +177,15 @@ class State:
     longest: int | None = None
 
     def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+        # weakly: a batch holds its states, and a circle would keep its cache until it is collected
+        self._batch = weakref.ref(batch)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, which lives for as long as the state is asked for anything."""
+        batch = self._batch()
+        assert batch is not None
+        return batch
 
     def offer(self, row: int, most: int) -> Proposal:
         """What a row may draft in its next round, of so many tokens at most."""
