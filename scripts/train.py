@@ -202,7 +202,7 @@ def main() -> None:
     started = time.time()
     mean = 0.0
     with (folder / "log.jsonl").open("a") as log:
-        for step, loss in progress:
+        for step, loss, _ in progress:
             mean = loss if mean == 0.0 else 0.95 * mean + 0.05 * loss
             if step % 10 == 0 or step == steps:
                 line = {

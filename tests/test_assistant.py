@@ -11,31 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from models import VOCABULARY, Erratic, Fickle, lively_model, near, ragged
-from test_engine import check_cache, prefilled
-from test_lookup import fits, texts_of
-from test_sampling import LEVEL, small_model
+from models import VOCABULARY, Fickle, lively_model, near, ragged
 from torch import Tensor
 
 import layerskip
-from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding import assistant as assistants
-from layerskip.decoding.controllers import CONTROLLERS, Fixed
-from layerskip.decoding.draws import Draws
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.decoding.sources.steps import steps_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
-from layerskip.replay.drafts import follow, look_up, replay
-from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
 from layerskip.timing.tables import analytic, cost_tables
@@ -93,31 +84,7 @@ def prompts(model: Any) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------
-# The text.
-
-
-@pytest.mark.parametrize(("mixture", "sample"), covering(MIXTURES[1:], [False, True]))
-def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool) -> None:
-    """Also under ends of text, which leave rows behind, and for controllers that choose or not.
-
-    Alone: in `test_every_kind.py`.
-    """
-    drafts = drafts_of(mixture)
-    accepted, compactions = [0] * len(drafts), 0
-    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
-    made = [Fickle(), Fickle(1), Fickle(2), Fixed(3), Erratic(), ExpectedGain(costs)]
-    for eos, controllers in ((frozenset[int](), made[::2]), (frozenset({4}), made[1:])):
-        plain = decoded((), Fixed(), sample=sample, eos=eos)
-        for controller in controllers:
-            run = decoded(drafts, controller, sample=sample, eos=eos)
-            assert run.emitted == plain.emitted
-            compactions += run.stats.num_compactions
-            for number, counts in enumerate(run.stats.sources):
-                accepted[number] += counts.num_accepted_tokens
-                assert counts.num_accepted_tokens <= counts.num_draft_tokens
-            check_cache(run, prefilled(run))
-    assert all(accepted)
-    assert compactions
+# Decoding; that the text and its law are the target's: in `test_every_kind.py`.
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
@@ -141,8 +108,8 @@ def check_states(run: Decoder) -> int:
     """What each assistant has seen of a row is what a prefill writes; the rows where it falls short
     of what the row has emitted."""
     short = 0
-    for state in run.session.paths:
-        if not isinstance(state, assistants._Second):
+    for state in run.session.states:
+        if not isinstance(state, assistants._State):
             continue
         for row, place in run.session.rows.items():
             text = [*run.session.prompts[row].tolist(), *run.emitted[row]]
@@ -180,27 +147,13 @@ def test_states_are_those_of_a_fresh_prefill_after_every_round(mixture: str) -> 
 def test_a_state_that_is_not_rolled_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
 
-    def forgetful(self: Any, row: int, emitted: int, steps: int) -> None:
-        self.seen[row] = self.session.lengths[row] + min(emitted + 1, steps)
+    def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
+        if steps:
+            self.seen[row] = self.batch.lengths[row] + min(len(emitted) + 1, steps)
 
-    monkeypatch.setattr(assistants._Second, "commit", forgetful)
+    monkeypatch.setattr(assistants._State, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         played_with_states(drafts_of("assistant"), Fixed(4), sample=False)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_greedy_tokens_are_the_librarys(family: str) -> None:
-    model, other = model_of(family), second_of(family)
-    ids, mask = prompts(model)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
-    how |= {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "pad_token_id": 0}
-    want = model.generate(ids, **how)
-    for skip in (None, SkipConfig.early_exit(4)):
-        for controller in CONTROLLERS[:: 4 if skip is None else 3]:
-            decoding = LayerSkipDecoding(skip, assistant=other, controller=controller, costs=COSTS)
-            got = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
-            assert got.sequences.tolist() == want.tolist()
-            assert got.stats.sources[0].num_draft_tokens > 0
 
 
 def test_the_doors_take_a_model_or_an_opened_one() -> None:
@@ -238,34 +191,6 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
         decoded((Assistant(Sublayers(short)),), Fixed())
 
 
-# ---------------------------------------------------------------------------------------------
-# The law.
-
-
-def test_texts_by_the_rejection_rule_follow_the_targets_law() -> None:
-    """Beside lookups; alone: in `test_every_kind.py`."""
-    second = Assistant(Sublayers(near(small_model(), 0.5)))
-    drafts = (Lookup([[a, b] for a in range(5) for b in range(5)]), second)
-    texts, stats = texts_of(drafts, fickle=True)
-    counts = stats.sources[-1]
-    assert 0.1 * counts.num_draft_tokens < counts.num_accepted_tokens < counts.num_draft_tokens
-    assert fits(texts) > LEVEL
-
-
-def test_a_law_that_is_not_what_was_drawn_from_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: what the rule is told is another law than the drafts'."""
-    second = Assistant(Sublayers(near(small_model(), 0.5)))
-    honest = Draws.draft
-
-    def lying(self: Any, raw: Tensor, positions: Any, signal: Any = None) -> Any:
-        tokens, sure, laws = honest(self, raw, positions, signal)
-        return tokens, sure, [softmax_law(law.log() * 3) for law in laws]
-
-    monkeypatch.setattr(Draws, "draft", lying)
-    texts, _ = texts_of(second)
-    assert fits(texts) < LEVEL
-
-
 def test_check_passes_with_an_assistant() -> None:
     model, other = model_of(vocab_size=VOCABULARY), second_of(vocab_size=VOCABULARY)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
@@ -290,45 +215,6 @@ def traced(sample: bool, ended: bool) -> Trace:
     )
 
 
-def check_simulations(drafts: Sequence[Draft], sample: bool, ended: bool) -> None:
-    """Simulated rounds are those of decoding, whatever the controller."""
-    trace = traced(sample, ended)
-    replays = [
-        look_up(trace, draft) if isinstance(draft, Lookup) else replay(trace, draft)
-        for draft in drafts
-    ]
-    costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
-    made = (Fickle, lambda: Fickle(6), lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs))
-    for make in made:
-        run = decoded(drafts, make(), sample=sample, eos=ENDS if ended else frozenset())
-        real = [
-            SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
-            for r in run.played[1:]
-        ]
-        assert list(simulate(replays, make(), range(len(LENGTHS)))) == real
-
-
-def check_followed(draft: Draft, sample: bool) -> None:
-    """Followed, a draft agrees with its text as far as replayed whole."""
-    assert not isinstance(draft, Lookup)
-    trace = traced(sample, False)
-    whole, (some,) = replay(trace, draft), follow(trace, draft)
-    assert torch.equal(some.matches.cumprod(1), whole.matches.cumprod(1))
-    assert 0 < whole.survival[0] < 1
-
-
-@pytest.mark.parametrize(
-    ("mixture", "sample", "ended"), covering(list(MIXTURES), [False, True], [False, True])
-)
-def test_simulated_rounds_are_those_of_decoding(mixture: str, sample: bool, ended: bool) -> None:
-    check_simulations(drafts_of(mixture), sample, ended)
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_a_followed_assistant_is_one_replayed(sample: bool) -> None:
-    check_followed(drafts_of("assistant")[0], sample)
-
-
 def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
     """The negative control: what it knows of the texts is what another model does."""
     (draft,) = drafts_of("assistant")
@@ -337,7 +223,7 @@ def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
     starts = [(text, text.prompt + i, 3) for i in range(9)]
     chains = Chains(trace, draft, starts, 6, [None])
     want = chains.run()[0].tokens
-    other = steps_of(trace, Assistant(Sublayers(second_of(noise=1.0))), follow=False)
+    other = Assistant(Sublayers(second_of(noise=1.0))).steps(trace, follow=False)
     chains.draft.texts = other.texts
     assert not torch.equal(chains.run()[0].tokens, want)
 

@@ -13,15 +13,14 @@ from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Stream
 from layerskip.model.cache import RowCache
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.training.features import whole_pass
 
 COUNT = 13  # more than a sliding window
 
 
 def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
     """Hidden states of whole texts before and after every layer, (B, T, H) each."""
-    cache = model.new_cache(len(ids), ids.shape[1] + 1)
-    cache.place([0] * len(ids), ids.shape[1])
-    step = Pass(model, cache, model.rotary(ids.shape[1] + 1, ids.shape[1]))
+    step = whole_pass(model, *ids.shape)
     found = [model.embed(ids)]
     for layer in range(model.num_layers):
         found.append(model.run(found[-1], step, (2 * layer, 2 * layer + 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from covering import covering
 from models import Erratic, Fickle, lively_model, ragged
 from test_engine import check_cache, prefilled
-from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, exact_law, p_value, small_model
+from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, p_value, sample_texts
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
@@ -24,12 +25,11 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, stream_key
-from layerskip.decoding.rounds import DecodingStats
 from layerskip.decoding.rules import residual, without
-from layerskip.decoding.sources.base import Offer
-from layerskip.decoding.sources.lookup import NOTHING, Found, LookupRow
+from layerskip.decoding.sources.base import Offer, Proposal
+from layerskip.decoding.sources.lookup import NOTHING, LookupRow
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import Trace, take_trace
 
@@ -72,7 +72,7 @@ def test_the_longest_match_is_found_and_of_several_the_latest(alphabet: int) -> 
     drawn = random.Random(alphabet)
     for _ in range(3):
         text = [drawn.randrange(alphabet) for _ in range(60)]
-        row = Lookup().open(text[:1])
+        row = Lookup().row(text[:1])
         for length in range(1, len(text)):
             history = text[:length]
             match, behind = max(
@@ -83,7 +83,7 @@ def test_the_longest_match_is_found_and_of_several_the_latest(alphabet: int) -> 
                 drafted = list(history)
                 for i in range(7):  # it may run on into itself
                     drafted.append(drafted[behind + i])
-                want = Found(drafted[length:], match)
+                want = Proposal.of(drafted[length:], match)
             assert row.find(7) == want
             row.extend(text[length : length + 1])
 
@@ -95,7 +95,7 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
     for _ in range(20):
         others = [[drawn.randrange(alphabet) for _ in range(20)] for _ in range(3)]
         text = [drawn.randrange(alphabet) for _ in range(30)]
-        row = Lookup(others).open(text[:1])
+        row = Lookup(others).row(text[:1])
         for length in range(1, len(text)):
             history = text[:length]
             own = max((common(history, end, history) for end in range(1, length)), default=0)
@@ -107,7 +107,7 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
                 places = [(some, end) for some in others for end in range(len(stretch), 21)]
                 assert any(some[end - len(stretch) : end] == stretch for some, end in places)
             elif own:
-                alone = Lookup().open(history)
+                alone = Lookup().row(history)
                 assert found == alone.find(5)
             wins[1 if other > own else 2 if own else 0] += 1
             row.extend(text[length : length + 1])
@@ -115,23 +115,23 @@ def test_the_longer_match_wins_and_the_own_history_of_equals(alphabet: int) -> N
 
 
 def test_another_text_ends_where_it_ends() -> None:
-    row = Lookup([[5, 6, 7], [8, 9]]).open([1, 5, 6])
-    assert row.find(9) == Found([7], 2)
+    row = Lookup([[5, 6, 7], [8, 9]]).row([1, 5, 6])
+    assert row.find(9) == Proposal.of([7], 2)
     row.extend([7])
     assert row.find(9) == NOTHING
     row.extend([8])  # and not what the other one begins with behind it
-    assert row.find(9) == Found([9], 1)
+    assert row.find(9) == Proposal.of([9], 1)
 
 
 def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
     lookup = Lookup()
-    one, other = lookup.open([1, 2, 3, 1, 2]), lookup.open([3, 4, 2])
-    assert one.find(2) == Found([3, 1], 2)
+    one, other = lookup.row([1, 2, 3, 1, 2]), lookup.row([3, 4, 2])
+    assert one.find(2) == Proposal.of([3, 1], 2)
     assert other.find(2) == NOTHING
 
 
 # ---------------------------------------------------------------------------------------------
-# The text.
+# Decoding; that the text is the target's: in `test_every_kind.py`.
 
 
 @functools.cache
@@ -159,24 +159,6 @@ def generate(drafts: Any, controller: Any, *, family: str = "llama", **how: Any)
     with torch.no_grad():
         run.played = list(run.rounds())  # type: ignore[attr-defined]
     return run
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_text_is_that_of_plain_decoding(mixture: str, sample: bool) -> None:
-    """Also under ends of text, which drafts run into, and for controllers that choose or do not."""
-    drafts = MIXTURES[mixture]
-    accepted = [0] * len(drafts)
-    made = [Fickle(), Fickle(1), Fickle(2), Fixed(3), Erratic(), ExpectedGain(tables(mixture))]
-    for eos, controllers in ((frozenset[int](), made[::2]), (frozenset({4}), made[1:])):
-        plain = generate((), Fixed(), sample=sample, eos=eos)
-        for controller in controllers:
-            run = generate(drafts, controller, sample=sample, eos=eos)
-            assert run.emitted == plain.emitted
-            assert run.stats.num_draft_tokens > run.stats.num_accepted_tokens > 0
-            for number, counts in enumerate(run.stats.sources):
-                accepted[number] += counts.num_accepted_tokens
-    assert all(accepted)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +205,7 @@ def test_a_controller_that_chooses_is_told_how_good_every_lookup_was() -> None:
                 left = 40 - (len(texts[row]) - len(run.session.prompts[row]))
                 for number, lookup in enumerate(lookups):
                     assert isinstance(lookup, Lookup)
-                    draft = lookup.open(texts[row]).find(min(6, left - 1)).tokens
+                    draft = lookup.row(texts[row]).find(min(6, left - 1)).tokens
                     pairs = list(zip(draft, tokens, strict=False))
                     right = [ours == own for ours, own in pairs]
                     count = (*right, False).index(False)
@@ -241,6 +223,8 @@ def test_processors_never_see_what_they_forbid() -> None:
 
     class ByGrammar:
         """Odd behind even and even behind odd; a user's own trie would raise as well."""
+
+        layerskip_pure = True
 
         def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
             new = ids[:, 13:]
@@ -303,7 +287,7 @@ class Peeking(Lookup):
         super().__init__()
         self.texts = cycle(texts)
 
-    def open(self, prompt: Sequence[int]) -> LookupRow:
+    def row(self, prompt: Sequence[int]) -> LookupRow:
         return PeekingRow(self, next(self.texts))
 
 
@@ -315,60 +299,22 @@ class PeekingRow(LookupRow):
     def extend(self, tokens: Any) -> None:
         del self.left[: len(tokens)]
 
-    def find(self, longest: int) -> Found:
-        return Found(self.left[:longest], 2)
-
-
-def texts_of(drafts: Any, *, fickle: bool = False) -> tuple[list[tuple[int, ...]], DecodingStats]:
-    """Short texts of the small model under the rejection rule, seeds 0, 1, ...; and the counts."""
-    model, texts = Sublayers(small_model()), []
-    total, rows = DecodingStats(), 300
-    for first in range(0, TEXTS, rows):
-        request = Request(
-            torch.tensor([PROMPT]).expand(rows, -1),
-            torch.ones(rows, len(PROMPT), dtype=torch.long),
-            NEW_TOKENS,
-            Law((), do_sample=True, rows=rows),
-            [stream_key(first + row) for row in range(rows)],
-            rejection=True,
-        )
-        controller = Fickle(first) if fickle else Fixed(2)
-        run = Decoder(model, drafts, controller, request, max_draft_length=2)
-        with torch.no_grad():
-            for round_ in run.rounds():
-                total.add(round_, lambda _: 0)
-        texts += map(tuple, run.emitted)
-    return texts, total
-
-
-def fits(texts: Sequence[tuple[int, ...]]) -> float:
-    counts = {text: texts.count(text) for text in set(texts)}
-    return p_value(counts, exact_law("none"))
-
-
-SMALL_SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5)).resolve(6)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_looked_up_texts_follow_the_targets_law(mixed: bool) -> None:
-    lookup = Lookup([[a, b, a] for a in range(5) for b in range(5)])
-    drafts = (lookup, SMALL_SKIP) if mixed else lookup
-    texts, stats = texts_of(drafts, fickle=mixed)
-    assert len(stats.sources) == 1 + mixed
-    for counts in stats.sources:
-        assert 0.1 * counts.num_draft_tokens < counts.num_accepted_tokens
-        assert counts.num_accepted_tokens < 0.9 * counts.num_draft_tokens
-    assert fits(texts) > LEVEL
+    def find(self, longest: int) -> Proposal:
+        return Proposal.of(self.left[:longest], 2)
 
 
 def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup that knows the target's likeliest text does no harm by itself."""
+
+    def texts_of(drafts: Any) -> tuple[Counter[tuple[int, ...]], list[tuple[int, int]]]:
+        return sample_texts("none", rejection=True, drafts=drafts, rows=300)
+
     plain, _ = texts_of(())
-    columns = [[text[i] for text in plain] for i in range(NEW_TOKENS)]
+    columns = [[text[i] for text in plain.elements()] for i in range(NEW_TOKENS)]
     likely = [max(range(5), key=column.count) for column in columns]
-    texts, stats = texts_of(Peeking([likely]))
-    assert stats.num_accepted_tokens < stats.num_draft_tokens
-    assert fits(texts) > LEVEL
+    texts, ((drafted, accepted),) = texts_of(Peeking([likely]))
+    assert accepted < drafted
+    assert p_value(texts, "none") > LEVEL
     # the likely token where a number is small, else a rare one: do no harm by others' numbers
     rare = [min(range(5), key=column.count) for column in columns]
     places = range(len(PROMPT), len(PROMPT) + NEW_TOKENS)
@@ -377,12 +323,12 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.Monke
         for row in range(first, first + TEXTS):
             small = accept_uniform([stream_key(row)] * NEW_TOKENS, places) < 0.5
             peeks.append(torch.where(small, torch.tensor(likely), torch.tensor(rare)).tolist())
-        texts, stats = texts_of(Peeking(peeks))
-        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-        assert (fits(texts) > LEVEL) is (first > 0)  # but by those that will accept them
+        texts, ((drafted, accepted),) = texts_of(Peeking(peeks))
+        assert 0 < accepted < drafted
+        assert (p_value(texts, "none") > LEVEL) is (first > 0)  # but by those that will accept them
     monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
-    assert fits(texts) < LEVEL
+    assert p_value(texts, "none") < LEVEL
 
 
 # ---------------------------------------------------------------------------------------------
@@ -409,10 +355,7 @@ def traced(sample: bool, ended: bool) -> Trace:
 @functools.cache
 def played(mixture: str, sample: bool, ended: bool) -> list[Replay]:
     trace = traced(sample, ended)
-    return [
-        look_up(trace, draft) if isinstance(draft, Lookup) else replay(trace, draft)
-        for draft in MIXTURES[mixture]
-    ]
+    return [replay(trace, draft) for draft in MIXTURES[mixture]]
 
 
 @pytest.mark.parametrize(
@@ -448,12 +391,12 @@ def test_a_replay_holds_what_was_looked_up(mixture: str) -> None:
         for text, rows in zip(trace.texts, replayed.texts, strict=True):
             tokens = text.tokens.tolist()
             for start in range(text.starts):
-                found = draft.open(tokens[: text.prompt + start + 1]).find(6)
+                found = draft.row(tokens[: text.prompt + start + 1]).find(6)
                 at = rows.start + start
                 assert replayed.found[at] == found.match
                 assert replayed.tokens[at].tolist() == found.tokens + [-1] * (6 - len(found.tokens))
     with pytest.raises(ValueError, match=r"draft_length must be in 1\.\.6"):
-        look_up(trace, Lookup(), 7)
+        replay(trace, Lookup(), 7)
 
 
 # ---------------------------------------------------------------------------------------------

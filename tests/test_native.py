@@ -26,13 +26,11 @@ from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
 from models import FAMILIES, WINDOW, Fickle, lively_model, prompt, ragged, tiny_model
-from test_sampling import LEVEL, accept_always, exact_law, p_value, sample_texts
 from ties import partings
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
-from layerskip.decoding import draws
 from layerskip.decoding.laws import Law, Warp
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.rules import ahead, largest, with_margin
@@ -477,23 +475,6 @@ def test_texts_are_those_of_native_plain_decoding_bit_by_bit(
             counts[name][1] += out.stats.num_draft_tokens
     assert all(0 < accepted < drafted for accepted, drafted in counts.values()), counts
     assert max(calls) == 39  # no pass was too long to be native
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
-def test_texts_follow_the_targets_law(
-    rejection: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not if every draft is accepted."""
-    how: dict[str, Any] = {"execution": "native", "dtype": torch.float32, "rows": 20}
-    counts, (drafted, accepted) = sample_texts("none", rejection=rejection, **how)
-    assert calls
-    assert 0.1 * drafted < accepted < 0.9 * drafted
-    assert p_value(counts, exact_law("none")) > LEVEL
-    if rejection:
-        monkeypatch.setattr(draws, "acceptance_probability", accept_always)
-        counts, _ = sample_texts.__wrapped__("none", rejection=True, **how)
-        assert p_value(counts, exact_law("none")) < LEVEL
 
 
 # ---------------------------------------------------------------------------------------------

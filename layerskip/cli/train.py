@@ -1,4 +1,7 @@
-"""The train command: a draft for a frozen model, trained and judged; every heavy import waits."""
+"""The train command: a draft for a frozen model, trained and judged.
+
+Heavy imports wait until the flags are known to be right.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +106,15 @@ def train(
     """
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
-    if skip is not None and draft != "healed":
-        raise ValueError(f"--skip names a draft to heal; leave it out with --draft {draft}")
-    if exit_layer is not None and draft != "exit-block":
-        raise ValueError(f"--exit-layer is of --draft exit-block; leave it out with {draft}")
-    if rank is not None and draft != "healed":
-        raise ValueError(f"--rank is of --draft healed; leave it out with {draft}")
-    given = None if prompts is None else read_given(prompts)
-    whole = None if texts is None else read_given(texts)
+    for flag, value, kind in (
+        ("--skip", skip, "healed"),
+        ("--rank", rank, "healed"),
+        ("--exit-layer", exit_layer, "exit-block"),
+    ):
+        if value is not None and draft != kind:
+            raise ValueError(f"{flag} is of --draft {kind}; leave it out with {draft}")
+    file = prompts or texts
+    given = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
     if exit_layer is not None:
         base = SkipConfig.early_exit(exit_layer)
@@ -120,12 +124,12 @@ def train(
     import torch
 
     from layerskip.training import processes
-    from layerskip.training.data import Source
+    from layerskip.training.data import Corpus
     from layerskip.training.drafts import Recipe, Training
-    from layerskip.training.healing import RANK
     from layerskip.training.judging import judge, read_record
+    from layerskip.training.students import RANK
 
-    with processes.joined():
+    with processes.process_group():
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         together = processes.count()
@@ -142,37 +146,35 @@ def train(
             rank=rank or RANK,
             rows=-(-Recipe.rows // together) * together,
         )
-        source = Source(
+        corpus = Corpus(
             loaded.model,
             loaded.tokenizer,
-            prompts=given,
-            texts=whole,
+            given,
+            answer=texts is None,
             temperature=temperature,
             seed=seed,
         )
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
             training = Training(
-                loaded.model,
-                source,
+                opened,
+                corpus,
                 recipe,
                 output,
-                execution=loading.execution,
                 progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
                 say=talk.say,
             )
-            known = read_record(output)
-            if known is not None:
+            record = read_record(output)
+            if record is None:
+                training.run()
+                record = judge(training) if processes.first() else None
+            else:
                 talk.say(f"this training is finished; {output / 'train.json'} says what came of it")
-            made = None if known else training.run()
-            if not processes.first():
+            if record is None or not processes.first():
                 return
-            if made is not None:
-                known = judge(opened, training, made, progress=talk.progress, say=talk.say)
-    assert known is not None
     talk.progress("")
-    print(_table(known))
+    print(_table(record))
     if as_json:
-        print(to_json(known))
+        print(to_json(record))
 
 
 def _writable(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Knows what rounds of any skip config cost, from the seconds of its parts; reads no clock.
+"""What rounds of any skip config cost, added up from the measured seconds of its parts.
 
 The parts are those of a "cost" record: the search, which measures it, and the analysis, which reads
 it from a file, price drafts by the same functions.

@@ -1,4 +1,4 @@
-"""Knows how many times as fast, and how sure of it: ratios of totals with bootstrap intervals."""
+"""Speedups as ratios of totals, with bootstrap intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows the closed formulas of speculative decoding and its costs; refuses to know models.
+"""The closed formulas of speculative decoding: expected tokens, speedups, costs of a round.
 
 Words used throughout: `alpha` is the probability that one draft token is accepted (independent of
 the others), `draft_length` the tokens drafted in a round, `draft_cost` (c) the cost of one draft

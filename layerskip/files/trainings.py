@@ -1,4 +1,4 @@
-"""The file that a training leaves, `train.json`: what was done and measured; knows no model."""
+"""The file that a training leaves, `train.json`: what was done and measured."""
 
 from __future__ import annotations
 

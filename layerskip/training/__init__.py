@@ -1,1 +1,1 @@
-"""Recipes that train a model's early exits."""
+"""Training a draft for a frozen model, and judging what it is worth."""

@@ -1,4 +1,4 @@
-"""Texts to train a draft on: a model's own answers; knows no features, losses or drafts.
+"""Texts to train a draft on: a model's own answers, or texts as they are.
 
 A draft serves the texts that its target writes, so that is what it is trained on: answers sampled
 as in serving, to a person's prompts or, without any, to what the model itself would ask. Texts come
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,53 +39,43 @@ class Text:
     prompt: int
 
 
-class Source:
+class Corpus:
     """Where training texts come from.
 
     Args:
-        prompts: to answer; None: what the model itself would ask.
-        texts: to take as they are, in place of answers.
+        given: prompts to answer; None: what the model itself would ask.
+        answer: whether to; else what is given are whole texts, taken as they are.
         temperature: of the answers.
 
+    Attributes:
+        drawn_by: the model that writes: the one given, or a copy of it in another precision.
+
     Raises:
-        ValueError: prompts and texts, or too few of either to keep some apart.
+        ValueError: too few are given to keep one apart.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
+        given: Sequence[Prompt] | None,
         *,
-        prompts: Sequence[Prompt] | None = None,
-        texts: Sequence[Prompt] | None = None,
+        answer: bool = True,
         temperature: float = 0.8,
         seed: int = 0,
     ) -> None:
-        if prompts is not None and texts is not None:
-            raise ValueError("give prompts to answer or texts as they are, not both")
-        given = texts if prompts is None else prompts
         if given is not None and len(given) < 2:
             raise ValueError(
                 f"training needs 2 prompts or texts at least, one of them kept apart to judge by; "
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
-        self.drawing = model
-        self.temperature, self.seed = temperature, seed
-        self.answers = texts is None
-        every = max(2, min(HELD_OUT, len(given))) if given is not None else 0
-        ids = [] if given is None else [encode(tokenizer, each)[0].tolist() for each in given]
+        self.drawn_by = model
+        self.temperature, self.seed, self.answers = temperature, seed, answer
+        ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
+        every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
-
-    @contextmanager
-    def in_half(self) -> Iterator[None]:
-        """Draw with a copy in bfloat16 meanwhile: texts nearly of the model's law, and sooner."""
-        self.drawing = deepcopy(self.model).bfloat16()
-        try:
-            yield
-        finally:
-            self.drawing = self.model
 
     def batch(self, number: int) -> list[Text]:
         """The training texts of that number; there is no end to them, unless they are given."""
@@ -108,14 +96,13 @@ class Source:
     def held_out(self, count: int) -> list[list[int]]:
         """Prompts that no training text begins with: of questions that were kept apart."""
         if not self.answers:
-            return [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart][
-                :count
-            ]
+            begun = [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart]
+            return begun[:count]
         if self.apart or self.tokenizer.chat_template:
             return (self.apart or self._own_questions(0))[:count]
         starts = self._own_questions(0)[:count]  # all alike: what follows tells them apart
-        begun = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
-        return [start + [token for token in new if token not in start] for start, new in begun]
+        said = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
+        return [start + [token for token in new if token not in start] for start, new in said]
 
     def _own_questions(self, number: int) -> list[list[int]]:
         """What the model asks itself: a user's turn of its template, or its start token."""
@@ -156,7 +143,7 @@ class Source:
         new: list[list[int]] = [[] for _ in prompts]
         base = (self.seed * 1_000_003 + number) * BATCH
         for round_ in decode(
-            self.drawing,
+            self.drawn_by,
             ids,
             mask,
             enabled=False,
@@ -171,29 +158,27 @@ class Source:
 
 
 def collect(
-    source: Source, folder: Path, *, tokens: float, more: Callable[[], bool] = lambda: True
-) -> Iterator[tuple[int, int]]:
+    corpus: Corpus, folder: Path, *, tokens: float, more: Callable[[], bool]
+) -> Iterator[int]:
     """Write batches of texts to a folder until they hold so many tokens, or there are no more.
 
     Args:
         more: whether another batch, that is not there yet, is to be made; the first always is.
 
     Yields:
-        Tokens so far, and how many of them are new, after each batch.
+        Tokens so far, after each batch.
     """
     folder.mkdir(exist_ok=True)
     number = total = 0
     while total < tokens:
         path = folder / f"{number:05}.json"
-        known = path.exists()
-        if not known:
-            texts = source.batch(number) if number == 0 or more() else []
+        if not path.exists():
+            texts = corpus.batch(number) if number == 0 or more() else []
             if not texts:
                 return
             write_text(path, json.dumps([[text.prompt, text.ids] for text in texts]))
-        size = sum(len(text.ids) for text in read(path))
-        total, number = total + size, number + 1
-        yield total, 0 if known else size
+        total, number = total + sum(len(text.ids) for text in read(path)), number + 1
+        yield total
 
 
 def read(path: Path) -> list[Text]:

@@ -1,4 +1,4 @@
-"""What the frozen target makes of training texts, kept on disk; knows no losses and no drafts.
+"""The frozen target's hidden states of the training texts, kept on disk.
 
 The target runs over the texts once. Its last hidden states are kept in half precision, each token's
 by its largest number (they may be too large for it): the law at every place is computed from them
@@ -38,15 +38,19 @@ def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
+def whole_pass(model: Sublayers, rows: int, count: int) -> Pass:
+    """A pass over so many whole windows of so many tokens."""
+    cache = model.new_cache(rows, count)
+    cache.place([0] * rows, count)
+    return Pass(model, cache, model.rotary(count, count))
+
+
 def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
     """Hidden states of windows (B, T): the last, before the final norm, and behind `tap` sublayers.
 
     (B, T, H) each.
     """
-    rows, count = ids.shape
-    cache = model.new_cache(rows, count)
-    cache.place([0] * rows, count)
-    step = Pass(model, cache, model.rotary(count, count))
+    step = whole_pass(model, *ids.shape)
     hidden, found = model.embed(ids.to(model.device)), {}
     if tap is not None:
         hidden = found[TAPPED] = model.run(hidden, step, range(tap))

@@ -8,7 +8,6 @@ what paid before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from layerskip.bench.batches import one_by_one
 from layerskip.bench.decoded import seconds_per_token
 from layerskip.bench.methods import Engine, Method, Task
 from layerskip.bench.runner import benchmark
-from layerskip.config import DecodingOptions, SkipConfig, Trained
+from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import ratio_of_totals
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
@@ -39,7 +38,7 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.served import end_tokens
 from layerskip.timing.tables import cost_tables
-from layerskip.training.drafts import TRAINED_FILE, Progress, Training
+from layerskip.training.drafts import TRAINED_FILE, Training
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
@@ -47,21 +46,15 @@ DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
 
-def judge(
-    opened: Sublayers,
-    training: Training,
-    skip: SkipConfig,
-    *,
-    progress: Callable[[str], None] = lambda _text: None,
-    say: Callable[[str], None] = lambda _text: None,
-) -> dict[str, Any]:
-    """Judge a trained draft, write `skip.json` and `train.json`; what was large is cleared away.
+def judge(training: Training) -> dict[str, Any]:
+    """Judge what a training made, write `skip.json` and `train.json`, clear away what was large.
 
     Returns:
         The record in `train.json`.
     """
-    recipe, folder = training.recipe, training.folder
-    held = training.source.held_out(PROMPTS)
+    opened, recipe, folder = training.opened, training.recipe, training.folder
+    skip = trained_skip(folder)
+    held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
     drafts = {TRAINED: skip}
@@ -71,10 +64,10 @@ def judge(
         drafts[BEFORE] = usual
     acceptance: dict[str, dict[str, list[float]]] = {name: {} for name in drafts}
     for law, temperature in (("greedy", None), ("coupled", recipe.temperature)):
-        progress(f"judging: {law} texts")
+        training.progress(f"judging: {law} texts", 0.0)
         trace = answers(opened, prompts, temperature)
-        for name, each in drafts.items():
-            progress(f"judging: {law} replay of {name}")
+        for number, (name, each) in enumerate(drafts.items()):
+            training.progress(f"judging: {law} replay of {name}", number / len(drafts))
             acceptance[name][law] = replay(trace, each).survival
     request = request_of(opened, prompts[0], recipe.temperature)
     resolved = [each.resolve(opened.num_layers) for each in drafts.values()]
@@ -88,7 +81,7 @@ def judge(
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
-    timed = _clock(opened, prompts, drafts, recipe, lambda what, _: progress(what))
+    timed = _clock(training, prompts, drafts)
     pays = _pays(timed)
     usually = usual is not None and BEFORE in timed and timed[BEFORE]["speedup"] > 1
     chosen = skip if pays else usual or SkipConfig()
@@ -104,12 +97,7 @@ def judge(
         "recipe": recipe.to_dict(),
         "model": skip.model,
         "base": fingerprint(opened.model),
-        "tokens": training.trained_tokens,
-        "text_tokens": training.text_tokens,
-        "covered": training.covered,
-        "parameters": training.parameters,
-        "seconds": training.seconds,
-        "curve": training.curve.points,
+        **training.facts,
         "held_out": {"prompts": len(prompts), "new_tokens": NEW_TOKENS},
         "drafts": table,
         "timed": timed,
@@ -119,7 +107,6 @@ def judge(
     written.save(folder / "skip.json")
     write_text(folder / "train.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
     training.clear()
-    say(_verdict(timed, pays))
     return record
 
 
@@ -177,19 +164,15 @@ def formula(survival: Sequence[float], costs: CostTable) -> float:
 
 
 def _clock(
-    opened: Sublayers,
-    prompts: Sequence[Tensor],
-    drafts: dict[str, SkipConfig],
-    recipe: Any,
-    note: Progress,
+    training: Training, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
 ) -> dict[str, dict[str, Any]]:
     """Speedups over plain decoding, all ways in turn, each with lookups beside it."""
-    task = Task(
-        NEW_TOKENS, do_sample=True, temperature=recipe.temperature, execution=opened.execution
-    )
+    opened, temperature = training.opened, training.recipe.temperature
+    task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
     methods = [Engine(opened.model, task)]
     for name in (TRAINED, BEFORE):
         methods.append(Engine(opened.model, task, name, drafts.get(name), lookup=True))
+    note = training.progress
     return speedups(opened.model, task, methods, prompts[:TIMED], repeats=REPEATS, note=note)
 
 
@@ -200,7 +183,7 @@ def speedups(
     prompts: Sequence[Tensor],
     *,
     repeats: int,
-    note: Progress,
+    note: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
     """How much faster than plain decoding methods decode prompts (1, T), all in turn.
 
@@ -261,16 +244,6 @@ def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
     return all(end > 1 for end in least)
 
 
-def _verdict(timed: dict[str, dict[str, Any]], pays: bool) -> str:
-    words = ", ".join(f"{name} {each['speedup']:.2f}x plain" for name, each in timed.items())
-    if pays:
-        return f"the trained draft pays: {words}"
-    return (
-        f"the trained draft does not pay here ({words}): skip.json drafts what paid before, "
-        f"{TRAINED_FILE} what was trained"
-    )
-
-
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an earlier run of a finished training measured."""
     path = folder / "train.json"
@@ -283,19 +256,9 @@ def trained_skip(folder: Path) -> SkipConfig:
     Raises:
         ValueError: the folder holds none.
     """
-    if (folder / TRAINED_FILE).exists():
-        return SkipConfig.load(folder / TRAINED_FILE)
-    record, weights = read_record(folder), folder / "draft.safetensors"
-    if record is None or not weights.exists():
+    if not (folder / TRAINED_FILE).exists():
         raise ValueError(
             f"{folder} holds no finished training: it has no {TRAINED_FILE}; run `layerskip train "
             f"--output {folder}` again, which goes on where it was"
         )
-    # of a training before there was that file
-    trained = Trained(
-        kind=record["recipe"]["kind"],
-        weights=str(weights.absolute()),
-        hash=hashlib.sha256(weights.read_bytes()).hexdigest(),
-        base=record["base"],
-    )
-    return replace(SkipConfig.from_dict(record["recipe"]["skip"]), trained=trained)
+    return SkipConfig.load(folder / TRAINED_FILE)

@@ -1,8 +1,10 @@
-"""A training loop that survives a kill; knows no models, losses or data.
+"""A training loop that survives a kill, and its optimizers.
 
 Nothing random has a state: batches are functions of a seed and the step, so that a run resumed from
 a checkpoint is the unbroken run.
 """
+
+from __future__ import annotations
 
 import io
 import math
@@ -18,8 +20,27 @@ from torch import Tensor, nn
 from layerskip.files.writing import replacing
 from layerskip.training.processes import agreed, average, average_gradients, first
 
+OPTIMIZERS = ("adamw", "muon")
+"""AdamW, or Muon (Jordan et al. 2024; torch 2.9) for matrices and AdamW for the rest."""
+MUON = 5.0
+"""Times AdamW's rate: scaled to AdamW's size, its steps learn a fifth as much at first."""
 WARM_UP = 20
 """Steps until the rate is whole."""
+CLIP_NORM = 1.0
+
+
+def optimizers_for(name: str, module: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Optimizers of all of a module's parameters, at a rate that means about the same to both."""
+    matrices = [each for each in module.parameters() if each.dim() == 2 and name == "muon"]
+    taken = {id(each) for each in matrices}
+    rest = [each for each in module.parameters() if id(each) not in taken]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}
+        found.append(torch.optim.Muon(matrices, lr=MUON * rate, **how))
+    if rest:
+        found.append(torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
+    return found
 
 
 def train(
@@ -32,15 +53,15 @@ def train(
     checkpoint: Path,
     total_seconds: float = math.inf,
     save_seconds: float = 120.0,
-    clip_norm: float = 1.0,
-) -> Iterator[tuple[int, float]]:
-    """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss).
+    log: list[Any] | None = None,
+) -> Iterator[tuple[int, float, float]]:
+    """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
 
     The end comes with `total_steps`, or with `total_seconds` of training, over all starts.
     `step_loss(step)` builds the loss of a step from its number alone; every learning rate is its
     optimizer's own times `schedule(step, share)`, of the budget's share that is used up. Model,
-    optimizers and step are written to `checkpoint` every `save_seconds` and at the end, whole or
-    not at all.
+    optimizers, step and `log` (what the caller adds to it between steps, of plain numbers) are
+    written to `checkpoint` every `save_seconds` and at the end, whole or not at all.
 
     Of several processes each has the loss of its own rows, and the first one writes.
 
@@ -49,16 +70,17 @@ def train(
         OSError: the checkpoint cannot be written.
         ValueError: there is one that cannot be read.
     """
+    log = [] if log is None else log
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
     for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp") if first() else ():
         half.unlink()  # of a run that was killed while it wrote
     if checkpoint.exists():
-        state = read_checkpoint(checkpoint)
+        state = _read_checkpoint(checkpoint)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        step, before = state["step"], state.get("seconds", 0.0)
+        step, before, log[:] = state["step"], state["seconds"], state["log"]
     start = saved_at = time.monotonic()
     device = next(model.parameters()).device
     share = agreed(max(step / total_steps, before / total_seconds), device)
@@ -73,34 +95,30 @@ def train(
             raise FloatingPointError(f"the loss is {found} at step {step}; lower the rates")
         torch.autograd.backward(loss)
         average_gradients(model.parameters())
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         step += 1
-        now = time.monotonic()
-        share = agreed(max(step / total_steps, (before + now - start) / total_seconds), device)
-        if first() and (share >= 1 or now - saved_at >= save_seconds):
+        seconds = before + time.monotonic() - start
+        share = agreed(max(step / total_steps, seconds / total_seconds), device)
+        yield step, found, share  # before it is saved: the caller may log this step
+        if first() and (share >= 1 or time.monotonic() - saved_at >= save_seconds):
             state = {
                 "model": model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "step": step,
-                "seconds": before + now - start,
+                "seconds": seconds,
+                "log": log,
             }
             with replacing(checkpoint) as partial:
                 whole = io.BytesIO()  # else a full disk is an error of torch's own
                 torch.save(state, whole)
                 partial.write_bytes(whole.getbuffer())
-            saved_at = now
-        yield step, found
+            saved_at = time.monotonic()
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `train` wrote.
-
-    Raises:
-        ValueError: the file is cut off or changed.
-    """
+def _read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -1,24 +1,34 @@
-"""How far a draft's law is from the target's, as a loss; knows no models and no data.
+"""Losses of a draft's next-token law against the target's.
 
 A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), p the target's
 law and q the draft's. That is what drafts are trained for, but TV alone has little gradient where
 the two are far apart.
-Letters: B rows, T tokens, V vocabulary, or the part of it that a draft is trained on.
+Letters: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss looks at.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.model.backend import softcap
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.sublayers import Sublayers
 from layerskip.training.processes import average
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a draft's logits (..., V), the target's, the tokens that the text goes on with (...), -1 where
 there is none, and a temperature: a scalar."""
+Steps = list[tuple[Tensor, int]]
+"""By step of a draft, hidden states (B, T - a, H), and how many tokens further on than the next one
+their laws are: a."""
 
 ETA = 3.0  # of `lk`, as published for blocks that read the target's states
+DEEPER = 0.8  # the weight of a step further on: it counts only where those before it are right
 
 
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -26,51 +36,42 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+def divergences(logits: Tensor, target_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Mean KL(p || q) in nats and TV(p, q); both logits (..., V), p without gradients."""
+    log_q = F.log_softmax(logits / temperature, -1)
+    log_p = F.log_softmax(target_logits.detach() / temperature, -1)
+    p = log_p.exp()
+    kl = (p * (log_p - log_q)).sum(-1).mean()
+    return kl, 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
+
+
+def overlap(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
+    """Mean alpha, a scalar."""
+    return 1 - divergences(logits, target_logits, temperature)[1]
+
+
 def distillation_loss(
     logits: Tensor,
     target_logits: Tensor,
     *,
     temperature: float = 1.0,
-    total_variation: float | Tensor = 0.0,
+    total_variation: float = 0.0,
 ) -> Tensor:
-    """Mean distance of a draft's law to the final law, which is detached, at `temperature`.
-
-    (1 - w) KL(p || q) + w TV(p, q), p the final and q the draft's law, w = `total_variation`. A
-    draft token is accepted with probability 1 - TV, but TV alone has little gradient where the
-    two laws are far apart: KL first, TV late. Both logits (..., V); scalar, in nats for w = 0.
-    """
-    log_q = F.log_softmax(logits / temperature, -1)
-    log_p = F.log_softmax(target_logits.detach() / temperature, -1)
-    p = log_p.exp()
-    loss = (1.0 - total_variation) * (p * (log_p - log_q)).sum(-1).mean()
-    if isinstance(total_variation, Tensor) or total_variation:
-        loss = loss + total_variation * 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
-    return loss
-
-
-def overlap(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
-    """alpha of each position, (...)."""
-    both = torch.minimum(
-        F.softmax(logits / temperature, -1), F.softmax(target_logits / temperature, -1)
-    )
-    return both.sum(-1)
+    """(1 - w) KL(p || q) + w TV(p, q), w = `total_variation`: KL first, TV late."""
+    kl, tv = divergences(logits, target_logits, temperature)
+    return (1 - total_variation) * kl + total_variation * tv
 
 
 def lk(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
     """lambda KL(p || q) + (1 - lambda) TV, lambda = exp(-ETA alpha) of the batch (2602.23881)."""
-    with torch.no_grad():
-        alpha = average(overlap(logits, target_logits, temperature).mean())
-    return distillation_loss(
-        logits,
-        target_logits,
-        temperature=temperature,
-        total_variation=1 - torch.exp(-ETA * alpha),
-    )
+    kl, tv = divergences(logits, target_logits, temperature)
+    weight = torch.exp(-ETA * (1 - average(tv.detach())))
+    return weight * kl + (1 - weight) * tv
 
 
 def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
     """KL(p || q)."""
-    return distillation_loss(logits, target_logits, temperature=temperature)
+    return divergences(logits, target_logits, temperature)[0]
 
 
 def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
@@ -96,3 +97,66 @@ def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tens
 
 
 LOSSES: dict[str, Loss] = {"lk": lk, "kl": kl, "tvd++": tvd_plus, "ce": ce}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step learns from.
+
+    Attributes:
+        ids: (B, T).
+        states: the target's last, (B, T, H).
+        tapped: those at the draft's exit, (B, T, H).
+        target: the target's logits, (B, T, n).
+        following: which of the n tokens the text goes on with, (B, T), -1 where it is none.
+    """
+
+    ids: Tensor
+    states: Tensor
+    tapped: Tensor | None
+    target: Tensor
+    following: Tensor
+
+
+class Laws:
+    """Laws of hidden states over some tokens, through the frozen norm and head; their distance.
+
+    Args:
+        tokens: those that the loss looks at, (n,).
+        loss: of `LOSSES`.
+    """
+
+    def __init__(self, model: Sublayers, tokens: Tensor, loss: str, temperature: float) -> None:
+        self.norm, self.cap, self.dtype = model.decoder.norm, softcap(model.softcap), model.dtype
+        self.rows = TrimmedHead(model.model.lm_head, tokens.tolist())
+        self.places = torch.full((model.vocabulary,), -1)  # of a token
+        self.places[tokens] = torch.arange(len(tokens))
+        self.places = self.places.to(model.device)
+        self.loss, self.temperature = LOSSES[loss], temperature
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (B, T, H), with gradients for them: float32, (B, T, n)."""
+        out = F.linear(self.norm(hidden.to(self.dtype)), self.rows.weight, self.rows.bias)
+        return (out if self.cap is None else self.cap(out)).float()
+
+    @torch.no_grad()
+    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> Batch:
+        """What a step learns from, of windows (B, T) and states (B, T, H)."""
+        following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
+        return Batch(ids, states, tapped, self.logits(states), following)
+
+    def distance(self, steps: Steps, batch: Batch) -> Tensor:
+        """The loss of a draft's steps, a scalar: their mean, a deeper one counting less."""
+        losses = []
+        for hidden, ahead in steps:
+            target, following = batch.target[:, ahead:], batch.following[:, ahead:]
+            losses.append(self.loss(self.logits(hidden), target, following, self.temperature))
+        weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
+        return (weights * torch.stack(losses)).sum() / weights.sum()
+
+    def overlaps(self, steps: Steps, batch: Batch) -> list[float]:
+        """By step of a draft, the mean overlap of its laws with the target's."""
+        return [
+            overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).item()
+            for hidden, ahead in steps
+        ]

@@ -1,4 +1,4 @@
-"""Several processes that train one draft; knows ranks and gradients, no drafts and no files.
+"""Several processes that train one draft together.
 
 Started by `torchrun` or `accelerate launch`, which say by environment variables how many there are.
 Every one of them has the whole model and goes through the same steps, each with some rows of a
@@ -21,7 +21,7 @@ _PATIENCE = timedelta(days=7)  # of the others, while the first one makes texts 
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Be one of the processes that were started together, if there are several."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         yield
@@ -37,6 +37,10 @@ def joined() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()  # some builds of torch lack it
+
+
 def count() -> int:
     """How many there are."""
     return dist.get_world_size() if _started() else 1
@@ -45,10 +49,6 @@ def count() -> int:
 def rank() -> int:
     """Which of them this is, from 0 on."""
     return dist.get_rank() if _started() else 0
-
-
-def _started() -> bool:
-    return dist.is_available() and dist.is_initialized()  # some builds of torch lack it
 
 
 def first() -> bool:

@@ -1,28 +1,22 @@
-"""Training recipes of early exits: what each is worth, and batches; knows no data and no loop.
+"""Training a model's own early exits, as the shipped models were: states, batches, quality.
 
 **Exit self-distillation**: the law of an early exit is trained towards the model's own final law,
 held fixed, which raises the acceptance of its drafts directly; beside it the cross-entropy at an
 exit, as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 
 Exit E = 1..L means the hidden state after E layers, read through the shared final norm and head.
-Nothing random has a state: batches are functions of a seed and the step, so that a run resumed from
-a checkpoint is the unbroken run.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from layerskip.model.sublayers import embed
 from layerskip.training.loop import windows_of
-from layerskip.training.losses import label_loss
-
-LayerCall = Callable[..., Tensor]
-FAMILIES = ("llama", "gemma", "gemma2")
+from layerskip.training.losses import label_loss, overlap
 
 
 def call_layer(layer: nn.Module, hidden: Tensor, **inputs: Any) -> Tensor:
@@ -36,23 +30,15 @@ def hidden_states(
     input_ids: Tensor,
     exits: Sequence[int],
     *,
-    run_layer: LayerCall = call_layer,
+    run_layer: Callable[..., Tensor] = call_layer,
 ) -> dict[int, Tensor]:
     """Exit -> hidden states (B, T, D) before the final norm, by one pass of the model's own layers.
 
     `model` is a Llama, Gemma or Gemma 2 causal LM of transformers, used through its own modules and
     left as found; `input_ids` is (B, T) without pads.
     """
-    if model.config.model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {FAMILIES}, got {model.config.model_type!r}")
     decoder, config = model.model, model.config
     layers = decoder.layers
-    for exit_layer in exits:
-        if not 1 <= exit_layer <= len(layers):
-            raise ValueError(
-                f"exits must be in 1..{len(layers)} for a {len(layers)}-layer model, "
-                f"got {exit_layer}"
-            )
     hidden = embed(decoder, input_ids)  # (B, T, D)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
     rotary = decoder.rotary_emb(hidden, positions)
@@ -110,8 +96,7 @@ def exit_quality(
                 "agreement": (logits.argmax(-1) == final.argmax(-1)).float().mean(),
             }
             for t in temperatures:
-                both = torch.minimum(F.softmax(logits / t, -1), F.softmax(final / t, -1))
-                values[f"overlap@{t:g}"] = both.sum(-1).mean()
+                values[f"overlap@{t:g}"] = overlap(logits, final, t)
             for name, value in values.items():
                 row[name] = row.get(name, 0.0) + value.item() / len(windows)
     return rows

@@ -1,28 +1,33 @@
-"""What is trained for each kind of draft, and what it makes of texts; knows no files, no losses.
+"""The modules that are trained, one class for each kind of draft.
 
-Letters: B windows, T tokens of one, H hidden width, K heads or streams.
+Letters: B windows, T tokens of one, H hidden width, K heads or streams, R rows and C columns of a
+weight, r rank.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads, Streams
+from layerskip.model.modules import Modules
+from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
-from layerskip.training.healing import Healing
-from layerskip.training.laws import Batch, Made, Student
+from layerskip.training.features import whole_pass
+from layerskip.training.losses import Batch, Steps
 
 RATES = dict.fromkeys(("feature-block", "heads", "streams"), 5e-3)
 RATES |= {"healed": 1e-3, "exit-block": 3e-3}
 """Of learning: on demo-gemma2 modules reach in 150,000 tokens what took 240,000 to 470,000 at a
 fifth or a tenth of it."""
+RANK = 16
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
-ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
-"""How a module decodes where products with rounded weights are fast: the head that it reads is most
-of what its step costs. It is trained with exact ones, which it hardly tells from these."""
 ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
 AHEAD = 4  # tokens that heads and streams tell at once
 
@@ -58,6 +63,91 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
     return found
 
 
+class Student(nn.Module, ABC):
+    """What is trained."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Steps:
+        """What the draft's steps make of windows."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """What goes into the draft's file."""
+
+
+class Healing(Student):
+    """A skip config's draft, with deltas of low rank to train on its rounded linears.
+
+    The forward pass is the draft's own over whole windows: every place sees the draft's keys and
+    values before it, where decoding has the target's.
+
+    Args:
+        model: opened with "modules"; its own weights are left as they are.
+        skip: resolved, with `low`; what it names healed weights for begins with them.
+        dtype: of the rounded weights here.
+
+    Attributes:
+        inner, outer: (r, C) and (R, r) of every rounded linear, by name.
+    """
+
+    def __init__(
+        self, model: Sublayers, skip: SkipConfig, *, rank: int, dtype: torch.dtype, seed: int
+    ) -> None:
+        super().__init__()
+        assert isinstance(model.backend, Modules)
+        assert skip.low is not None
+        self.opened = [model]  # in a list, so that its weights are not this module's
+        known = {} if skip.trained is None else model.weights.deltas(skip.trained).by_weight
+        generator = torch.Generator().manual_seed(seed)
+        self.inner, self.outer = nn.ParameterDict(), nn.ParameterDict()
+        self._names: dict[int, str] = {}
+        self._weights: dict[str, Tensor] = {}
+        low = skip.rounded()
+        for name, linear in model.weights.linears(low):
+            rows, columns = linear.weight.shape
+            key = name.replace(".", "/")
+            bound = 1 / math.sqrt(columns)
+            new = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+            inner, outer = known.get(id(linear.weight), (new, torch.zeros(rows, rank)))
+            self.inner[key] = nn.Parameter(inner.float().clone())
+            self.outer[key] = nn.Parameter(outer.float().clone())
+            self._names[id(linear.weight)] = key
+            self._weights[key] = rounded(linear.weight, skip.low.bits).widened(dtype)
+        self.blocks = [
+            model.backend.block(index, self._linear if index in low else None)
+            for index in skip.kept()
+        ]
+
+    def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        key, bias = self._names[id(module.weight)], module.bias
+
+        def apply(x: Tensor) -> Tensor:
+            out = F.linear(x.to(self._weights[key]), self._weights[key])
+            healed = F.linear(F.linear(x, self.inner[key]), self.outer[key])
+            total = (out + healed).to(x)
+            return total if bias is None else total + bias
+
+        return apply
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Hidden states behind the draft's sublayers, before the final norm, (B, T, H)."""
+        model = self.opened[0]
+        step, hidden = whole_pass(model, *ids.shape), model.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden, step)
+        return hidden
+
+    def forward(self, batch: Batch) -> Steps:
+        return [(self.hidden(batch.ids), 0)]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {
+            f"{key.replace('/', '.')}.{letter}": weight.detach().half()
+            for letter, weights in (("a", self.inner), ("b", self.outer))
+            for key, weight in weights.items()
+        }
+
+
 class _Block(Student):
     """A module of `blocks`, its weights in float32 meanwhile."""
 
@@ -75,7 +165,7 @@ class _Block(Student):
 
 
 class _Exit(_Block):
-    def made(self, batch: Batch) -> Made:
+    def forward(self, batch: Batch) -> Steps:
         return [(self.block(batch.tapped), 0)]
 
 
@@ -85,9 +175,9 @@ class _Feature(_Block):
     Then all keys are of its own features, where in decoding only those of drafted tokens are.
     """
 
-    def made(self, batch: Batch) -> Made:
+    def forward(self, batch: Batch) -> Steps:
         features, embedded = self.before(batch)
-        steps: Made = []
+        steps: Steps = []
         for _ in range(ROLLOUTS):
             steps.append((self.block(features, embedded), 0))  # (B, T, H)
             features = shifted(steps[-1][0])
@@ -97,7 +187,7 @@ class _Feature(_Block):
 class _Ahead(_Block):
     """Heads or streams: all tokens of a draft in one pass."""
 
-    def made(self, batch: Batch) -> Made:
+    def forward(self, batch: Batch) -> Steps:
         made = self.block(*self.before(batch))  # (B, T, K, H)
         count = made.shape[1]
         return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
