@@ -241,9 +241,9 @@ def test_costs_are_measured_and_kept_without_the_model() -> None:
     assert [table.source for table in tables] == ["measured"] * 3
     assert tables[0].draft == 0
     cost_tables(opened, [Lookup(), Assistant(Sublayers(other)), EXIT], request)
-    assert len(timing._tables[model]) == 1  # the same kind of drafts
+    assert len(timing._costs[model]) == 1  # the same kind of drafts
     cost_tables(opened, [Assistant(Sublayers(other))], request)
-    assert len(timing._tables[model]) == 2
+    assert len(timing._costs[model]) == 2
     second = weakref.ref(other)
     del drafts, other
     gc.collect()

@@ -586,7 +586,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     names = ["plain", "self:exit-2", "self:exit-4"]
     assert [method["name"] for method in run_.header["methods"]] == names
     assert run_.header["argv"] == ["benchmark", "--x=http://me:***@host/x"]
-    law = {"temperature": 0.8, "top_p": None, "top_k": 9, "acceptance": "coupled", "seed": 3}
+    law = {"temperature": 0.8, "top_p": 1.0, "top_k": 9, "acceptance": "coupled", "seed": 3}
     assert run_.header["law"] == {"do_sample": True, **law}
     texts = {tuple(record["texts"]) for record in run_.records}
     assert len(run_.records) == 3
@@ -623,7 +623,8 @@ def test_a_second_model_drafts(folder, two_prompts, tmp_path, priced):
     second = save_checkpoint(tmp_path / "second", tiny_model("llama", dtype=torch.float32, seed=1))
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json")
     plain = document(run("generate", folder, *flags, "--no-draft"))
-    alone = ("--assistant", second, "--no-lookup", "--controller", "fixed")
+    alone = ("--assistant", second, "--no-lookup", "--low-precision", "none")
+    alone += ("--controller", "fixed")
     result = run("generate", folder, *flags, *alone)
     assert f"drafts: a second model, {second}" in result.stderr
     found = document(result)
