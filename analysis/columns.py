@@ -30,6 +30,8 @@ HEADINGS = {
     "bound": "bound 1/c",
     "category": "prompts",
     "draft_cost": "c",
+    "decode_low": "decode from",
+    "decode_high": "decode to",
     "efficiency_a": "of one half",
     "efficiency_b": "of the other",
     "first_ms": "first token, ms",
@@ -56,12 +58,12 @@ HEADINGS = {
 SHOWN: Mapping[str, tuple[str, str, str]] = {
     "speedup": (
         "Speedup",
-        "Speedup is the ratio of totals: the sum over prompts of seconds per token (median over "
-        "repeats) of one method over that of the other, with a 95% bootstrap interval over "
-        "prompts (both methods of a prompt drawn together). The mean of the prompts' own ratios "
-        "stands beside it. Decode speedup leaves the time to the first token out.",
+        "Tokens a second are all tokens over all seconds, a prompt counting with the medians of "
+        "its repeats; the speedup is their ratio, with a 95% bootstrap interval over prompts (both "
+        "methods of a prompt drawn together). The mean of the prompts' own ratios stands beside "
+        "it. Prefill: the time to the first token alone; decode: what comes after it.",
         "batch_size category method over prompts tokens_per_second speedup low high "
-        "mean_of_ratios decode_speedup first_ms",
+        "mean_of_ratios prefill_speedup decode_speedup decode_low decode_high first_ms",
     ),
     "losslessness": (
         "Losslessness",

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import Round, Run, longest_drafts, rounds_of, typical
+from layerskip.analysis.runs import Round, Run, longest_drafts, rounds_of, totals, typical
 from layerskip.analysis.tables import ALL, acceptance_of
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
 
 LONGEST = 16  # of the fixed draft lengths that the closed formula is asked about
@@ -74,11 +74,12 @@ def predictions(run: Run) -> pd.DataFrame:
     is fixed; `best_length` and `best_formula`: the same at the best fixed length; `draft_cost` (c)
     and `bound` (1 / c). Where drafts may be looked up, nothing is bound and no formula holds.
     """
-    frame = typical(run).dropna(subset=["decode"])
+    frame = typical(run)
+    frame = frame[frame["decode_tokens"] > 0]
     rows = []
     for batch_size in run.batch_sizes:
         by_method = frame[frame["batch_size"] == batch_size].set_index("unit").groupby("method")
-        seconds = {str(name): part["decode"] for name, part in by_method}
+        seconds = {str(name): part for name, part in by_method}
         for method in run.drafting:
             costs = run.cost_table(method, batch_size)
             if costs is None or not {run.baseline, method} <= seconds.keys():
@@ -109,17 +110,21 @@ def predictions(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _forecast(units: dict[str, _Unit], plain: pd.Series, own: pd.Series) -> dict[str, Any]:
-    """Predicted and measured speedup of units; `plain` and `own` are seconds per token."""
+def _forecast(units: dict[str, _Unit], plain: pd.DataFrame, own: pd.DataFrame) -> dict[str, Any]:
+    """Predicted and measured speedup of units; `plain` and `own` are parts of `typical`."""
     names = list(units)
-    measured, low, high = ratio_of_totals(plain.loc[names].to_numpy(), own.loc[names].to_numpy())
+    measured, low, high = measured_speedup(
+        totals(own.loc[names], "decode_"), totals(plain.loc[names], "decode_")
+    )
     halves = [half for half in _halves(units) if half]
     rates, alphas, alone = [], [], []  # of the halves, by the other one's rounds
     for half, others in zip(halves, halves[::-1], strict=True):
         rate = float(np.mean([units[name].rate for name in others]))
         rates += [rate] * len(half)
         alphas.append(acceptance_of(r for name in others for r in units[name].rounds)["alpha"])
-        alone.append(float(plain.loc[half].sum() / own.loc[half].sum()) * rate)
+        alone.append(
+            rate * totals(own.loc[half], "decode_").rate / totals(plain.loc[half], "decode_").rate
+        )
     predicted = len(names) / sum(rates)
     known = [alpha for alpha in alphas if not np.isnan(alpha)]
     return {

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from layerskip.costs.ratios import Totals
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 
@@ -202,14 +203,13 @@ def ranges(numbers: Sequence[int]) -> str:
 def typical(run: Run) -> pd.DataFrame:
     """One row per (batch size, method, unit): medians over the unit's repeats.
 
-    Columns: `category`, `total` (seconds per new token, prefill included), `first` (seconds to the
-    first tokens), `decode` (seconds per token after them; NaN for texts of one token), `prefill`,
-    `draft`, `verify`, `other` (seconds per new token).
+    Columns: `category`; `tokens` and `seconds`, of the whole call; `first` (seconds to the first
+    tokens), `decode_tokens` and `decode_seconds` (of what came after them); `draft`, `verify`,
+    `other` (seconds).
     """
     rows = []
     for record in run.records:
         seconds, tokens = record["seconds"], sum(record["new_tokens"])
-        later = tokens - sum(record["first_tokens"])
         spent = {name: _known(seconds.get(name)) for name in ("first", *PHASES)}
         rows.append(
             {
@@ -217,16 +217,22 @@ def typical(run: Run) -> pd.DataFrame:
                 "method": record["method"],
                 "unit": "\n".join(record["prompts"]),
                 "category": record["category"] or "other",
-                "total": seconds["total"] / tokens,
-                "first": spent["first"],
-                "decode": (seconds["total"] - spent["first"]) / later if later > 0 else math.nan,
-                "prefill": spent["first"] / tokens,
-                **{phase: spent[phase] / tokens for phase in PHASES},
+                "tokens": tokens,
+                "seconds": seconds["total"],
+                "decode_tokens": tokens - sum(record["first_tokens"]),
+                "decode_seconds": seconds["total"] - spent["first"],
+                **spent,
             }
         )
     grouped = pd.DataFrame(rows).groupby(["batch_size", "method", "unit"], sort=False)
     medians = grouped.median(numeric_only=True)
     return medians.join(grouped["category"].first()).reset_index()
+
+
+def totals(frame: pd.DataFrame, part: str = "") -> Totals:
+    """Of rows of `typical`: the whole calls, or their part "decode_"."""
+    names = (f"{part}tokens", f"{part}seconds")
+    return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
 
 
 def _known(seconds: float | None) -> float:

@@ -1,7 +1,7 @@
 """Knows what was measured: speedups with intervals, acceptance, phases, losslessness; no forecasts.
 
-Every function takes one run and returns one table. Seconds per token of a method are the mean over
-units (prompts at batch size 1) of the unit's median over repeats of seconds / new tokens.
+Every function takes one run and returns one table. Tokens a second of a method are all its tokens
+over all its seconds, a unit (a prompt at batch size 1) counting with the medians of its repeats.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, typical
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, totals, typical
+from layerskip.costs.ratios import measured_speedup
 
 ALL = "all"
 
@@ -29,10 +29,10 @@ def speedup(run: Run) -> pd.DataFrame:
     """Speedups by batch size, category and method, over every method of `comparisons`.
 
     Over units that both methods have. Columns: `prompts` (units), `tokens_per_second` (of the whole
-    call, 1 / mean seconds per token), `speedup` with `low` and `high` (ratio of totals, see
-    `ratio_of_totals`), `mean_of_ratios` (mean of the units' own ratios), `decode_speedup` with
-    `decode_low` and `decode_high` (the same without the time to the first token and that token),
-    `first_ms` (mean milliseconds to the first token).
+    call), `speedup` with `low` and `high` (ratio of totals, see `measured_speedup`),
+    `mean_of_ratios` (mean of the units' own ratios), `prefill_speedup` (of the time to the first
+    token alone), `decode_speedup` with `decode_low` and `decode_high` (of the tokens behind the
+    first and the time after it), `first_ms` (mean milliseconds to the first token).
     """
     frame = typical(run)
     rows = []
@@ -47,9 +47,11 @@ def speedup(run: Run) -> pd.DataFrame:
                 if not units:
                     continue
                 a, b = theirs.loc[units], ours.loc[units]
-                total = ratio_of_totals(a["total"].to_numpy(), b["total"].to_numpy())
-                both = (a["decode"].notna() & b["decode"].notna()).to_numpy()
-                decode = ratio_of_totals(a["decode"].to_numpy()[both], b["decode"].to_numpy()[both])
+                own, others = totals(b), totals(a)
+                whole = measured_speedup(own, others)
+                later = ((a["decode_tokens"] > 0) & (b["decode_tokens"] > 0)).to_numpy()
+                decode = measured_speedup(totals(b[later], "decode_"), totals(a[later], "decode_"))
+                rates = [each.tokens / each.seconds for each in (own, others)]
                 rows.append(
                     {
                         "batch_size": batch_size,
@@ -57,11 +59,12 @@ def speedup(run: Run) -> pd.DataFrame:
                         "method": method,
                         "over": over,
                         "prompts": len(units),
-                        "tokens_per_second": 1 / b["total"].mean(),
-                        "speedup": total[0],
-                        "low": total[1],
-                        "high": total[2],
-                        "mean_of_ratios": float((a["total"] / b["total"]).mean()),
+                        "tokens_per_second": own.rate,
+                        "speedup": whole[0],
+                        "low": whole[1],
+                        "high": whole[2],
+                        "mean_of_ratios": float((rates[0] / rates[1]).mean()),
+                        "prefill_speedup": float(a["first"].sum() / b["first"].sum()),
                         "decode_speedup": decode[0],
                         "decode_low": decode[1],
                         "decode_high": decode[2],
@@ -183,12 +186,13 @@ def phases(run: Run) -> pd.DataFrame:
     rows = []
     for batch_size in run.batch_sizes:
         for method in run.measured:
-            mean = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)][
-                ["total", "prefill", *PHASES]
-            ].mean()
-            if pd.isna(mean["total"]):
+            own = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)]
+            if not len(own):
                 continue
-            parts = {name: 1000 * mean[name] for name in ("prefill", *PHASES)}
+            spent = own[["seconds", "first", *PHASES]].sum(min_count=1) / own["tokens"].sum()
+            parts = {"prefill": 1000 * spent["first"]} | {
+                name: 1000 * spent[name] for name in PHASES
+            }
             known = sum(value for value in parts.values() if not pd.isna(value))
             rows.append(
                 {
@@ -196,8 +200,8 @@ def phases(run: Run) -> pd.DataFrame:
                     "method": method,
                     **parts,
                     # medians of parts need not add up to the median of the whole; 0 is exact
-                    "rest": max(0.0, round(1000 * mean["total"] - known, 9)),
-                    "total": 1000 * mean["total"],
+                    "rest": max(0.0, round(1000 * spent["seconds"] - known, 9)),
+                    "total": 1000 * spent["seconds"],
                 }
             )
     return pd.DataFrame(rows)

@@ -193,7 +193,8 @@ def summary(run: Run, reads: Sequence[float]) -> str:
     lines = [f"a sum reads {words} GB/s (before, after); batches of {run.batch_sizes}:"]
     for size in run.batch_sizes:
         for method in ("plain", "generate"):
-            own = frame[(frame["method"] == method) & (frame["batch_size"] == size)]["decode"]
+            rows = frame[(frame["method"] == method) & (frame["batch_size"] == size)]
+            own = rows["decode_seconds"] / rows["decode_tokens"]
             rate = 1 / own.median()
             speed = read * rate / size
             lines.append(

@@ -9,7 +9,8 @@ import run_files as made
 
 from layerskip.analysis import plots, predictions, shared_plots, tables
 from layerskip.analysis.runs import load_runs
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.analysis.verdict import judge
+from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup
 
 
@@ -35,34 +36,50 @@ def timed(method, prompt, totals, tokens=10, first=0.001, **changes):
     ]  # fmt: skip
 
 
-def test_speedup_is_the_ratio_of_totals_of_medians(tmp_path):
+def test_speedup_is_all_tokens_over_all_seconds(tmp_path):
     run = run_of(
         tmp_path,
         [
-            *timed("plain", "code-1", [0.020, 0.030, 0.900]),  # median 3 ms a token
-            *timed("plain", "text-1", [0.050, 0.050, 0.050]),  # 5
-            *timed("self", "code-1", [0.010, 0.011, 0.001]),  # 1
-            *timed("self", "text-1", [0.012, 0.060, 0.060], tokens=20),  # 3
-            *timed("generate", "code-1", [0.060]),  # 6
-            *timed("generate", "text-1", [0.100]),  # 10
+            *timed("plain", "code-1", [0.020, 0.030, 0.900]),  # medians count
+            *timed("plain", "text-1", [0.100, 0.100, 0.100], tokens=20),
+            *timed("self", "code-1", [0.010, 0.011, 0.001]),
+            *timed("self", "text-1", [0.012, 0.060, 0.060], first=0.003, tokens=20),
+            *timed("generate", "code-1", [0.060]),
+            *timed("generate", "text-1", [0.100]),
         ],
     )
     table = tables.speedup(run)
     row = one(table, category="all", method="self", over="plain")
     assert row["prompts"] == 2
-    assert row["speedup"] == pytest.approx((3 + 5) / (1 + 3))
-    assert row["mean_of_ratios"] == pytest.approx((3 / 1 + 5 / 3) / 2)
-    assert row["tokens_per_second"] == pytest.approx(1000 / 2)
-    assert row["first_ms"] == pytest.approx(1)
-    # decoding: (total - first) / (tokens - 1), medians over repeats
-    plain = (29 / 9 + 49 / 9) / 1000
-    ours = (9 / 9 + 59 / 19) / 1000
-    assert row["decode_speedup"] == pytest.approx(plain / ours)
+    assert row["speedup"] == pytest.approx((30 + 100) / (10 + 60))
+    assert row["mean_of_ratios"] == pytest.approx((30 / 10 + 100 / 60) / 2)
+    assert row["tokens_per_second"] == pytest.approx(30 / 0.070)
+    assert row["first_ms"] == pytest.approx(2)
+    assert row["prefill_speedup"] == pytest.approx(2 / 4)
+    assert row["decode_speedup"] == pytest.approx((29 + 99) / (9 + 57))
     assert one(table, category="code", method="self", over="plain")["speedup"] == pytest.approx(3)
     row = one(table, category="all", method="self", over="generate")
-    assert row["speedup"] == pytest.approx((6 + 10) / (1 + 3))
-    assert row["low"] == pytest.approx(10 / 3)  # of two prompts: either twice, or both
-    assert row["high"] == pytest.approx(6)
+    assert row["speedup"] == pytest.approx((30 / 0.070) / (20 / 0.160))  # other texts
+    ends = (10 / 0.010) / (10 / 0.060), (20 / 0.060) / (10 / 0.100)  # of one prompt, drawn twice
+    assert (row["high"], row["low"]) == pytest.approx(ends)
+
+
+def test_one_answer_of_one_token_does_not_outweigh_the_others(tmp_path):
+    """Averaged as seconds per token this run was headed .95, though every longer text gained."""
+    lines = [*timed("plain", "text-0", [0.018], tokens=1, first=0.018),
+             *timed("self", "text-0", [0.046], tokens=1, first=0.046)]  # fmt: skip
+    gains = [1.1 + 0.03 * number for number in range(11)]  # to 1.4
+    for number, gain in enumerate(gains, 1):
+        lines += timed("plain", f"text-{number}", [0.960], tokens=96, first=0.010)
+        lines += timed("self", f"text-{number}", [0.960 / gain], tokens=96, first=0.010)
+    run = run_of(tmp_path, lines)
+    row = one(tables.speedup(run), method="self", over="plain")
+    own = 0.046 + sum(0.960 / gain for gain in gains)
+    assert row["speedup"] == pytest.approx((0.018 + 11 * 0.960) / own)
+    assert row["low"] > 1.1
+    headline = judge(run).result[0]
+    assert f"{row['speedup']:.2f} times as fast" in headline
+    assert "not distinguishable" not in headline
 
 
 def test_speedups_compare_only_prompts_that_both_have(tmp_path):
@@ -90,17 +107,20 @@ def test_texts_of_one_token_have_no_decoding(tmp_path):
 
 
 def test_bootstrap_is_paired_and_seeded():
-    slow, fast = np.array([1.0, 5.0, 9.0]), np.array([0.5, 2.5, 4.5])
-    assert ratio_of_totals(slow, fast) == pytest.approx((2, 2, 2))  # paired: no spread
-    draws = np.random.default_rng(1).uniform(1, 2, (2, 40))
-    ratio, low, high = ratio_of_totals(*draws)
+    tokens = np.array([10.0, 20.0, 5.0])
+    slow = Totals(tokens, np.array([1.0, 5.0, 9.0]))
+    fast = Totals(tokens, np.array([0.5, 2.5, 4.5]))
+    assert measured_speedup(fast, slow) == pytest.approx((2, 2, 2))  # paired: no spread
+    drawn = np.random.default_rng(1).uniform(1, 2, (2, 40))
+    own, over = (Totals(np.full(40, 7.0), seconds) for seconds in drawn)
+    ratio, low, high = measured_speedup(own, over)
     assert low < ratio < high
-    assert ratio_of_totals(*draws) == (ratio, low, high)
+    assert measured_speedup(own, over) == (ratio, low, high)
     # the normal interval of a ratio of means is close to the bootstrap's
-    a, b = draws
+    b, a = drawn
     sd = np.std(a / b.mean() - ratio * b / b.mean()) / np.sqrt(40)
     assert (low, high) == pytest.approx((ratio - 1.96 * sd, ratio + 1.96 * sd), abs=0.3 * sd)
-    assert all(map(math.isnan, ratio_of_totals(np.array([]), np.array([]))))
+    assert all(map(math.isnan, measured_speedup(*[Totals(np.array([]), np.array([]))] * 2)))
 
 
 ROUNDS = made.rounds((2, 2, 3), (3, 1, 2), (0, 0, 1), (2, 0, 1), (2, 1, 1))

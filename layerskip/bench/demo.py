@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
@@ -18,6 +19,7 @@ from layerskip.bench.comparison import Comparison, Difference
 from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge, Timed, device_clock, interleaved
 from layerskip.config import SkipConfig
+from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import DecodingStats, Round
@@ -67,10 +69,16 @@ class SideBySide:
     @property
     def tokens_per_second(self) -> dict[str, float]:
         """By method, all new tokens over all seconds, prefill included."""
-        return {
-            name: sum(map(_count, each)) / sum(timed.seconds for timed in each)
-            for name, each in self.fastest.items()
-        }
+        return {name: self._totals(name).rate for name in self.fastest}
+
+    @property
+    def speedup(self) -> float:
+        """Of self-speculation over this engine's plain decoding."""
+        return measured_speedup(self._totals("self"), self._totals("plain"))[0]
+
+    def _totals(self, name: str) -> Totals:
+        each = self.fastest[name]
+        return Totals(np.array([*map(_count, each)]), np.array([timed.seconds for timed in each]))
 
     @property
     def stats(self) -> DecodingStats:

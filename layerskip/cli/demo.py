@@ -158,7 +158,7 @@ def _why(found: SideBySide, drafts: Drafts) -> dict[str, Any]:
     own = None if costs is None or drafts.skip is None else costs.draft
     return {
         "draft": drafts.words,
-        "speedup": found.tokens_per_second["self"] / found.tokens_per_second["plain"],
+        "speedup": found.speedup,
         **counts(stats, drafts.names),
         "draft_cost": own,
         "verify_tokens": drafted + 1,
