@@ -1,4 +1,4 @@
-"""Knows what was measured: speedups with intervals, acceptance, phases, losslessness; no forecasts.
+"""The tables of a report on runs: speedups, acceptance, phases, losslessness, predictions.
 
 Every function takes one run and returns one table. Tokens a second of a method are all its tokens
 over all its seconds, a unit (a prompt at batch size 1) counting with the medians of its repeats.
@@ -7,14 +7,17 @@ over all its seconds, a unit (a prompt at batch size 1) counting with the median
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, totals, typical
+from layerskip.config import SkipConfig
+from layerskip.costs.pricing import cost_table
 from layerskip.costs.ratios import measured_speedup
+from layerskip.costs.speculation import CostTable, speedup_bound
 
 ALL = "all"
 
@@ -101,9 +104,8 @@ def acceptance_of(rounds: Iterable[Round]) -> dict[str, float]:
     }
 
 
-def acceptance(run: Run) -> pd.DataFrame:
-    """`acceptance_of` by batch size, category and drafting method, over all repeats."""
-    rows = []
+def _rounds_by_category(run: Run) -> Iterator[tuple[dict[str, Any], list[Round]]]:
+    """Rounds by batch size, drafting method and category, all repeats together."""
     for batch_size in run.batch_sizes:
         for method in run.drafting:
             by_category: dict[str, list[Round]] = defaultdict(list)
@@ -111,11 +113,13 @@ def acceptance(run: Run) -> pd.DataFrame:
                 by_category[ALL] += rounds
                 if run.categories:
                     by_category[record["category"] or "other"] += rounds
-            rows += [
-                {"batch_size": batch_size, "category": category, "method": method}
-                | acceptance_of(rounds)
-                for category, rounds in by_category.items()
-            ]
+            for category, rounds in by_category.items():
+                yield {"batch_size": batch_size, "category": category, "method": method}, rounds
+
+
+def acceptance(run: Run) -> pd.DataFrame:
+    """`acceptance_of` by batch size, category and drafting method, over all repeats."""
+    rows = [place | acceptance_of(rounds) for place, rounds in _rounds_by_category(run)]
     return pd.DataFrame(rows)
 
 
@@ -126,22 +130,12 @@ def sources(run: Run) -> pd.DataFrame:
     `acceptance_of`.
     """
     rows = []
-    for batch_size in run.batch_sizes:
-        for method in run.drafting:
-            names = run.sources(method)
-            if len(names) < 2:
-                continue
-            by_category: dict[str, list[Round]] = defaultdict(list)
-            for record, rounds in run.rounds(method, batch_size):
-                by_category[ALL] += rounds
-                if run.categories:
-                    by_category[record["category"] or "other"] += rounds
-            for category, rounds in by_category.items():
-                for number, name in [*enumerate(names), (None, "none")]:
-                    own = [each for each in rounds if each.source == number]
-                    place = {"batch_size": batch_size, "category": category, "method": method}
-                    counted = {"source": name, "share": _share(len(own), len(rounds))}
-                    rows.append(place | counted | acceptance_of(own))
+    for place, rounds in _rounds_by_category(run):
+        names = run.sources(place["method"])
+        for number, name in [*enumerate(names), (None, "none")] if len(names) > 1 else ():
+            own = [each for each in rounds if each.source == number]
+            counted = {"source": name, "share": _share(len(own), len(rounds))}
+            rows.append(place | counted | acceptance_of(own))
     return pd.DataFrame(rows)
 
 
@@ -326,47 +320,115 @@ def repetition(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def exits(run: Run) -> pd.DataFrame:
-    """The traces' exits: agreement, match under the law, and calibration error.
+def predictions(run: Run) -> pd.DataFrame:
+    """Decode speedups of drafting methods over the baseline: what rounds promised, and the clock.
 
-    `calibration_error` is the mean over tokens of |confidence - share matched| by bin.
+    Columns: `predicted` (the steps that plain decoding takes over the rounds' price by the header's
+    cost table), `measured` with `low` and `high`, `efficiency` (measured / predicted), `draft_cost`
+    (c), and `bound` (1 / c; NaN where drafts may be looked up, which costs nothing).
     """
+    measured = speedup(run)
+    measured = measured[measured["over"] == run.baseline]
+    measured = measured.set_index(["batch_size", "category", "method"])
+    rows = []
+    for batch_size in run.batch_sizes:
+        for method in run.drafting:
+            costs = run.cost_table(method, batch_size)
+            if costs is None:
+                continue
+            for category in (ALL, *run.categories):
+                place = (batch_size, category, method)
+                paid, plain = price(run, method, batch_size, costs, category)
+                if not paid or place not in measured.index:
+                    continue
+                decode = measured.loc[place, ["decode_speedup", "decode_low", "decode_high"]]
+                rows.append(
+                    {
+                        **dict(zip(measured.index.names, place, strict=True)),
+                        "predicted": plain / paid,
+                        **dict(zip(("measured", "low", "high"), decode, strict=True)),
+                        "efficiency": decode.iloc[0] * paid / plain,
+                        "draft_cost": costs.draft,
+                        "bound": float("nan")
+                        if run.looks_up(method)
+                        else speedup_bound(costs.draft),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def price(
+    run: Run, method: str, batch_size: int, costs: CostTable, category: str = ALL
+) -> tuple[float, int]:
+    """What a method's rounds cost, in target steps, and the steps that plain decoding would take.
+
+    A round costs what its longest draft does, and plain decoding takes as many steps as its longest
+    row has tokens after the first.
+    """
+    paid, plain = 0.0, 0
+    for record in run.records:
+        rounds = record["rounds"]
+        if rounds is None or (record["method"], record["batch_size"]) != (method, batch_size):
+            continue
+        if category in (ALL, record["category"] or "other"):
+            plain += max(map(sum, zip(*rounds["emitted"], strict=True)), default=0)
+            paid += sum(
+                costs.verify_cost(drafted + 1) if looked_up else costs.round_cost(drafted)
+                for drafted, looked_up in longest_drafts(run.methods[method], rounds)
+            )
+    return paid, plain
+
+
+def exits(run: Run) -> pd.DataFrame:
+    """The traces' exits: how often each is right, and what it would gain at its best settings.
+
+    Columns: `agreement` (of its most likely token with the target's), `match` (under the law), and
+    of the draft length and threshold with the highest price: `speedup` (tokens over the cost of the
+    simulated rounds by the run's cost line at batch size 1; NaN without one), `draft_length`,
+    `threshold`, `acceptance` (r).
+    """
+    parts = next((cost for cost in run.costs if cost["batch_size"] == 1), None)
     rows = []
     for number, trace in enumerate(run.traces):
+        best = {}
+        for i, layer in enumerate(trace["what_if"]["exits"] if parts else ()):
+            costs = cost_table(parts, SkipConfig.early_exit(layer))
+            cells = _simulated(trace["what_if"], i, costs)
+            best[layer] = max(cells, key=lambda cell: cell["speedup"], default={})
         for entry in trace["exits"]:
-            bins = [bin_ for bin_ in entry["confidence"] if bin_["count"]]
-            gap = sum(abs(b["mean"] * b["count"] - b["matched"]) for b in bins)
-            rows.append(
-                {
-                    "trace": number,
-                    "exit": entry["exit"],
-                    "agreement": entry["agreement"],
-                    "match": entry["match"],
-                    "calibration_error": _share(gap, sum(b["count"] for b in bins)),
-                }
+            known = {name: entry[name] for name in ("exit", "agreement", "match")}
+            rows.append({"trace": number, **known, **best.get(entry["exit"], {})})
+    columns = ("speedup", "draft_length", "threshold", "acceptance")
+    frame = pd.DataFrame(rows)
+    return frame.reindex(columns=[*frame.columns.difference(columns, sort=False), *columns])
+
+
+def _simulated(what_if: dict[str, Any], exit_: int, costs: CostTable) -> Iterator[dict[str, float]]:
+    """Simulated rounds of an exit at every draft length and threshold, priced."""
+    for j, length in enumerate(what_if["draft_lengths"]):
+        for k, threshold in enumerate(what_if["thresholds"]):
+            rounds, drafted, emitted, counts = (
+                what_if[name][exit_][j][k] for name in ("rounds", "drafted", "emitted", "lengths")
             )
-    return pd.DataFrame(rows)
+            if rounds:
+                paid = sum(n * costs.round_cost(d) for d, n in enumerate(counts) if n)
+                yield {
+                    "speedup": emitted / paid,
+                    "draft_length": length,
+                    "threshold": threshold,
+                    "acceptance": _share(emitted - rounds, drafted),
+                }
 
 
 def comparison(runs: Sequence[Run]) -> pd.DataFrame:
     """All runs' speedups over their baselines, all categories together, one below the other."""
-    table = together(runs, speedup)
-    baselines = table["run"].map({run.label: run.baseline for run in runs})
-    wanted = (table["category"] == ALL) & (table["over"] == baselines)
-    return table[wanted].reset_index(drop=True)
-
-
-def together(
-    things: Iterable[Any], table: Callable[[Any], pd.DataFrame], column: str = "run"
-) -> pd.DataFrame:
-    """One table of all runs (or searches), with their labels in the first column."""
-    frames = []
-    for thing in things:
-        frame = table(thing)
-        if len(frame):
-            frame.insert(0, column, thing.label)
-            frames.append(frame)
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    parts = []
+    for run in runs:
+        table = speedup(run)
+        table = table[(table["category"] == ALL) & (table["over"] == run.baseline)]
+        table.insert(0, "run", run.label)
+        parts.append(table)
+    return pd.concat(parts, ignore_index=True)
 
 
 def _groups(run: Run, frame: pd.DataFrame) -> Iterable[tuple[tuple[int, str], pd.DataFrame]]:

@@ -1,4 +1,4 @@
-"""Knows the record files of runs: what they hold, reading, checking, appending; no run, no torch.
+"""The record files of runs: what they must hold, reading them, and appending to them.
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
@@ -172,9 +172,6 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
 
-# ---------------------------------------------------------------------------------------------
-# What the lines must hold.
-
 _METHOD = has(name=text, kind=text)
 _HEADER = has(
     schema=version(SCHEMA),
@@ -232,6 +229,7 @@ def _record_of(rows: int) -> Check:
     rounds = {
         **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
         "confidences": optional(items(by_row(items(NUMBER)))),
+        "sources": items(optional(COUNT)),
     }
     return has(
         **dict.fromkeys(("repeat", "order"), COUNT),
@@ -262,17 +260,16 @@ def _record(line: Line, header: Line) -> None:
     if parts > total * (1 + 1e-6):
         raise ValueError(f"the parts of seconds must not exceed the total, {total}; got {parts}")
     if line["rounds"] is not None:
-        _rounds(line)
         (method,) = (each for each in header["methods"] if each["name"] == line["method"])
-        _sources(line["rounds"], len(method.get("sources") or ()))
+        _rounds(line, len(method.get("sources") or ()))
 
 
-def _rounds(line: Line) -> None:
-    drafted, accepted, emitted = (
-        line["rounds"][part] for part in ("drafted", "accepted", "emitted")
+def _rounds(line: Line, sources: int) -> None:
+    drafted, accepted, emitted, drafts_of = (
+        line["rounds"][part] for part in ("drafted", "accepted", "emitted", "sources")
     )
-    for name, counts in (("accepted", accepted), ("emitted", emitted)):
-        items(anything, len(drafted))(counts, f"rounds.{name}")
+    for name in ("accepted", "emitted", "sources"):
+        items(anything, len(drafted))(line["rounds"][name], f"rounds.{name}")
     for row, first in enumerate(line["first_tokens"]):
         if any(a[row] > d[row] for a, d in zip(accepted, drafted, strict=True)):
             raise ValueError("rounds.accepted must not exceed rounds.drafted")
@@ -282,17 +279,10 @@ def _rounds(line: Line) -> None:
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
                 f"{line['new_tokens'][row]}; got {told}"
             )
-
-
-def _sources(rounds: Line, count: int) -> None:
-    """Which of the method's sources each round drafted from; older files do not say."""
-    if rounds.get("sources") is None:
-        return
-    items(optional(COUNT), len(rounds["drafted"]))(rounds["sources"], "rounds.sources")
-    for number, source in enumerate(rounds["sources"]):
-        if source is not None and source >= count:
+    for number, source in enumerate(drafts_of):
+        if source is not None and source >= sources:
             raise ValueError(
-                f"rounds.sources[{number}] must be the number of one of the method's {count} "
+                f"rounds.sources[{number}] must be the number of one of the method's {sources} "
                 f"sources, got {source}"
             )
 
@@ -318,10 +308,6 @@ def _cost(line: Line, header: Line) -> None:
 
 
 _CHECKS = {"record": _record, "trace": _trace, "cost": _cost}
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing.
 
 
 class RunWriter:

@@ -1,64 +1,51 @@
-"""The file that a training leaves, `train.json`: what was done and measured; knows no model."""
+"""The file that a training leaves, `train.json`: what was done and measured."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from layerskip.files.documents import holds, read
+from layerskip.files.documents import read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
     POSITIVE,
     SECONDS,
+    SHARE,
     flag,
     has,
     integer,
     items,
     name_text,
     named,
-    number,
     optional,
     version,
 )
 
 SCHEMA = 1
-_SHARE = number(0, 1)
 _DRAFT = has(
-    greedy=items(_SHARE, least=1),
-    coupled=items(_SHARE, least=1),
+    greedy=items(SHARE, least=1),
+    coupled=items(SHARE, least=1),
     costs=has(draft=POSITIVE, verify=items(POSITIVE, least=1)),
     formula=POSITIVE,
     bytes=COUNT,
+)
+_TIMED = has(
+    speedup=POSITIVE, low=optional(NUMBER), high=optional(NUMBER), tokens_per_second=POSITIVE
 )
 _RECORD = has(
     schema=version(SCHEMA),
     recipe=has(kind=name_text, loss=name_text, seed=integer(-(1 << 63)), temperature=POSITIVE),
     base=name_text,
-    tokens=COUNT,
-    text_tokens=COUNT,
-    covered=_SHARE,
-    parameters=COUNT,
+    **dict.fromkeys(("tokens", "text_tokens", "parameters"), COUNT),
+    covered=SHARE,
     seconds=named(SECONDS),
-    curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(_SHARE, least=1)), least=1),
+    curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(SHARE, least=1)), least=1),
     held_out=has(prompts=COUNT, new_tokens=COUNT),
     drafts=named(_DRAFT),
-    timed=named(
-        has(
-            speedup=POSITIVE,
-            low=optional(NUMBER),
-            high=optional(NUMBER),
-            tokens_per_second=POSITIVE,
-        )
-    ),
+    timed=named(_TIMED),
     pays=flag,
 )
-
-
-def holds_training(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a training's, whole or cut off; False where it cannot be read."""
-    begins = rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"'
-    return holds(path, begins, lambda document: {"recipe", "curve"} <= document.keys())
 
 
 def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
