@@ -391,10 +391,11 @@ def exits(run: Run) -> pd.DataFrame:
     rows = []
     for number, trace in enumerate(run.traces):
         best = {}
-        for i, layer in enumerate(trace["what_if"]["exits"] if parts else ()):
-            costs = cost_table(parts, SkipConfig.early_exit(layer))
-            cells = _simulated(trace["what_if"], i, costs)
-            best[layer] = max(cells, key=lambda cell: cell["speedup"], default={})
+        for i, layer in enumerate(trace["what_if"]["exits"]):
+            if parts is not None:
+                costs = cost_table(parts, SkipConfig.early_exit(layer))
+                cells = _simulated(trace["what_if"], i, costs)
+                best[layer] = max(cells, key=lambda cell: cell["speedup"], default={})
         for entry in trace["exits"]:
             known = {name: entry[name] for name in ("exit", "agreement", "match")}
             rows.append({"trace": number, **known, **best.get(entry["exit"], {})})

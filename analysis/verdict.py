@@ -86,7 +86,7 @@ def judge_run(run: Run) -> Verdict:
 
 
 def _headline(run: Run, method: str, row: Any) -> str:
-    counted = f"{row['prompts']} prompt{'s' * (row['prompts'] != 1)}"
+    counted = "1 prompt" if row["prompts"] == 1 else f"{row['prompts']} prompts"
     parts = f"prefill {row['prefill_speedup']:.2f}, decoding {row['decode_speedup']:.2f}"
     if math.isnan(row["decode_speedup"]):
         parts = "no text went on after its first token"
