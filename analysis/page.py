@@ -70,7 +70,6 @@ HEADINGS = {
     "near_ties": "near-ties",
     "own_megabytes": "MB",
     "prompts": "n",
-    "rest": "not told apart",
     "tokens_per_pass": "tokens per target pass",
     "tokens_per_second": "tokens/s",
 }
@@ -109,21 +108,10 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
         "mean_draft_length",
     ),
-    "positions": (
-        "Acceptance by draft position",
-        "Acceptance of a token where all before it were accepted; chain: all up to it accepted.",
-        "method position tried acceptance chain",
-    ),
-    "phases": (
-        "Where the time goes",
-        "Milliseconds per new token.",
-        "batch_size method prefill draft verify other rest total",
-    ),
     "weights-read": (
         "Weights read",
-        "Weights that passes behind the first token read a second, each once a pass, beside what "
-        "sweeps over a large buffer read on the same threads between the calls. Medians; weights "
-        "that a cache keeps between passes can make the share exceed 1.",
+        "By plain passes behind the first token, each weight once, beside what sweeps over memory "
+        "read. What a cache keeps between passes can make the share exceed 1.",
         "batch_size method megabytes gigabytes_per_second memory share",
     ),
     "predictions": (
@@ -131,11 +119,6 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Decode speedup over the baseline. Predicted: the rounds, priced with the cost table. "
         "Efficiency = measured / predicted.",
         "batch_size category method predicted measured low high efficiency draft_cost bound",
-    ),
-    "repetition": (
-        "Repetition",
-        "Share of 4-grams that had occurred before in the same text: the more, the easier.",
-        "category method texts repeated_4grams loops",
     ),
     "exits": (
         "Exits",
@@ -170,44 +153,22 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
         "own_megabytes",
     ),
-    "training-curves": (
-        "Curves",
-        "Loss, and overlap of each step of the draft, on windows kept apart.",
-        "draft tokens loss step overlap",
-    ),
-    "drafts": (
-        "Drafts",
-        "Accepted: share of all places of the target's texts whose first 1, 2, 3, 4 drafted tokens "
-        "are accepted, with shared noise. Offered: share of places where a lookup finds anything. "
-        "Measured: decoding over plain decoding, with the 95% interval over prompts.",
-        "draft measured low high predicted draft_cost accepted_1 accepted_2 accepted_3 accepted_4 "
-        "offered own_megabytes parameters tokens minutes equal near_ties faults",
-    ),
 }
-"""By table: title, note, and the columns shown, in order."""
+"""By table: title, note, and the columns shown, in order; tables not named here are files only."""
 
 MOST = 20  # rows of a table on the page; all are in its CSV file
 
-GLOSSARY = (
-    ("target, draft", "The whole model, and the model with some sublayers left out."),
-    ("sublayer", "One attention or one MLP block with its norms; a layer has one of each."),
-    ("round", "Draft some tokens, verify them in one target pass, emit those accepted and one of "
-     "the target's own."),
-    ("alpha", "Probability that one drafted token is accepted, each independent of the others."),
-    ("r, acceptance rate", "Accepted / drafted tokens; falls with the draft length, as tokens "
-     "behind a rejected one count as drafted."),
-    ("mean acceptance length", "1 + accepted tokens / rounds that drafted: tokens per verify that "
-     "followed a draft, the target's own included."),
-    ("c", "Cost of one draft step / cost of one target step; no draft gains more than 1/c."),
-    ("v(n)", "Cost of verifying n positions in one pass / cost of one target step."),
-    ("priced, forced", "What counted rounds would take by a table of costs, no clock involved; "
-     "forced: without turning off a draft that does not pay."),
-    ("overlap", "What two laws have in common, 1 - their total variation distance: the highest "
-     "acceptance any accept rule can reach."),
-    ("plain", "This engine without drafting; generate: the transformers library's own decoding."),
-    ("near-tie", "A place where two scores differ by less than the arithmetic resolves, so that "
-     "another order of sums may pick either."),
-)  # fmt: skip
+GLOSSARY = {
+    "target, draft": "The whole model, and the model with some sublayers left out.",
+    "round": "Draft some tokens, verify them in one target pass, emit those accepted and one more.",
+    "alpha": "Probability that one drafted token is accepted, each independent of the others.",
+    "r": "Accepted / drafted tokens; those behind a rejected one count as drafted.",
+    "c": "Cost of one draft step / cost of one target step; no draft gains more than 1/c.",
+    "priced": "What counted rounds would take by a table of costs, no clock involved.",
+    "overlap": "1 - total variation distance of two laws: the most that any rule can accept.",
+    "plain": "This engine without drafting; generate: the transformers library's own decoding.",
+    "near-tie": "A place where two scores differ by less than the arithmetic resolves.",
+}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --muted: #59636e;
@@ -275,7 +236,7 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
     parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
     parts += [_section(section, number) for number, section in enumerate(sections)]
-    terms = _terms(dict(GLOSSARY), "glossary")
+    terms = _terms(GLOSSARY, "glossary")
     parts.append(f'<section id="words"><h2>Words</h2>{terms}</section>')
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
@@ -339,7 +300,9 @@ def _section(section: Section, number: int) -> str:
                 f"</summary><figcaption>{escape(picture.alt)}</figcaption></details></figure>"
             )
         parts.append("</div>")
-    parts += [_html_table(table) for table in section.tables if len(table.frame)]
+    parts += [
+        _html_table(table) for table in section.tables if table.name in SHOWN and len(table.frame)
+    ]
     parts.append("</section>")
     return "\n".join(parts)
 

@@ -55,16 +55,8 @@ STYLE: Any = {
     "ytick.labelcolor": INK,
 }
 WIDTH = 6.2  # inches; a phone shows two thirds of it, with the letters still readable
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#d55e00",
-    "#7f7f7f",
-)
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY)
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#d55e00", "#7f7f7f")
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
 
 PHASES = {
@@ -335,18 +327,10 @@ def search_front(search: Search) -> Plot | None:
     known = known.dropna(subset=["alpha"]) if len(known) else known
     figure, axes = _new_figure(4.6)
     size = 12 if len(table) > MANY else 25
-    low, exits = table["rounded"].notna(), table["origin"].str.startswith("seed:exit", na=False)
-    for rows, marker, name in (
-        (table[~exits & ~low], "o", "sets of sublayers"),
-        (table[exits & ~low], "^", "early exits"),
-        (table[low], "s", "partly in low precision"),
-    ):
-        if len(rows):
-            points = axes.scatter(
-                rows["draft_cost"], rows["acceptance"], s=size, c=rows["score"], marker=marker,
-                vmin=table["score"].min(), vmax=table["score"].max(), cmap="cividis",
-                edgecolors=MUTED, linewidths=0.4, label=name,
-            )  # fmt: skip
+    points = axes.scatter(
+        table["draft_cost"], table["acceptance"], s=size, c=table["score"], cmap="cividis",
+        edgecolors=MUTED, linewidths=0.4, label="trials",
+    )  # fmt: skip
     figure.colorbar(points, ax=axes, label="priced speedup over plain")
     front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
     axes.step(

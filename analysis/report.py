@@ -20,7 +20,7 @@ from layerskip.analysis.labels import count_words, law_words, machine_words, vis
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.searches import Search
-from layerskip.analysis.trainings import Comparison, Trainings
+from layerskip.analysis.trainings import Trainings
 from layerskip.files.documents import kind_of
 from layerskip.files.records import redacted
 from layerskip.files.writing import replace_folder
@@ -40,7 +40,7 @@ class Kind:
     tables: Mapping[str, Callable[[Any], pd.DataFrame]]
 
 
-def _kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, Kind]:
     """By the name that `kind_of` gives files, in the page's order."""
     return {
         "run": Kind(
@@ -75,13 +75,6 @@ def _kinds() -> dict[str, Kind]:
             plots.training_plots,
             {"trainings": trainings.trainings, "training-curves": trainings.curves},
         ),
-        "drafts": Kind(
-            trainings.load_comparisons,
-            verdict.judge_comparison,
-            _drafts_facts,
-            lambda _: [],
-            {"drafts": trainings.drafts},
-        ),
     }
 
 
@@ -94,8 +87,8 @@ def write_report(
     An earlier report is replaced; any other folder that holds something is refused.
 
     Args:
-        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote, and
-            comparisons of drafts, told apart by what they hold.
+        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote, told
+            apart by what they hold.
         output: the folder to write.
         progress: told what is being done, in words.
 
@@ -108,7 +101,7 @@ def write_report(
     files, output = [Path(file) for file in files], Path(output)
     by_kind = _by_kind(files)
     found = [
-        (name, kind, kind.load(by_kind[name])) for name, kind in _kinds().items() if name in by_kind
+        (name, kind, kind.load(by_kind[name])) for name, kind in kinds().items() if name in by_kind
     ]
     _check_output(output)
     verdicts = [kind.judge(subject) for _, kind, subjects in found for subject in subjects]
@@ -142,18 +135,18 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
     twice = [str(path) for path, n in Counter(file.resolve() for file in files).items() if n > 1]
     if twice:
         raise ValueError(f"run file {twice[0]} is given twice; name each file once")
-    wanted = "a report is made of records of runs (.jsonl), search.json, train.json and comparisons"
-    kinds: dict[str, list[Path]] = {}
+    wanted = "a report is made of records of runs (.jsonl), search.json and train.json"
+    found: dict[str, list[Path]] = {}
     for file in files:
         if file.is_dir():
             inside = [name for name in ("train.json", "search.json") if (file / name).exists()]
             hint = f"name {file / inside[0]}" if inside else wanted
             raise ValueError(f"{file} is a folder; {hint}")
         kind = kind_of(file)
-        if kind == "other":
+        if kind in ("drafts", "other"):
             raise ValueError(f"{file} is none of its kinds: {wanted}")
-        kinds.setdefault(kind, []).append(file)
-    return kinds
+        found.setdefault(kind, []).append(file)
+    return found
 
 
 def _sections(
@@ -237,44 +230,21 @@ def _run_facts(run: Run) -> dict[str, str]:
 def _search_facts(search: Search) -> dict[str, str]:
     """What a search file says of its setting, its space and its study."""
     document = search.document
-    prompts, space, trace, study = (
-        document[name] for name in ("prompts", "space", "trace", "study")
-    )
+    prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
     ends = "free" if space["allow_ends"] else "kept"
     storage = "memory" if study["storage"] is None else redacted(study["storage"])
-    seconds = ", ".join(f"{k} {v:.0f}" for k, v in document["seconds"].items() if v is not None)
     return _setting(document) | {
         "Prompts": f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
         f"{len(prompts['held_out'])} held out",
         "Space": f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} "
         f"sets, ends {ends}",
-        "Trace": f"{trace['texts']} texts, {trace['starts']} starts, drafts of up to "
-        f"{trace['draft_length']} tokens; a plain step costs "
-        f"{1000 * document['step_seconds']:.3g} ms",
         "Study": f"{study['name']} in {storage}",
-        "Seconds": seconds,
     }
-
-
-def _drafts_facts(comparison: Comparison) -> dict[str, str]:
-    """What a comparison of drafts says of its setting."""
-    prompts = comparison.document["prompts"]
-    return _setting(comparison.document) | {"Prompts": f"{prompts['count']} ({prompts['name']})"}
 
 
 def _training_facts(of: Trainings) -> dict[str, str]:
-    """What trainings were made for, as far as their files say."""
-    records = list(of.each.values())
-    models = dict.fromkeys(record.get("model") or record["base"] for record in records)
-    warm = sorted({record["recipe"]["temperature"] for record in records})
-    held = sorted({record["held_out"]["prompts"] for record in records})
-    new = sorted({record["held_out"]["new_tokens"] for record in records})
-    prompts, most = (" or ".join(map(str, numbers)) for numbers in (held, new))
-    return {
-        "Model": ", ".join(models),
-        "Texts": f"sampled at T={' or '.join(f'{each:g}' for each in warm)}",
-        "Judged on": f"{prompts} prompts kept apart, up to {most} new tokens each",
-    }
+    models = dict.fromkeys(record.get("model") or record["base"] for record in of.each.values())
+    return {"Model": ", ".join(models)}
 
 
 def _setting(header: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -202,68 +203,38 @@ def phases(run: Run) -> pd.DataFrame:
 
 
 def weights_read(run: Run) -> pd.DataFrame:
-    """Bytes of weights that passes read, beside what memory gives; medians over calls.
+    """Weights that plain decoding and `generate()` read a second, beside what memory gives.
 
-    Counted are the passes behind the first token, each with every weight it needs once: a draft
-    step with the sublayers and the rows of the head that it keeps, a verify pass and a plain step
-    with all, as is a token of the library's own `generate()`. Not counted are the key-value cache
-    and activations. Methods whose passes are not known are left out, as are runs that say nothing
-    of weights. Columns: `megabytes` a pass of the target reads, `gigabytes_per_second`, `memory`
-    (the same of sweeps between the calls), `share` (the one over the other).
+    Every pass behind the first token reads each weight once; key-value cache and activations are
+    not counted. Medians over calls. Columns: `megabytes` of a pass, `gigabytes_per_second`,
+    `memory` (the same of sweeps between the calls), `share` (the one over the other).
     """
-    rows: list[dict[str, Any]] = []
-    weights = run.header.get("weights") or {}
-    for batch_size in run.batch_sizes if weights else ():
-        for method in run.measured:
-            rates, sweeps = [], []
-            for record in run.records:
-                if (record["method"], record["batch_size"]) != (method, batch_size):
-                    continue
-                read = _bytes_read(run.methods[method], record, weights)
-                seconds = record["seconds"]["total"] - record["seconds"]["first"]
-                if read and seconds > 0 and record.get("read_bandwidth"):
-                    rates.append(read / seconds / 1e9)
-                    sweeps.append(record["read_bandwidth"] / 1e9)
-            if rates:
-                rate, memory = float(np.median(rates)), float(np.median(sweeps))
-                rows.append(
-                    {
-                        "batch_size": batch_size,
-                        "method": method,
-                        "megabytes": (sum(weights["sublayers"]) + weights["head"]) / 1e6,
-                        "gigabytes_per_second": rate,
-                        "memory": memory,
-                        "share": rate / memory,
-                    }
-                )
+    weights: dict[str, Any] = run.header.get("weights") or {}
+    rows = []
+    plain = [m for m in run.measured if run.methods[m]["kind"] in ("plain", "generate")]
+    for batch_size, method in product(run.batch_sizes, plain if weights else ()):
+        whole = sum(weights["sublayers"]) + weights["head"]
+        rates, sweeps = [], []
+        for record in run.records:
+            seconds = record["seconds"]["total"] - record["seconds"]["first"]
+            passes = max(record["new_tokens"]) - max(record["first_tokens"])
+            known = record.get("read_bandwidth") and seconds > 0 and passes
+            if known and (record["method"], record["batch_size"]) == (method, batch_size):
+                rates.append(whole * passes / seconds / 1e9)
+                sweeps.append(record["read_bandwidth"] / 1e9)
+        if rates:
+            rate, memory = float(np.median(rates)), float(np.median(sweeps))
+            rows.append(
+                {
+                    "batch_size": batch_size,
+                    "method": method,
+                    "megabytes": whole / 1e6,
+                    "gigabytes_per_second": rate,
+                    "memory": memory,
+                    "share": rate / memory,
+                }
+            )
     return pd.DataFrame(rows)
-
-
-def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[str, Any]) -> float:
-    """Of weights, by the passes of a record behind its first token; 0 where they are not known."""
-    sublayers, head = weights["sublayers"], weights["head"]
-    whole = sum(sublayers) + head
-    if method["kind"] == "generate":
-        return float(whole * (max(record["new_tokens"]) - max(record["first_tokens"])))
-    if record["rounds"] is None:
-        return 0.0
-    draft = 0.0
-    if method["kind"] == "self":
-        skipped, low = method["skipped"], method.get("low")
-        rounded = weights.get("low", {}).get(str(low["bits"])) if low else weights
-        if rounded is None:
-            return 0.0
-        for i, size in enumerate(sublayers):
-            kind, layer = ("mlp" if i % 2 else "attention"), i // 2
-            if layer not in skipped[kind]:
-                draft += rounded["sublayers"][i] if low and layer in low[kind] else size
-        kept = method.get("draft_vocabulary") or weights["vocabulary"]
-        if low and low["head"]:  # as the rest, or in bits of its own
-            bits = low["bits"] if low["head"] is True else low["head"]
-            head = weights["low"].get(str(bits), rounded)["head"]
-        draft += head * kept / weights["vocabulary"]
-    drafts = longest_drafts(method, record["rounds"])
-    return float(sum(whole + (not looked_up) * drafted * draft for drafted, looked_up in drafts))
 
 
 def losslessness(run: Run) -> pd.DataFrame:

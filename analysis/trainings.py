@@ -1,4 +1,4 @@
-"""The tables of a report on trainings and comparisons of drafts: what each draft is worth.
+"""The tables of a report on trainings: what each draft is worth, and how its training went.
 
 Speedups are over plain decoding. Overlap is the share of two laws that is common (1 - TV), on
 windows of texts that nothing was trained on; acceptance is of tokens drafted along held-out texts.
@@ -15,9 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis.labels import labels_of, printable, slug_of
+from layerskip.analysis.labels import printable
 from layerskip.config import SkipConfig
-from layerskip.files.comparisons import read_comparison
 from layerskip.files.trainings import read_training
 
 DEPTHS = 4
@@ -35,15 +34,6 @@ class Trainings:
     slug = "trainings"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One file of a comparison of drafts: one model, one machine."""
-
-    label: str
-    slug: str
-    document: Mapping[str, Any]
-
-
 def load_trainings(files: Sequence[Path]) -> Trainings:
     """Read and check files of trainings, and name each by what tells it from the others.
 
@@ -58,7 +48,7 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     labels = []
     for number, recipe in enumerate(recipes):
         known = {name: values[number] for name, values in differing.items()}
-        words = [_word(name, value) for name, value in known.items() if value is not None]
+        words = [_word(name, value) for name, value in known.items() if value not in (None, "")]
         labels.append(f"{recipe['kind']} ({', '.join(words)})" if words else recipe["kind"])
     times = Counter(labels)
     return Trainings(
@@ -67,20 +57,6 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
             for number, (label, record) in enumerate(zip(labels, records, strict=True), 1)
         }
     )
-
-
-def load_comparisons(files: Sequence[Path]) -> list[Comparison]:
-    """Read and check comparisons of drafts, and name each by what tells it from the others.
-
-    Raises:
-        ValueError: a file is not what it must be; says which and why, in one line.
-    """
-    documents = [printable(read_comparison(file)) for file in files]
-    labels = labels_of(documents, files)
-    return [
-        Comparison(f"Drafts of {label}", f"drafts-{slug_of(label, number)}", document)
-        for number, (label, document) in enumerate(zip(labels, documents, strict=True))
-    ]
 
 
 def _word(name: str, value: Any) -> str:
@@ -135,10 +111,15 @@ def trainings(of: Trainings) -> pd.DataFrame:
                 "overlap_before": float(curve[0]["overlap"][0]),
                 "overlap": float(curve[-1]["overlap"][0]),
                 "greedy": float(trained["greedy"][0]),
-                **_by_depth(trained["coupled"]),
+                **{
+                    f"accepted_{depth}": float(share)
+                    for depth, share in enumerate(trained["coupled"][:DEPTHS], 1)
+                },
                 "draft_cost": float(trained["costs"]["draft"]),
                 "predicted": float(trained["formula"]),
-                **_measured(timed),
+                "measured": _number(timed.get("speedup")),
+                "low": _number(timed.get("low")),
+                "high": _number(timed.get("high")),
                 "before": _number(before.get("speedup")),
                 "pays": "yes" if record["pays"] else "no",
             }
@@ -165,52 +146,6 @@ def curves(of: Trainings) -> pd.DataFrame:
             for step, overlap in enumerate(point["overlap"], 1)
         ]
     )
-
-
-def drafts(of: Comparison) -> pd.DataFrame:
-    """A line for each draft or mixture, in the file's order, at the temperature that was timed.
-
-    Columns: `draft`, `kind`, `own_megabytes`, `parameters`, `tokens`, `minutes` (of training),
-    `accepted_1` to `accepted_4` (of all up to that depth), `offered` (by lookups, share of places),
-    `draft_cost` (c), `predicted`, `measured` with `low` and `high`, and of its texts how many were
-    `compared`, `equal`, `near_ties` and `faults`. What is not measured yet is NaN.
-    """
-    law = f"{of.document['law']['temperature']:g}"
-    rows = []
-    for row in of.document["rows"]:
-        at_law = {
-            name: (row.get(name) or {}).get(law)
-            for name in ("acceptance", "timed", "predicted", "offered")
-        }
-        timed = at_law["timed"] or {}
-        rows.append(
-            {
-                "draft": row["name"],
-                "kind": row["kind"],
-                "own_megabytes": row["bytes"] / 1e6,
-                **{name: _number(row.get(name)) for name in ("parameters", "tokens", "minutes")},
-                **_by_depth(at_law["acceptance"] or ()),
-                "draft_cost": _number((row.get("costs") or {}).get("draft")),
-                **{name: _number(at_law[name]) for name in ("offered", "predicted")},
-                **_measured(timed),
-                **{name: _number(timed.get(name)) for name in _TEXTS},
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-_TEXTS = ("compared", "equal", "near_ties", "faults")
-
-
-def _by_depth(survival: Sequence[float]) -> dict[str, float]:
-    """Acceptance of all tokens up to each depth; NaN where it is not known."""
-    known = dict(enumerate(survival, 1))
-    return {f"accepted_{depth}": _number(known.get(depth)) for depth in range(1, DEPTHS + 1)}
-
-
-def _measured(timed: Mapping[str, Any]) -> dict[str, float]:
-    names = {"measured": "speedup", "low": "low", "high": "high"}
-    return {name: _number(timed.get(key)) for name, key in names.items()}
 
 
 def _number(value: float | None) -> float:

@@ -16,13 +16,12 @@ from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import count_words, setting
 from layerskip.analysis.runs import Run
 from layerskip.analysis.searches import PAYS, Search
-from layerskip.analysis.trainings import Comparison, Trainings
+from layerskip.analysis.trainings import Trainings
 
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is flattered
 FEW_PROMPTS = 8
 WIDE = 0.2  # interval's width over the speedup
-BETTER = 1.03  # what another exit must promise to be worth naming
-LEARNED = 0.95  # held-out over traced price, under which a set was fitted to its prompts
+BETTER = 1.03  # how much more another exit must promise to be worth naming
 RISING = 0.02  # overlap gained over the second half of a training that more of it may add to
 PLAIN = "Decode plainly (--no-draft): that was the faster way here."
 TIME_THEM = "Time the finalists before you rely on a price."
@@ -59,7 +58,9 @@ def judge_run(run: Run) -> Verdict:
             f"Synthetic acceptance ({run.synthetic}): the times are real, but how often drafts are "
             "right was set."
         )
-    table = _whole(tables.speedup(run), run)
+    table = tables.speedup(run)
+    first = table["batch_size"] == run.batch_sizes[0]
+    table = table[(table["category"] == tables.ALL) & first]
     own = table[table["over"] == run.baseline].set_index("method")
     drafting = [method for method in run.drafting if method in own.index]
     if not drafting:
@@ -136,31 +137,18 @@ def _advice(run: Run, method: str, own: pd.DataFrame) -> list[str]:
     if len(faster):
         peer = faster.idxmax()
         advice.append(f"For prompts like these, prefer {peer}: it is {_times(own.loc[peer])}.")
-    advice += _better_exit(run, run.methods[method])
-    if row["prompts"] < FEW_PROMPTS or _unsure(row, row["speedup"]):
-        advice.append(f"Measure more prompts: {row['prompts']} leave doubt.")
-    return advice
-
-
-def _better_exit(run: Run, settings: dict[str, Any]) -> list[str]:
-    """What the trace prices higher than what was run; nothing where that is the best."""
     if not run.traces:
-        return ["Add --trace to the benchmark: it prices every exit layer."]
-    table = tables.exits(run).dropna(subset=["speedup"])
-    if not len(table):
-        return []
-    best = table.loc[table["speedup"].idxmax()]
-    if best["speedup"] <= 1:
-        return ["The trace prices every exit layer below plain decoding: try `layerskip search`."]
-    layer, odd = divmod(settings["num_kept"], 2)
-    is_exit = not (odd or settings.get("low")) and settings.get("prefix") == settings["num_kept"]
-    now = table[table["exit"] == layer]["speedup"].max() if is_exit else math.nan
-    if not best["speedup"] > BETTER * now:
-        return []
-    return [
-        f"Try --exit-layer {best['exit']:.0f}: the trace prices it at {best['speedup']:.2f}, "
-        f"against {now:.2f} for exit {layer}."
-    ]
+        advice.append("Add --trace to the benchmark: it prices every exit layer.")
+    priced = tables.exits(run).dropna(subset=["speedup"])
+    if len(priced):
+        best = priced.loc[priced["speedup"].idxmax()]
+        now = run.methods[method]["num_kept"] / 2
+        if best["exit"] != now and best["speedup"] > BETTER * max(1.0, row["decode_speedup"]):
+            advice.append(
+                f"Try --exit-layer {best['exit']:.0f}: the trace prices it at "
+                f"{best['speedup']:.2f}."
+            )
+    return advice + _more_prompts(row, row["speedup"])
 
 
 def judge_search(search: Search) -> Verdict:
@@ -185,25 +173,16 @@ def judge_search(search: Search) -> Verdict:
         )
         verdict.advice = _with_winner(winner, bool(verdict.faults))
     else:
-        timed = table[table["measured"].notna()] if len(table) else table
-        priced = bool(len(table)) and table["forecast"].max() > PAYS
-        if len(timed):
-            best = timed.loc[timed["measured"].idxmax()]
-            verdict.lines.append(
-                f"Nothing clearly beat plain decoding of {where}: the fastest of {len(timed)} "
-                f"finalists, {best['name']}, {_speed(best)}."
-            )
-            verdict.advice = [PLAIN]
-        elif priced:
-            best = table.loc[table["forecast"].idxmax()]
-            verdict.lines.append(
-                f"The search names no winner for {where}. The best by price, {best['name']}, "
-                f"{_speed(best)}."
-            )
-            verdict.advice = [TIME_THEM]
-        else:
-            verdict.lines.append(f"Nothing beat plain decoding of {where}: no price is above it.")
-            verdict.advice = [PLAIN]
+        verdict.lines.append(f"The search names no winner for {where}.")
+        verdict.advice = [PLAIN]
+        if len(table):
+            timed = table.dropna(subset=["measured"])
+            best = table.loc[
+                timed["measured"].idxmax() if len(timed) else table["forecast"].idxmax()
+            ]
+            verdict.lines.append(f"Of its finalists the best, {best['name']}, {_speed(best)}.")
+            if not len(timed) and best["forecast"] > PAYS:
+                verdict.advice = [TIME_THEM]
         verdict.lines.append(
             f"No set of this space can be more than {document['bound']:.1f} times as fast."
         )
@@ -244,16 +223,12 @@ def _with_winner(winner: Any, faulty: bool) -> list[str]:
     if math.isnan(winner["measured"]):
         return [TIME_THEM]
     advice = []
-    if winner["held_out"] < LEARNED * winner["predicted"]:
-        advice.append("Search with more prompts: the winner is priced lower on held-out ones.")
     if not faulty and not winner["low"] <= 1:
         advice.append(
             "Give the search's skip.json to --skip, or put it beside the checkpoint as "
             "layerskip.json."
         )
-    if winner["prompts"] < FEW_PROMPTS or _unsure(winner, winner["measured"]):
-        advice.append(f"Time it on more prompts: {winner['prompts']:.0f} leave doubt.")
-    return advice
+    return advice + _more_prompts(winner, winner["measured"])
 
 
 def judge_trainings(of: Trainings) -> Verdict:
@@ -284,22 +259,6 @@ def judge_trainings(of: Trainings) -> Verdict:
     return verdict
 
 
-def judge_comparison(of: Comparison) -> Verdict:
-    """The fastest of compared drafts."""
-    table = trainings.drafts(of)
-    verdict = Verdict(of.label, _faults(table, "draft"))
-    timed = table.dropna(subset=["measured"])
-    if len(timed):
-        best = timed.loc[timed["measured"].idxmax()]
-        verdict.lines.append(
-            f"{best['draft']} is the fastest draft: {best['measured']:.2f} times as fast as plain "
-            f"decoding ({_interval(best)}; {setting(of.document)})."
-        )
-    else:
-        verdict.lines.append(f"{len(table)} drafts; nothing was timed yet.")
-    return verdict
-
-
 def _faults(table: pd.DataFrame, name: str) -> list[str]:
     """A sentence for each line with faults; `name` is the column that says whose they are."""
     return [
@@ -317,23 +276,21 @@ def _interval(row: Any) -> str:
     return f"95% interval {row['low']:.2f} to {row['high']:.2f}"
 
 
-def _unsure(row: Any, speedup: float) -> bool:
-    """Whether an interval is missing, wide, or around 1."""
+def _more_prompts(row: Any, speedup: float) -> list[str]:
+    """Advice where an interval is missing, wide, around 1, or over few prompts."""
     narrow = row["high"] - row["low"] <= WIDE * speedup
-    return not narrow or bool(row["low"] <= 1 <= row["high"])
-
-
-def _whole(table: pd.DataFrame, run: Run) -> pd.DataFrame:
-    """The lines over all prompts at the smallest batch size."""
-    table = table[table["category"] == tables.ALL] if len(table) else table
-    return table[table["batch_size"] == run.batch_sizes[0]] if "batch_size" in table else table
+    if narrow and row["prompts"] >= FEW_PROMPTS and not row["low"] <= 1 <= row["high"]:
+        return []
+    return [f"Measure more prompts: {row['prompts']:.0f} leave doubt."]
 
 
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:
-    """A method's line among `_whole`, if there is one."""
-    table = _whole(table, run)
-    found = table[table["method"] == method] if len(table) else table
-    return found.iloc[0] if len(found) else None
+    """A method's line over all prompts at the smallest batch size, if there is one."""
+    if len(table):
+        table = table[(table["category"] == tables.ALL) & (table["method"] == method)]
+    if "batch_size" in table:
+        table = table[table["batch_size"] == run.batch_sizes[0]]
+    return table.iloc[0] if len(table) else None
 
 
 def _named(table: pd.DataFrame, name: str | None) -> Any:
