@@ -50,11 +50,6 @@ def setting(header: Mapping[str, Any]) -> str:
     return f"{law_words(header['law'])}, {machine_words(header)}"
 
 
-def count_words(number: int) -> str:
-    """A count of any size in words."""
-    return f"{number:,}" if number < 10**9 else f"about 10^{len(str(number)) - 1}"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers in words: 0-3, 6."""
     known = sorted(set(numbers))

@@ -67,7 +67,6 @@ PHASES = {
     "rest": ("not told apart", LINE, ""),
 }
 """How a phase looks: its word, colour and hatch."""
-OTHERS = 15  # trials on a search's skip map beside the finalists
 MANY = 200  # trials from which on points are small
 
 
@@ -233,20 +232,17 @@ def run_skip_map(run: Run) -> Plot | None:
 
 
 def search_skip_map(search: Search) -> Plot | None:
-    """What finalists and the best other trials leave out or round, a row each."""
-    chosen = searches.finalists(search)
-    rows = []
-    for finalist, (_, line) in zip(search.finalists, chosen.iterrows(), strict=True):
-        speedup = line["forecast"] if np.isnan(line["measured"]) else line["measured"]
-        rows.append(Draft(_name(line), finalist["skipped"], finalist.get("low"), speedup))
-    trials = {trial["number"]: trial for trial in search.document["trials"]}
-    others = search.complete
-    others = others[~others["number"].isin(chosen["trial"] if len(chosen) else [])].head(OTHERS)
-    for _, line in others.iterrows():
-        trial = trials[line["number"]]
-        seed = (line["origin"] or "").partition("seed:")[2]
-        name = seed or f"trial-{line['number']}"
-        rows.append(Draft(name, trial["skipped"], trial.get("low"), line["score"]))
+    """What finalists leave out or round, with what was measured of them, or their price."""
+    lines = searches.finalists(search).to_dict("records")
+    rows = [
+        Draft(
+            _name(line),
+            finalist["skipped"],
+            finalist.get("low"),
+            line["forecast"] if np.isnan(line["measured"]) else line["measured"],
+        )
+        for finalist, line in zip(search.finalists, lines, strict=True)
+    ]
     return skip_map("search-skip-map", rows, search.num_layers) if rows else None
 
 
@@ -326,10 +322,9 @@ def search_front(search: Search) -> Plot | None:
     known = searches.finalists(search)
     known = known.dropna(subset=["alpha"]) if len(known) else known
     figure, axes = _new_figure(4.6)
-    size = 12 if len(table) > MANY else 25
     points = axes.scatter(
-        table["draft_cost"], table["acceptance"], s=size, c=table["score"], cmap="cividis",
-        edgecolors=MUTED, linewidths=0.4, label="trials",
+        table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
+        c=table["score"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
     )  # fmt: skip
     figure.colorbar(points, ax=axes, label="priced speedup over plain")
     front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
@@ -337,7 +332,7 @@ def search_front(search: Search) -> Plot | None:
         front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
         label="not dominated",
     )  # fmt: skip
-    for number, (_, row) in enumerate(known.iterrows()):
+    for number, row in enumerate(known.to_dict("records")):
         axes.plot(
             row["draft_cost"], row["alpha"], _marker_of(number), color=_colour_of(number),
             markersize=9, markeredgecolor=INK, label=_name(row), zorder=4,
@@ -355,7 +350,7 @@ def search_front(search: Search) -> Plot | None:
     return Plot("search-front", "Acceptance against cost", alt, figure)
 
 
-def _name(finalist: pd.Series) -> str:
+def _name(finalist: Any) -> str:
     """A finalist's name, the winner's with a word."""
     return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
 

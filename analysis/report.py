@@ -16,7 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 
 from layerskip.analysis import plots, searches, tables, trainings, verdict
-from layerskip.analysis.labels import count_words, law_words, machine_words, visible
+from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.searches import Search
@@ -236,7 +236,7 @@ def _search_facts(search: Search) -> dict[str, str]:
     return _setting(document) | {
         "Prompts": f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
         f"{len(prompts['held_out'])} held out",
-        "Space": f"{space['kind']}, {space['switches']} switches, {count_words(space['size'])} "
+        "Space": f"{space['kind']}, {space['switches']} switches, {space['size']:.6g} "
         f"sets, ends {ends}",
         "Study": f"{study['name']} in {storage}",
     }

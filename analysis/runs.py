@@ -31,7 +31,7 @@ class Round:
     drafted: int
     accepted: int
     emitted: int
-    source: int | None
+    source: int | None = None
     """The number of the method's source that it drafted from; None: it drafted nothing."""
 
     @property

@@ -68,7 +68,7 @@ def speedup(run: Run) -> pd.DataFrame:
                         "low": whole[1],
                         "high": whole[2],
                         "mean_of_ratios": float((rates[0] / rates[1]).mean()),
-                        "prefill_speedup": float(a["first"].sum() / b["first"].sum()),
+                        "prefill_speedup": _share(a["first"].sum(), b["first"].sum()),
                         "decode_speedup": decode[0],
                         "decode_low": decode[1],
                         "decode_high": decode[2],
@@ -298,33 +298,28 @@ def predictions(run: Run) -> pd.DataFrame:
     cost table), `measured` with `low` and `high`, `efficiency` (measured / predicted), `draft_cost`
     (c), and `bound` (1 / c; NaN where drafts may be looked up, which costs nothing).
     """
-    measured = speedup(run)
-    measured = measured[measured["over"] == run.baseline]
-    measured = measured.set_index(["batch_size", "category", "method"])
-    rows = []
-    for batch_size in run.batch_sizes:
-        for method in run.drafting:
-            costs = run.cost_table(method, batch_size)
-            if costs is None:
-                continue
-            for category in (ALL, *run.categories):
-                place = (batch_size, category, method)
-                paid, plain = price(run, method, batch_size, costs, category)
-                if not paid or place not in measured.index:
-                    continue
-                decode = measured.loc[place, ["decode_speedup", "decode_low", "decode_high"]]
-                rows.append(
-                    {
-                        **dict(zip(measured.index.names, place, strict=True)),
-                        "predicted": plain / paid,
-                        **dict(zip(("measured", "low", "high"), decode, strict=True)),
-                        "efficiency": decode.iloc[0] * paid / plain,
-                        "draft_cost": costs.draft,
-                        "bound": float("nan")
-                        if run.looks_up(method)
-                        else speedup_bound(costs.draft),
-                    }
-                )
+    table, rows = speedup(run), []
+    for line in table[table["over"] == run.baseline].to_dict("records"):
+        place = {name: line[name] for name in ("batch_size", "category", "method")}
+        method, batch_size = line["method"], line["batch_size"]
+        costs = run.cost_table(method, batch_size) if method in run.drafting else None
+        if costs is None:
+            continue
+        paid, plain = price(run, method, batch_size, costs, line["category"])
+        if paid:
+            bound = float("nan") if run.looks_up(method) else speedup_bound(costs.draft)
+            rows.append(
+                {
+                    **place,
+                    "predicted": plain / paid,
+                    "measured": line["decode_speedup"],
+                    "low": line["decode_low"],
+                    "high": line["decode_high"],
+                    "efficiency": line["decode_speedup"] * paid / plain,
+                    "draft_cost": costs.draft,
+                    "bound": bound,
+                }
+            )
     return pd.DataFrame(rows)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from layerskip.analysis import searches, tables, trainings
-from layerskip.analysis.labels import count_words, setting
+from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import Run
 from layerskip.analysis.searches import PAYS, Search
 from layerskip.analysis.trainings import Trainings
@@ -189,7 +189,7 @@ def judge_search(search: Search) -> Verdict:
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
         f"Trials: {len(search.trials)}{f' ({failed} failed)' if failed else ''}, in the "
-        f"{document['space']['kind']} space of {count_words(document['space']['size'])} sets."
+        f"{document['space']['kind']} space of {document['space']['size']:,} sets."
     )
     return verdict
 

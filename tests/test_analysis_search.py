@@ -192,9 +192,7 @@ def test_pictures_say_their_numbers(tmp_path):
     assert "trial-87 (winner) leaves out attention 2, 4-11" in skip_map.alt
     assert "runs attention 0, 2 and MLP 0-11 in 8 bits, speedup 1.33" in skip_map.alt
     rows = [label.get_text() for label in skip_map.figure.axes[0].get_yticklabels()]
-    assert rows[:5] == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
-    assert len(rows) == len(set(rows)) == 20
-    assert "exit-3" in rows
+    assert rows == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
 
 
 # ---------------------------------------------------------------------------------------------

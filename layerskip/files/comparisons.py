@@ -20,7 +20,7 @@ from layerskip.files.schema import (
     POSITIVE,
     SECONDS,
     SHARE,
-    Check,
+    Maybe,
     flag,
     has,
     integer,
@@ -44,27 +44,22 @@ _TIMED = has(
     tokens_per_second=POSITIVE,
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
-_MAY_HOLD: dict[str, Check] = {
-    "acceptance": named(items(SHARE, least=1)),
-    "trained": flag,
-    "tokens": COUNT,
-    "minutes": SECONDS,
-    "loss": text,
-    "seed": integer(-(1 << 63)),
-    "offered": named(SHARE),
-    "costs": has(draft=SECONDS, verify=items(POSITIVE, least=1)),
-    "predicted": named(POSITIVE),
-    "timed": named(_TIMED),
-}
-
-
-def _row(value: Any, name: str) -> None:
-    counts = dict.fromkeys(("bytes", "parameters"), COUNT)
-    has(name=text, kind=text, drafts=items(text, least=1), **counts)(value, name)
-    for key, check in _MAY_HOLD.items():
-        optional(check)(value.get(key), f"{name}.{key}")
-
-
+_ROW = has(
+    name=text,
+    kind=text,
+    drafts=items(text, least=1),
+    **dict.fromkeys(("bytes", "parameters"), COUNT),
+    acceptance=Maybe(named(items(SHARE, least=1))),
+    trained=Maybe(flag),
+    tokens=Maybe(COUNT),
+    minutes=Maybe(SECONDS),
+    loss=Maybe(text),
+    seed=Maybe(integer(-(1 << 63))),
+    offered=Maybe(named(SHARE)),
+    costs=Maybe(has(draft=SECONDS, verify=items(POSITIVE, least=1))),
+    predicted=Maybe(named(POSITIVE)),
+    timed=Maybe(named(_TIMED)),
+)
 _COMPARISON = has(
     kind=word(KIND),
     schema=version(SCHEMA),
@@ -76,7 +71,7 @@ _COMPARISON = has(
     max_new_tokens=COUNT,
     prompts=has(name=text, sha256=text, count=COUNT),
     environment=mapping,
-    rows=items(_row),
+    rows=items(_ROW),
 )
 
 

@@ -26,6 +26,7 @@ from layerskip.files.schema import (
     POSITIVE,
     SECONDS,
     Check,
+    Maybe,
     anything,
     array,
     flag,
@@ -46,13 +47,8 @@ SCHEMA = 1
 Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
-_MAY_DIFFER = {
-    "created",
-    "argv",
-    "environment.git.dirty",
-    "passes",
-    "weights",
-}  # between the parts of a resumed run
+_MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes", "weights"}
+"""Between the parts of a resumed run."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,7 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
 
-_METHOD = has(name=text, kind=text)
+_METHOD = has(name=text, kind=text, low=Maybe(low_sets))
 _HEADER = has(
     schema=version(SCHEMA),
     created=text,
@@ -185,6 +181,8 @@ _HEADER = has(
     environment=mapping,
     methods=items(_METHOD),
     baseline=text,
+    synthetic=Maybe(text),
+    passes=Maybe(text),
 )
 
 
@@ -192,14 +190,10 @@ def _header(line: Line) -> Line:
     if line.get("kind") != "header":
         raise ValueError(f"the first line must be a header, got kind {shown(line.get('kind'))}")
     _HEADER(line, "")
-    for name in ("synthetic", "passes"):
-        optional(text)(line.get(name), name)
     sublayers = items(COUNT, 2 * line["model"]["num_layers"])
     parts = {"sublayers": sublayers, "head": COUNT}
-    weights = optional(has(**parts, vocabulary=integer(1)))(line.get("weights"), "weights") or {}
-    named(has(**parts))(weights.get("low", {}), "weights.low")
-    for index, method in enumerate(line["methods"]):
-        low_sets(method.get("low"), f"methods[{index}].low")
+    low = Maybe(named(has(**parts)))
+    Maybe(has(**parts, vocabulary=integer(1), low=low))(line.get("weights"), "weights")
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")
@@ -243,6 +237,7 @@ def _record_of(rows: int) -> Check:
         differences=items(_DIFFERENCE),
         peak_memory=optional(COUNT),
         rounds=optional(has(**rounds)),
+        read_bandwidth=Maybe(POSITIVE),
     )
 
 
@@ -254,7 +249,6 @@ def _record(line: Line, header: Line) -> None:
         )
     has(batch_size=integer(1))(line, "")
     _record_of(line["batch_size"])(line, "")
-    optional(POSITIVE)(line.get("read_bandwidth"), "read_bandwidth")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
     if parts > total * (1 + 1e-6):

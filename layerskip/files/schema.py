@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 from reprlib import repr as shown
@@ -116,6 +117,16 @@ def optional(check: Check) -> Check:
     return lambda value, name: None if value is None else check(value, name)
 
 
+@dataclass(frozen=True)
+class Maybe:
+    """The check of a key that may be missing from its object, or null."""
+
+    check: Check
+
+    def __call__(self, value: Any, name: str) -> Any:
+        return None if value is None else self.check(value, name)
+
+
 def word(known: str) -> Check:
     """That very string."""
 
@@ -202,15 +213,19 @@ def named(check: Check) -> Check:
 
 
 def has(**checks: Check) -> Check:
-    """An object with these keys and perhaps others; its own name is left out where it is empty."""
+    """An object with these keys and perhaps others; its own name is left out where it is empty.
+
+    Keys whose check is a `Maybe` may be missing.
+    """
 
     def check_keys(value: Any, name: str) -> dict[str, Any]:
         mapping(value, name)
         for key, check in checks.items():
             where = f"{name}.{key}" if name else key
-            if key not in value:
+            if key in value:
+                check(value[key], where)
+            elif not isinstance(check, Maybe):
                 raise ValueError(f"{where} is missing")
-            check(value[key], where)
         found: dict[str, Any] = value
         return found
 
@@ -227,9 +242,9 @@ def model_facts(value: Any, name: str) -> None:
 
 
 def low_sets(value: Any, name: str) -> None:
-    """What a draft runs in low precision, in a file: sets written out; None or missing: nothing."""
+    """What a draft runs in low precision, in a file: sets written out."""
     sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
-    optional(has(bits=integer(1), **sets, head=_head))(value, name)
+    has(bits=integer(1), **sets, head=_head)(value, name)
 
 
 def _head(value: Any, name: str) -> None:

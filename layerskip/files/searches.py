@@ -22,6 +22,7 @@ from layerskip.files.schema import (
     SECONDS,
     SHARE,
     Check,
+    Maybe,
     flag,
     has,
     integer,
@@ -52,14 +53,13 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _trial(value: Any, name: str) -> None:
     """A complete trial says all; one that failed may know no more than its number."""
-    low_sets(mapping(value, name).get("low"), f"{name}.low")
-    has(number=COUNT, state=text)(value, name)
+    has(number=COUNT, state=text, low=Maybe(low_sets))(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
     if value["state"] == "complete":
         _TRIAL(value, name)
-    elif value.get("origin") is not None:
-        text(value["origin"], f"{name}.origin")
+    else:
+        has(origin=Maybe(text))(value, name)
 
 
 def _importance(value: Any, name: str) -> None:
@@ -100,11 +100,13 @@ _CONFIRMED = has(
     acceptance_rate=optional(SHARE),
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
-_FINALIST_PARTS = has(
+_FINALIST = has(
     name=text,
     trial=optional(COUNT),
     skipped=_SKIPPED,
-    decoding=has(**_DECODING),
+    decoding=has(**_DECODING, lookup=Maybe(flag)),
+    low=Maybe(low_sets),
+    trained=Maybe(text),
     alpha=optional(SHARE),
     draft_cost=POSITIVE,
     verify=items(POSITIVE, least=1),
@@ -112,15 +114,6 @@ _FINALIST_PARTS = has(
     predicted_held_out=optional(POSITIVE),
     confirmed=optional(_CONFIRMED),
 )
-
-
-def _finalist(value: Any, name: str) -> None:
-    _FINALIST_PARTS(value, name)
-    optional(flag)(value["decoding"].get("lookup"), f"{name}.decoding.lookup")
-    low_sets(value.get("low"), f"{name}.low")
-    optional(text)(value.get("trained"), f"{name}.trained")
-
-
 _ENVIRONMENT = has(
     layerskip=text,
     packages=named(optional(text)),
@@ -167,7 +160,7 @@ _SEARCH = has(
     bound=POSITIVE,
     trials=items(_trial),
     importance=optional(_importance),
-    finalists=items(_finalist),
+    finalists=items(_FINALIST),
     plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
     best_exit=optional(text),
     winner=optional(text),

@@ -12,6 +12,7 @@ from layerskip.files.schema import (
     POSITIVE,
     SECONDS,
     SHARE,
+    Maybe,
     flag,
     has,
     integer,
@@ -37,6 +38,7 @@ _RECORD = has(
     schema=version(SCHEMA),
     recipe=has(kind=name_text, loss=name_text, seed=integer(-(1 << 63)), temperature=POSITIVE),
     base=name_text,
+    model=Maybe(name_text),
     **dict.fromkeys(("tokens", "text_tokens", "parameters"), COUNT),
     covered=SHARE,
     seconds=named(SECONDS),
@@ -61,7 +63,6 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_record(record: Any) -> None:
     """Raise a TypeError or ValueError that says what is wrong, what is allowed and what came."""
     _RECORD(record, "")
-    optional(name_text)(record.get("model"), "model")
     steps = {len(point["overlap"]) for point in record["curve"]}
     if len(steps) > 1:
         raise ValueError(f"curve must have overlaps of equally many steps, got {sorted(steps)}")
