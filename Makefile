@@ -12,7 +12,7 @@ MEASURE := --repeats 1 --threads 1
 ASKED := --prompts spec-bench --chat --limit 1 --max-new-tokens 64 --repeats 1 --threads 2
 QUESTIONS := $(ASKED) --method plain --method self --method generate --method generate-prompt-lookup
 
-.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 lint
+.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 lint picture
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -54,6 +54,10 @@ $(SAMPLED): $(RUNS)/%-sampled.jsonl: .venv/installed
 
 $(GREEDY): $(RUNS)/%-greedy.jsonl: .venv/installed
 	$(BIN)/layerskip benchmark $* --limit 3 $(MEASURE) --output $@
+
+# The README's picture of one round.
+picture: .venv/installed
+	$(BIN)/python scripts/picture.py docs/picture.png
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

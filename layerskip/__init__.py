@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
-    from layerskip.decoding.lookup import Lookup
     from layerskip.decoding.rounds import DecodingStats
+    from layerskip.decoding.sources.base import Proposal, Source, State
+    from layerskip.decoding.sources.lookup import Lookup
     from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
     from layerskip.model.fingerprint import fingerprint
     from layerskip.model.joined import joined
+    from layerskip.model.opening import release
     from layerskip.model.wrappers import UnsupportedModelError
     from layerskip.shelf import shipped
     from layerskip.vocabulary import check_vocabularies
@@ -25,9 +27,12 @@ _HOME = {
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
     "LayerSkipDecoding": "layerskip.generation",
-    "Lookup": "layerskip.decoding.lookup",
+    "Lookup": "layerskip.decoding.sources.lookup",
     "LowPrecision": "layerskip.config",
+    "Proposal": "layerskip.decoding.sources.base",
     "SkipConfig": "layerskip.config",
+    "Source": "layerskip.decoding.sources.base",
+    "State": "layerskip.decoding.sources.base",
     "Trained": "layerskip.config",
     "UnsupportedModelError": "layerskip.model.wrappers",
     "check_vocabularies": "layerskip.vocabulary",
@@ -35,6 +40,7 @@ _HOME = {
     "fingerprint": "layerskip.model.fingerprint",
     "generate": "layerskip.generation",
     "joined": "layerskip.model.joined",
+    "release": "layerskip.model.opening",
     "shipped": "layerskip.shelf",
 }
 
@@ -45,7 +51,10 @@ __all__ = [
     "LayerSkipDecoding",
     "Lookup",
     "LowPrecision",
+    "Proposal",
     "SkipConfig",
+    "Source",
+    "State",
     "Trained",
     "UnsupportedModelError",
     "check_vocabularies",
@@ -53,6 +62,7 @@ __all__ = [
     "fingerprint",
     "generate",
     "joined",
+    "release",
     "shipped",
 ]
 

@@ -1,9 +1,9 @@
-"""What drafts for a checkpoint that nobody prepared; knows weights and memory, no rounds, no text.
+"""What drafts for a checkpoint that nobody prepared.
 
 Two sources need no training, no search and no data: what followed where the text said the same
 before, which costs nothing, and the model itself with its weights in 8 bits, which costs the memory
 of the copies and pays where products with them are fast. Whether either pays on a text is what
-`expected-gain` finds out while it decodes.
+`expected-gain` finds out while it decodes. Whatever else is given drafts beside them.
 """
 
 from __future__ import annotations
@@ -36,31 +36,35 @@ class Unprepared:
     reason: str | None
 
 
-_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None], Unprepared]] = (
+_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], Unprepared]] = (
     WeakKeyDictionary()
 )
 
 
-def unprepared(model: Sublayers, memory: int | None = None) -> Unprepared:
+def unprepared(
+    model: Sublayers, memory: int | None = None, *, by_memory: bool = True
+) -> Unprepared:
     """What drafts here without any set-up; decided once for a model, so that it stays the same.
 
     Args:
         memory: bytes that copies of weights may take; by default SHARE of what is free.
+        by_memory: False where the text depends on what drafts (by the rejection rule): then what is
+            free at the moment decides nothing, only the model and `memory`.
     """
     known = _decided.setdefault(model.model, {})
-    key = model.execution, memory
+    key = model.execution, memory, by_memory
     if key not in known:
-        known[key] = _decide(model, memory)
+        known[key] = _decide(model, memory, by_memory)
     return known[key]
 
 
-def _decide(model: Sublayers, memory: int | None) -> Unprepared:
+def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> Unprepared:
     skip = SkipConfig.low_precision(8)
     if model.execution != "native":
         reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
         return Unprepared(None, 0, reason)
-    nbytes = model.low_bytes(skip)
-    free = free_memory() if memory is None else None
+    nbytes = model.weights.nbytes(skip)
+    free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)
     if limit is None or nbytes <= limit:
         return Unprepared(skip, nbytes, None)

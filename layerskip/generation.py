@@ -27,15 +27,18 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.acceptance import prior_acceptance
-from layerskip.decoding.assistant import Assistant
-from layerskip.decoding.controllers import Controller, make_controller
-from layerskip.decoding.engine import Decoder, Draft, Request
-from layerskip.decoding.laws import Law, stream_key
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.controllers import Controller, completed, make_controller
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
-from layerskip.defaults import unprepared
+from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.defaults import in_words, unprepared
 from layerskip.model.fingerprint import fingerprint
+from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
 from layerskip.served import (
@@ -46,6 +49,7 @@ from layerskip.served import (
     ending,
     padded,
     per_step,
+    sampling_of,
     stop_of,
     streamer_of_the_call,
     warpers,
@@ -86,13 +90,15 @@ class LayerSkipDecoding:
     Many calls on one small model are faster inside of `with layerskip.joined(model)`.
 
     Args:
-        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without a
-            skip config, `lookup` and `assistant` drafts need no set-up: they are looked up, and the
-            model drafts in 8 bits where that is fast (see `layerskip.defaults`).
+        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without one,
+            drafts need no set-up: they are looked up, and the model drafts in 8 bits where that is
+            fast (see `layerskip.defaults`). What else is given drafts beside them, and rounds take
+            any of them.
         lookup: whether drafts are also looked up in each row's own history (or, given a `Lookup`,
-            in other texts, too); where there are other drafts, rounds take any of them.
+            in other texts, too).
         assistant: a second model, or one opened as `Sublayers`, that drafts, too. It must mean the
             same by every token: `layerskip.check_vocabularies` compares tokenizers.
+        sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
@@ -100,7 +106,8 @@ class LayerSkipDecoding:
         acceptance: "coupled" (default) or "rejection".
         enabled: False decodes plainly.
         draft_memory: bytes that copies of weights for drafts may take where none are named; half of
-            what is free by default.
+            what is free by default, and what they need by the rejection rule, whose text must not
+            depend on that. 0: no copies.
         draft_vocabulary: token ids, the only ones that drafts may draw, in place of all (see
             `layerskip.vocabulary`); their rows of the head are copied, once for each model.
         seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
@@ -120,6 +127,7 @@ class LayerSkipDecoding:
         *,
         lookup: bool | Lookup | None = None,
         assistant: Any = None,
+        sources: Sequence[Source] = (),
         controller: str | Controller | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
@@ -151,7 +159,9 @@ class LayerSkipDecoding:
             lookup=lookup if not isinstance(lookup, Lookup) else None,
         )
         self.skip = skip
-        self.controller = controller or stored.controller or DEFAULT_CONTROLLER
+        self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
+        if controller is not None:
+            self.controller = controller if isinstance(controller, str) else completed(controller)
         self.max_draft_length = given.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
@@ -160,7 +170,8 @@ class LayerSkipDecoding:
         self.lookup = Lookup() if looks_up is True else looks_up or None
         self.enabled = wanted is not False
         self.assistant = assistant
-        self.automatic = skip is None and self.lookup is None and assistant is None
+        self.sources = tuple(sources)
+        self.automatic = skip is None
         if self.automatic and lookup is None:
             self.lookup = Lookup()
         if draft_memory is not None and not self.automatic:
@@ -258,28 +269,17 @@ class LayerSkipDecoding:
 
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
-        opened = Sublayers(model, self.execution)
+        opened = sublayers_of(model, self.execution)
         sampling = request.law.do_sample
         if not self.enabled:
             return self._plain(opened, request), None
-        drafts: list[Draft] = [] if self.lookup is None else [self.lookup]
-        if self.assistant is not None:
-            drafts.append(self._assistant(opened))
-        own = unprepared(opened, self.draft_memory).skip if self.automatic else self.skip
-        if own is not None:
-            skip = own.resolve(opened.num_layers)
-            own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
-            skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
-            drafts.append(skip)
-            if self.draft_vocabulary is not None:
-                opened = opened.trimmed(self.draft_vocabulary)
-            opened.draft(skip)  # what cannot be had is refused before anything is decoded
-        if not drafts:
+        opened, sources = self._sources(opened, rejection=request.rejection and sampling)
+        if not sources:
             return self._plain(opened, request), None
         brought = self.costs
-        if brought is None and own is not None and self.assistant is None:
-            brought = stored(own, opened, request.input_ids.shape[0])
-        costs = self._tables(opened, drafts, request, brought)
+        if brought is None and self.skip is not None and self.assistant is None:
+            brought = stored(self.skip, opened, request.input_ids.shape[0])
+        costs = self._tables(opened, sources, request, brought)
         controller = self.controller
         if isinstance(controller, str):
             controller = make_controller(
@@ -287,16 +287,81 @@ class LayerSkipDecoding:
                 max_draft_length=self.max_draft_length,
                 threshold=self.threshold,
                 costs=[table or CostTable(1.0, (1.0,)) for table in costs],
-                priors=list(map(prior_acceptance, drafts)),
+                priors=[source.prior for source in sources],
                 sampling=sampling,
             )
         longest = self.max_draft_length or LONGEST_DRAFT
-        return Decoder(opened, drafts, controller, request, max_draft_length=longest), costs[-1]
+        return Decoder(opened, sources, controller, request, max_draft_length=longest), costs[-1]
+
+    def _sources(self, opened: Sublayers, *, rejection: bool) -> tuple[Sublayers, list[Source]]:
+        """What drafts, the model's own draft last, and the model as it drafts."""
+        sources: list[Source] = [] if self.lookup is None else [self.lookup]
+        sources += self.sources
+        if self.assistant is not None:
+            sources.append(self._assistant(opened))
+        own = self.skip
+        if self.automatic:
+            own = unprepared(opened, self.draft_memory, by_memory=not rejection).skip
+        if own is not None:
+            skip = own.resolve(opened.num_layers)
+            own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
+            skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
+            if self.draft_vocabulary is not None:
+                opened = opened.trimmed(self.draft_vocabulary)
+            opened.weights.blocks(skip)  # what cannot be had is refused before anything is decoded
+            sources.append(source_of(opened, skip))
+        return opened, sources
+
+    def explain(self, model: Any) -> str:
+        """Which drafts there are for a model, and why no better ones; a line each."""
+        opened = sublayers_of(model, self.execution)
+        lines = [f"passes: {opened.describe()}"]
+        if not self.enabled:
+            return "\n".join([*lines, "drafts: none, as enabled is False"])
+        if self.lookup is not None:
+            lines.append("drafts: looked up in the text so far, for nothing")
+        lines += [f"drafts: by {type(source).__name__}" for source in self.sources]
+        if self.assistant is not None:
+            lines.append("drafts: by a second model")
+        own, reason = self.skip, None
+        if self.automatic:
+            found = unprepared(opened, self.draft_memory, by_memory=self.acceptance == "coupled")
+            own, reason = found.skip, found.reason
+        if own is not None:
+            nbytes = in_words(opened.weights.nbytes(own))
+            lines.append(f"drafts: by the model itself, {own!r}, whose weights take {nbytes}")
+        elif reason is not None:
+            lines.append(f"no drafts by the model in 8 bits: {reason}")
+        if not opened.exact:
+            lines.append(
+                "texts equal plain decoding's up to near-ties: passes are not native, and "
+                "libraries sum in another order beside other tokens"
+            )
+        return "\n".join(lines)
+
+    def prepare(self, model: Any, *, rows: int = 1, seconds: float = 2.0, **sampling: Any) -> None:
+        """Make the copies and measure the costs that the first calls would make and measure.
+
+        Args:
+            rows: of the batches to come.
+            seconds: that measuring may take, about.
+            sampling: do_sample, temperature, top_k and top_p of the calls to come, as for `decode`.
+        """
+        opened = sublayers_of(model, self.execution)
+        opened, sources = self._sources(opened, rejection=False)
+        if not sources or self.controller != DEFAULT_CONTROLLER:
+            return
+        ids = torch.ones(rows, 4, dtype=torch.long, device=opened.device)  # (B, 4)
+        law = _law(opened.model, rows, (), **({"do_sample": False} | sampling))
+        keys = [stream_key(0, row) for row in range(rows)]
+        request = Request(ids, torch.ones_like(ids), max_new_tokens=2, law=law, keys=keys)
+        with torch.no_grad():
+            cost_tables(opened, sources, request, seconds=seconds)
 
     def _assistant(self, target: Sublayers) -> Assistant:
         """The second model, opened, that may draw the draft vocabulary only."""
         given = self.assistant
-        opened = given if isinstance(given, Sublayers) else Sublayers(given, self.execution)
+        opened = sublayers_of(given, self.execution)
         if self.draft_vocabulary is None:
             return Assistant(opened)
         both = min(opened.vocabulary, target.vocabulary)
@@ -310,20 +375,20 @@ class LayerSkipDecoding:
     def _tables(
         self,
         model: Sublayers,
-        drafts: Sequence[Draft],
+        sources: Sequence[Source],
         request: Request,
         brought: CostTable | None,
     ) -> Sequence[CostTable | None]:
-        """The costs of each draft; None where nobody asks for them."""
+        """The costs of each source; None where nobody asks for them."""
         if brought is not None:
             free = replace(brought, draft=0.0)
-            return [free if isinstance(draft, Lookup) else brought for draft in drafts]
+            return [free if source.known else brought for source in sources]
         if self.controller != DEFAULT_CONTROLLER:
-            return [None] * len(drafts)
+            return [None] * len(sources)
         if request.rejection and request.law.do_sample:
             # with this rule a clock would decide the text
-            return [analytic(model, draft) for draft in drafts]
-        return cost_tables(model, drafts, request)
+            return [analytic(model, source) for source in sources]
+        return cost_tables(model, sources, request)
 
     def _seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""
@@ -397,9 +462,9 @@ def decode(
     skip: SkipConfig | str | os.PathLike[str] | None = None,
     max_new_tokens: int = 128,
     do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     logits_processor: Sequence[Any] = (),
     eos_token_id: int | Sequence[int] | None = None,
     keep_scores: bool = False,
@@ -410,6 +475,9 @@ def decode(
     Args:
         input_ids: (B, W), left-padded where attention_mask (B, W) is 0.
         skip, **settings: as for `LayerSkipDecoding`.
+        temperature, top_k, top_p: of sampling. None means here what it does in `model.generate()`:
+            the model's generation config, then the library's default, which has a top_k of 50. Say
+            top_k=0 and top_p=1.0 for the whole softmax.
         logits_processor: run before temperature, top_k and top_p.
         keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
         eos_token_id: tokens that end a row; the model's own by default.
@@ -423,13 +491,13 @@ def decode(
     model = unwrapped(model)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
-    processors = [*logits_processor, *(warpers(temperature, top_k, top_p) if do_sample else ())]
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     request = Request(
         input_ids=input_ids,
         attention_mask=checked_mask(input_ids, model.generation_config, {"attention_mask": mask}),
         max_new_tokens=max_new_tokens,
-        law=Law(processors, do_sample=do_sample, rows=rows),
+        law=_law(model, rows, logits_processor, do_sample=do_sample, **law),
         keys=[stream_key(*seed) for seed in decoding._seeds(rows, do_sample)],
         rejection=decoding.acceptance == "rejection",
         eos=end_tokens(model, eos_token_id),
@@ -446,3 +514,11 @@ def decode(
         if round_ is None:
             return
         yield round_
+
+
+def _law(
+    model: Any, rows: int, processors: Sequence[Any], *, do_sample: bool, **sampling: Any
+) -> Law:
+    """The law of processors and of what sampling is asked for, as `model.generate()` makes it."""
+    own = warpers(**sampling_of(model, **sampling)) if do_sample else ()
+    return Law([*processors, *own], do_sample=do_sample, rows=rows)

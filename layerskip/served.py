@@ -25,6 +25,8 @@ from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
 
+# What `generate()` samples with where neither the call nor the model says otherwise.
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
 
 
@@ -163,6 +165,27 @@ def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -
     found += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
     found += [TopKLogitsWarper(top_k)] if top_k else []
     found += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
+    return found
+
+
+def sampling_of(
+    model: Any,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> dict[str, Any]:
+    """Temperature, top-k and top-p of sampling, as `model.generate()` takes them.
+
+    What is None comes from the model's generation config, then from the library's default.
+    """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    own = getattr(model, "generation_config", None)
+    found = {}
+    for name, value in given.items():
+        for each in (value, getattr(own, name, None), _SAMPLING[name]):
+            if each is not None:
+                found[name] = each
+                break
     return found
 
 

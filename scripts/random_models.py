@@ -1,4 +1,4 @@
-"""Random models of published sizes with a dial for their exits' acceptance; knows no clock.
+"""Random models of published sizes, with a dial for the acceptance of their early exits.
 
 What a draft gains depends on the values of the weights through its acceptance only, and random
 weights may be given any acceptance. The layers behind the first exit are all but silent, except for
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.sublayers import Pass, Sublayers
 
 _LLAMA_3: dict[str, Any] = {
@@ -98,7 +98,6 @@ PERPLEXITY = 20  # of the laws, in the limit of many tokens; a few times that at
 # Strength of a layer that is not to matter: not 0, so that real numbers are moved, and the smallest
 # whose distance from 1 bfloat16 can tell.
 SILENT = 1 / 256
-UNLIKELY = 1 / 64
 POSITIONS, DRAWS = 64, 4  # that an acceptance is counted over
 CLOSE = 0.01  # to what was asked: less than such a count can tell
 STRENGTHS = (-6.0, 6.0)  # of the last layer, powers of 2
@@ -112,9 +111,7 @@ def configuration(shape: str) -> Any:
     return AutoConfig.for_model(kind, **sizes, **nothing)
 
 
-def random_model(
-    config: Any, dtype: torch.dtype, device: torch.device, seed: int, *, likely: int | None = None
-) -> Any:
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """A model of seeded random weights, written once and in place, whose laws are like real ones.
 
     Weights are uniform, of variance 1 / inputs, so that every sublayer keeps the scale of its
@@ -122,10 +119,6 @@ def random_model(
     token for ever. The final norm gives logits the deviation at which V random ones have a law that
     is neither flat nor certain: for large V its entropy is log V - deviation^2 / 2 (Derrida 1981,
     the random energy model).
-
-    Args:
-        likely: how many tokens, the first ones, are ever likely; all by default. The embeddings of
-            the others are `UNLIKELY` times as large, so that their logits are near zero.
     """
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -140,9 +133,7 @@ def random_model(
                 deviation = embedding if "embed_tokens" in name else weight.shape[1] ** -0.5
                 bound = 3**0.5 * deviation
                 weight.uniform_(-bound, bound, generator=generator)
-        if likely is not None:
-            model.lm_head.weight[likely:] *= UNLIKELY
-        deviation = math.sqrt(2 * math.log((likely or config.vocab_size) / PERPLEXITY))
+        deviation = math.sqrt(2 * math.log(config.vocab_size / PERPLEXITY))
         head = embedding if config.tie_word_embeddings else width**-0.5
         _scale(model.model.norm, deviation / (head * width**0.5), gemma)
     return model.requires_grad_(False).eval()

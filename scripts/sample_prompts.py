@@ -1,4 +1,4 @@
-"""Take a few prompts of each category of a prompt file: knows prompt files; knows no model.
+"""Take a few prompts of each category of a prompt file.
 
     python scripts/sample_prompts.py question.jsonl --per-category 4 --output sample.jsonl
 

@@ -1,4 +1,4 @@
-"""Train one of the shipped models: knows their shapes, recipes and budgets; resumes by itself.
+"""Train one of the shipped models; a run that was stopped goes on by itself.
 
 demo-small is not shipped: a second model to draft for demo-llama, the classic way.
 

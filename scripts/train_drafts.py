@@ -1,4 +1,4 @@
-"""Train the draft that lies beside a shipped model, and put it there; knows recipes and files only.
+"""Train the draft that lies beside a shipped model, and put it there.
 
     python scripts/train_drafts.py demo-gemma2
 

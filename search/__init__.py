@@ -1,4 +1,4 @@
-"""Search for the sublayers to leave out; knows models and cost tables, not the command line.
+"""Search for the sublayers that a draft leaves out or runs in low precision.
 
 Names are imported when first used, so that the package alone costs no import of torch.
 """
@@ -7,21 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.search.finding import SearchResult
-    from layerskip.search.whole import search
-
-_HOME = {
-    "SearchResult": "layerskip.search.finding",
-    "search": "layerskip.search.whole",
-}
+    from layerskip.search.pipeline import SearchResult, search
 
 __all__ = ["SearchResult", "search"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module("layerskip.search.pipeline"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""The best few of a study, looked at closely: replayed whole, then timed beside plain decoding.
+"""The best few drafts of a study: replayed whole, then timed in turn with plain decoding.
 
 Here is decided, too, whether a draft is joined by lookups. What a search found on calibration
-prompts is priced anew as decoding prices it, promised for held-out prompts, and confirmed on them
+prompts is priced anew as decoding prices it, predicted for held-out prompts, and confirmed on them
 by the clock; the winner is the clock's.
 """
 
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from optuna import Study
-from optuna.trial import FrozenTrial, TrialState
-from torch import Tensor
+from optuna.trial import FrozenTrial
 
 from layerskip.bench.batches import Batch
 from layerskip.bench.decoded import decoding_totals
@@ -25,27 +24,25 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.lookup import Lookup
-from layerskip.replay.drafts import Replay, look_up, replay
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.trace import Trace
-from layerskip.search.objective import (
-    Choice,
-    LookedUp,
-    Objective,
-    best_choice,
-    choices,
-    speedup,
-)
-from layerskip.search.sampler import claim
+from layerskip.search.objective import Choice, LookedUp, Objective, best_choice, choices, speedup
+from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
 from layerskip.timing.tables import analytic, measure
 
-CANDIDATES = 2
+MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""
 PRICING_SECONDS = 2.0
 """For the costs of a finalist: sweeps of a large model take long."""
 
 Progress = Callable[[str, float], None]
+"""Is called with what is being done, in words, and the share of it that is done."""
+
+
+def silent(_what: str, _share: float) -> None:
+    """The progress of a search that nobody watches."""
 
 
 @dataclass(slots=True)
@@ -54,13 +51,12 @@ class Finalist:
 
     Attributes:
         name: of the method that it is timed as.
-        trial: number of its trial in the study; None of a given draft that is no trial's.
+        trial: number of its trial in the study; None of the default draft, which is no trial's.
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
         choice: how to decode with it.
         costs, looked_up: what rounds of it cost, and of lookups.
-        predicted: speedup over plain decoding of whole replays, on the traced prompts.
-        predicted_held_out: the same of the same options on held-out prompts, where there are any.
+        predicted_held_out: speedup over plain decoding of the same options on held-out prompts.
         confirmed: what the clock said, where it was asked: the block of a search file.
     """
 
@@ -81,7 +77,13 @@ class Finalist:
 
     @property
     def predicted(self) -> float:
+        """Speedup over plain decoding of whole replays, on the traced prompts."""
         return self.choice.speedup
+
+    @property
+    def price(self) -> float:
+        """The speedup predicted on held-out prompts, or, where there are none, on the traced."""
+        return self.predicted if self.predicted_held_out is None else self.predicted_held_out
 
     def decide(self, looked_up: Replay) -> None:
         """Choose how to decode, by the costs that it has.
@@ -91,7 +93,6 @@ class Finalist:
         """
         found = choices(self.drafts, self.costs, LookedUp(looked_up, self.looked_up))
         self.choice = best_choice(found[1:])  # of those that draft
-        assert self.skip.decoding is not None
         tokens = self.skip.draft_vocabulary
         self.skip = replace(
             self.skip,
@@ -99,18 +100,9 @@ class Finalist:
             costs={**(self.skip.costs or {}), **self.costs.to_dict()},
         )
 
-    @property
-    def price(self) -> float:
-        """The speedup predicted on held-out prompts, or, where there are none, on the traced."""
-        return self.predicted if self.predicted_held_out is None else self.predicted_held_out
-
 
 def choose(
-    study: Study,
-    space: Space,
-    objective: Objective,
-    count: int,
-    progress: Progress = lambda _what, _share: None,
+    study: Study, space: Space, objective: Objective, count: int, progress: Progress = silent
 ) -> list[Finalist]:
     """The configs of the highest predicted speedup by whole replays, best first.
 
@@ -118,78 +110,60 @@ def choose(
     is, in a space with healed weights, the best config that has them. Configs that skip nothing are
     not: plain decoding is timed anyway.
     """
-    plain = 1.0 / objective.step_seconds
-
-    def score(trial: FrozenTrial) -> float:
-        assert trial.value is not None
-        return trial.value if trial.value > plain else trial.user_attrs.get("guide", trial.value)
-
-    trials: dict[int, FrozenTrial] = {}
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        mask = claim(trial, space)
-        if mask:
-            trials.setdefault(mask, trial)
-    kinds = [{space.exit_mask(layer) for layer in range(1, space.num_layers)} & trials.keys()]
-    if space.trained is not None:
-        kinds.append({mask for mask in trials if space.skip_config(mask).trained})
-    ranked = sorted(trials, key=lambda mask: -score(trials[mask]))
-    looked_at = ranked[: candidates(count)]
-    for kind in kinds:
-        looked_at += [mask for mask in ranked if mask in kind][:1]
-    found = []
-    for number, mask in enumerate(dict.fromkeys(looked_at)):
-        progress("the best drafts, replayed whole", number / len(looked_at))
-        found.append((mask, _closely(trials[mask], space, mask, objective)))
-    found.sort(key=lambda pair: -pair[1].predicted)
-    best = [next((mask for mask, _ in found if mask in kind), None) for kind in kinds]
-    return [
-        finalist for number, (mask, finalist) in enumerate(found) if number < count or mask in best
+    trials = finished_sets(study.get_trials(deepcopy=False))
+    trials.pop(0, None)
+    scores = read_history(study).scores
+    ranked = sorted(trials, key=lambda mask: -scores[mask])
+    exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)}
+    kinds = [
+        [mask for mask in ranked if mask in exits],
+        [mask for mask in ranked if space.skip_config(mask).trained],
     ]
+    kinds = [kind for kind in kinds if kind]
+    looked_at = dict.fromkeys([*ranked[: count + MORE], *(kind[0] for kind in kinds)])
+    found = {}
+    for number, mask in enumerate(looked_at):
+        progress("the best drafts, replayed whole", number / len(looked_at))
+        found[mask] = _finalist(trials[mask], space, mask, objective)
+    best = sorted(found, key=lambda mask: -found[mask].predicted)
+    kept = {*best[:count], *(next(mask for mask in best if mask in kind) for kind in kinds)}
+    return [found[mask] for mask in best if mask in kept]
 
 
-def candidates(count: int) -> int:
-    """How many configs are replayed whole where so many finalists are wanted."""
-    return count + CANDIDATES
-
-
-def _closely(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
+def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
     skip = space.skip_config(mask)
     size = trial.user_attrs.get("draft_vocabulary")
-    costs = objective.costs(skip, size)
-    drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
-    tokens = None if size is None else objective.vocabulary(size)
     depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
     name = f"trial-{trial.number}" if depth is None else f"exit-{depth}"
     origin = str(trial.user_attrs.get("origin")).removeprefix("seed:")
     if space.bits and origin.startswith(f"{space.bits}-bits"):
-        name = origin  # a seed that says what it is
-    return _finalist(name, trial.number, skip, tokens, drafts, costs, objective)
+        name = origin  # a warm start that says what it is
+    return _replayed(name, trial.number, skip, size, objective.costs(skip, size), objective)
 
 
-def fixed(name: str, skip: SkipConfig, objective: Objective) -> Finalist:
-    """A draft that is no config of a space; what it costs is a guess until `price_again`.
+def default_draft(skip: SkipConfig, objective: Objective) -> Finalist:
+    """What drafts without a search, to be timed with what one found.
 
-    Args:
-        skip: perhaps with a draft vocabulary.
+    A space in which everything low is healed does not hold it. What it costs is a guess until
+    `price_again`.
     """
-    trace, tokens = objective.trace, skip.draft_vocabulary
-    model = trace.model if tokens is None else trace.model.trimmed(tokens)
+    model = objective.trace.model
     skip = skip.resolve(model.num_layers)
-    drafts = replay(trace, skip, allowed=_allowed(trace, tokens))
-    return _finalist(name, None, skip, tokens, drafts, analytic(model, skip), objective)
+    return _replayed("before", None, skip, None, analytic(model, skip), objective)
 
 
-def _finalist(
+def _replayed(
     name: str,
     trial: int | None,
     skip: SkipConfig,
-    tokens: tuple[int, ...] | None,
-    drafts: Replay,
+    size: int | None,
     costs: CostTable,
     objective: Objective,
 ) -> Finalist:
-    size = objective.trace.model.vocabulary if tokens is None else len(tokens)
-    where = {"batch_size": 1, "draft_vocabulary": size}
+    """A finalist with a draft vocabulary of a size, as the costs given say that it decodes best."""
+    drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
+    tokens = None if size is None else objective.vocabulary(size)
+    where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
     finalist = Finalist(
         name=name,
         trial=trial,
@@ -205,15 +179,6 @@ def _finalist(
     )
     finalist.decide(objective.looked_up.replay)
     return finalist
-
-
-def _allowed(trace: Trace, tokens: tuple[int, ...] | None) -> Tensor | None:
-    """What a draft with a vocabulary of its own can draw on each text, (texts, V) bool."""
-    if tokens is None:
-        return None
-    allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
-    allowed[:, tokens] = True
-    return allowed
 
 
 def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None:
@@ -239,9 +204,12 @@ def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None
 def predict(finalist: Finalist, trace: Trace) -> float:
     """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
     skip, how = finalist.skip, finalist.choice.decoding
-    allowed = _allowed(trace, skip.draft_vocabulary)
+    allowed = None
+    if skip.draft_vocabulary is not None:
+        allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
+        allowed[:, skip.draft_vocabulary] = True
     drafts = replay(trace, skip, how.max_draft_length, allowed=allowed)
-    looked_up = look_up(trace, Lookup(), how.max_draft_length)
+    looked_up = replay(trace, Lookup(), how.max_draft_length)
     return speedup(drafts, finalist.costs, how, LookedUp(looked_up, finalist.looked_up))
 
 
@@ -252,7 +220,7 @@ def confirm(
     batches: Sequence[Batch],
     *,
     repeats: int,
-    progress: Progress = lambda _what, _share: None,
+    progress: Progress = silent,
 ) -> float:
     """Time finalists and plain decoding in turn on the same prompts; fills in `confirmed`.
 
@@ -262,21 +230,14 @@ def confirm(
         Plain decoding's tokens per second.
     """
     methods = [Engine(model, task)]
-    methods += [
-        Engine(
-            model,
-            task,
-            finalist.name,
-            finalist.skip,
-            lookup=finalist.choice.decoding.lookup is True,
-        )
-        for finalist in finalists
-    ]
+    for each in finalists:
+        lookup = each.choice.decoding.lookup is True
+        methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
     found: list[dict[str, Any]] = []
     benchmark(
         model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress
     )
-    # a text that ended with its first token tells nothing of decoding
+    # a text that ended with its first token says nothing of decoding
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
@@ -303,7 +264,8 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in ("drafted", "accepted")
     )
     compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
-    near = [d["near_tie"] for each in compared for d in each["differences"]]
+    differing = [each["differences"] for each in compared if each["differences"]]
+    near = [all(d["near_tie"] for d in found) for found in differing]
     return {
         "acceptance_rate": accepted / proposed if proposed else None,
         "compared": len(compared),

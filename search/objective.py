@@ -1,4 +1,4 @@
-"""What a skip config is worth: its drafts along a trace, a controller, and a cost table; no clock.
+"""What a skip config is worth: tokens per second along a trace, priced by a cost table.
 
 Everything random is in the trace and everything noisy in the cost record, so that a value is a
 function of the config alone, and two configs differ by what they are and not by when they ran.
@@ -6,7 +6,7 @@ function of the config alone, and two configs differ by what they are and not by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -19,11 +19,10 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table, passes_table, step_seconds
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.acceptance import prior_acceptance
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.chains import Survival
-from layerskip.replay.drafts import Replay, follow, look_up
+from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
@@ -94,7 +93,7 @@ def speedup(
         drafts.insert(0, looked_up.replay)
         tables.insert(0, looked_up.costs)
         known.insert(0, replace(costs, draft=0.0))  # all that a skip config's costs say of lookups
-    priors = [prior_acceptance(each.skip) for each in drafts]
+    priors = [each.prior for each in drafts]
     adaptive = ExpectedGain(known, length, priors=priors)
     rounds = chain.from_iterable(
         simulate(drafts, adaptive, [text], max_draft_length=length)
@@ -157,7 +156,7 @@ class Objective:
     def looked_up(self) -> LookedUp:
         """What a lookup drafts along the texts, at the price of passes over so many tokens."""
         record, context = self.cost, self.trace.context
-        return LookedUp(look_up(self.trace, Lookup()), passes_table(record, context))
+        return LookedUp(replay(self.trace, Lookup()), passes_table(record, context))
 
     @cached_property
     def _ceilings(self) -> list[Survival]:
@@ -205,16 +204,18 @@ class Objective:
         if not skip.skipped() and skip.low is None:
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
-        tables = [self.costs(skip, size) for size in self.sizes]
         limits = [
-            _Limit(table, self.trace.draft_length, ceiling)
-            for table, ceiling in zip(tables, self._ceilings, strict=True)
+            _Limit(self.costs(skip, size), self.trace.draft_length, ceiling)
+            for size, ceiling in zip(self.sizes, self._ceilings, strict=True)
         ]
 
+        def promises(survivals: Iterable[Survival]) -> list[float]:
+            pairs = zip(survivals, limits, strict=True)
+            return [_promise(survival, limit.costs) for survival, limit in pairs]
+
         def enough(survivals: Sequence[Survival]) -> list[bool]:
-            pairs = list(zip(limits, survivals, strict=True))
-            best = max(_promise(survival, limit.costs) for limit, survival in pairs)
-            return [limit(survival, best) for limit, survival in pairs]
+            best = max(promises(survivals))
+            return [limit(each, best) for each, limit in zip(survivals, limits, strict=True)]
 
         each = follow(
             self.trace,
@@ -224,9 +225,9 @@ class Objective:
             enough=enough,
         )
         # which size: by the best fixed length, that any controller's is near
-        promises = [_promise(r.survival, table) for r, table in zip(each, tables, strict=True)]
-        best_size = promises.index(max(promises))
-        size, followed, costs = self.sizes[best_size], each[best_size], tables[best_size]
+        promised = promises(drafts.survival for drafts in each)
+        number = promised.index(max(promised))
+        size, followed, costs = self.sizes[number], each[number], limits[number].costs
         found = choices(followed, costs)
         best = best_choice(found)
         forced = max(choice.speedup for choice in found[1:-1])

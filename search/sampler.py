@@ -1,7 +1,7 @@
-"""The search's strategy as an Optuna sampler; knows trials of a study, and not what they are worth.
+"""The search's strategy as an Optuna sampler.
 
-Seeds first, then every switch alone (flipped on the best seed, where that pays well), then the
-ranked path, then moves near the best sets in turn with Optuna's own TPE. What comes
+Warm starts first, then every switch alone (flipped on the best warm start, where that pays well),
+then the ranked path, then local moves near the best sets in turn with Optuna's own TPE. What comes
 next follows from the study's trials, the seed and the trial's number, and from nothing that this
 process remembers: a study that is resumed, on this machine or another, goes on as it would have.
 Each trial says in its attribute `origin` what proposed it, and in `skipped` which set it claims; no
@@ -16,7 +16,7 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from optuna import Study, create_study
@@ -24,8 +24,8 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from . import moves
-from .moves import History
+from . import proposals
+from .proposals import History
 from .space import Space
 
 BAYESIAN_EVERY = 8
@@ -39,77 +39,66 @@ CLAIM_ATTEMPTS = 8
 _TOKEN = uuid.uuid4().hex[:8]
 
 
-def worker() -> str:
-    """Who runs a trial, for its attribute `worker`: host, process, and a name no other has."""
-    return f"{socket.gethostname()}:{os.getpid()}:{_TOKEN}"
+def claimed(trial: FrozenTrial) -> int | None:
+    """The mask of the set that a trial is about; None where it has not said yet."""
+    known = trial.user_attrs.get("skipped")
+    return None if known is None else int(known, 16)
 
 
-def read_history(study: Study, space: Space, *, besides: int | None = None) -> History:
-    """What the study's trials say, the one numbered `besides` left out.
+def value_of(trial: FrozenTrial) -> float:
+    assert trial.value is not None  # a complete trial of one objective has one
+    return trial.value
+
+
+def finished_sets(trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial]:
+    """The finished trials by their sets, in order; of those with equal sets the first."""
+    found: dict[int, FrozenTrial] = {}
+    for trial in trials:
+        mask = claimed(trial)
+        if mask is not None and trial.state is TrialState.COMPLETE:
+            found.setdefault(mask, trial)
+    return found
+
+
+def read_history(study: Study, *, without: int | None = None) -> History:
+    """What the study's trials say, the one numbered `without` left out.
 
     Where the objective is flat because drafting turned itself off (at or under the value of
     skipping nothing), a trial's `guide` is its score instead of its value.
     """
     history = History()
-    trials = [t for t in study.get_trials(deepcopy=False) if t.number != besides]
-    claimed = [(trial, claim(trial, space)) for trial in trials]
-    finished = {
-        mask: trial
-        for trial, mask in reversed(claimed)  # the first of equals
-        if mask is not None and trial.state is TrialState.COMPLETE
-    }
+    trials = [t for t in study.get_trials(deepcopy=False) if t.number != without]
+    finished = finished_sets(trials)
     nothing = finished.get(0)
-    floor = -math.inf if nothing is None or nothing.value is None else nothing.value
+    floor = -math.inf if nothing is None else value_of(nothing)
     whole = 1.0 if nothing is None else nothing.user_attrs.get("draft_cost", 1.0)
-    for mask, trial in sorted(finished.items(), key=lambda item: item[1].number):
-        assert trial.value is not None
-        known = trial.user_attrs
-        flat = trial.value <= floor
-        guide = known.get("guide", trial.value)
-        history.scores[mask] = min(trial.value, guide) if flat else trial.value
+    for mask, trial in finished.items():
+        known, value = trial.user_attrs, value_of(trial)
+        history.scores[mask] = min(value, known.get("guide", value)) if value <= floor else value
         if {"acceptance", "draft_cost"} <= known.keys():
             saved = whole - known["draft_cost"]
-            history.losses[mask] = moves.acceptance_loss(known["acceptance"], saved)
-    active = (TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
-    history.taken = {
-        mask
-        for trial, mask in claimed
-        if mask is not None and (trial.state in active or "error" in trial.user_attrs)
-    }
+            history.losses[mask] = proposals.acceptance_loss(known["acceptance"], saved)
+    for trial in trials:
+        mine = claimed(trial)
+        active = trial.state in (TrialState.COMPLETE, TrialState.RUNNING)
+        if mine is not None and (active or "error" in trial.user_attrs):
+            history.taken.add(mine)
     return history
-
-
-def claim(trial: FrozenTrial, space: Space) -> int | None:
-    """The set that a trial is about; None where it has not said yet."""
-    if "skipped" in trial.user_attrs:
-        return int(trial.user_attrs["skipped"], 16)
-    fixed = trial.system_attrs.get("fixed_params", {})  # enqueued, and waiting
-    complete = space.distributions.keys() <= fixed.keys()
-    return space.from_params(fixed) if complete else None
 
 
 class SublayerSampler(BaseSampler):
     """Proposes sets of a space for a study that maximises, with this module's strategy.
 
-    `seeds` are names and masks to try before all else, as from `layerskip.search.seeds`. A trial's
-    attributes `acceptance`, `draft_cost` and `guide`, where set before it is told, are used:
-    see `layerskip.search.study.Evaluation`.
+    `warm_starts` are names and masks to try before all else. The attributes `acceptance`,
+    `draft_cost` and `guide` of finished trials are used: see `layerskip.search.study.Evaluation`.
     """
 
-    def __init__(self, space: Space, *, seeds: Mapping[str, int], seed: int = 0) -> None:
-        self.space = space
-        self.seeds = dict(seeds)
-        if space.kind == "exit":  # few enough to try all
-            self.seeds |= {
-                _exit_name(space, mask): mask
-                for mask in space.enumerate()
-                if mask not in self.seeds.values()
-            }
-        self.seed = seed
+    def __init__(self, space: Space, *, warm_starts: Mapping[str, int], seed: int = 0) -> None:
+        self.space, self.warm_starts, self.seed = space, dict(warm_starts), seed
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         _set(study, trial, "began", time.time())
-        _set(study, trial, "worker", worker())
+        _set(study, trial, "worker", f"{socket.gethostname()}:{os.getpid()}:{_TOKEN}")
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -119,19 +108,15 @@ class SublayerSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        fixed = trial.system_attrs.get("fixed_params")
-        if fixed:  # enqueued by a person
-            params: dict[str, Any] = {**self.space.params(0), **fixed}
-            self._claim(study, trial, self.space.from_params(params), "enqueued")
-            return params
         draw = random.Random(f"{self.seed} {trial.number}")
         for attempt in range(CLAIM_ATTEMPTS):
-            history = read_history(study, self.space, besides=trial.number)
+            history = read_history(study, without=trial.number)
             mask, origin = self._propose(trial, history, draw)
-            self._claim(study, trial, mask, origin)
+            _set(study, trial, "origin", origin)
+            _set(study, trial, "skipped", f"{mask:#x}")
             # Of two workers that chose at the same moment, one at least sees the other here; where
             # both do, both choose again, and waits of unequal lengths part them.
-            if mask not in read_history(study, self.space, besides=trial.number).taken:
+            if mask not in read_history(study, without=trial.number).taken:
                 break
             time.sleep(draw.uniform(0, 0.02 * 2**attempt))
         return self.space.params(mask)
@@ -146,27 +131,27 @@ class SublayerSampler(BaseSampler):
     ) -> tuple[int, str]:
         """A free set and what proposed it; any set at all where none is free."""
         space = self.space
-        for name, mask in self.seeds.items():
+        for name, mask in self.warm_starts.items():
             if history.free(space, mask):
                 return mask, f"seed:{name}"
-        base = moves.base(history, self.seeds.values())
-        single = moves.next_single(space, history, base)
+        base = proposals.base(history, self.warm_starts.values())
+        single = proposals.next_single(space, history, base)
         if single is not None:
             return single, "single"
-        ranked = moves.next_on_path(space, history, base)
+        ranked = proposals.next_on_path(space, history, base)
         if ranked is not None:
             return ranked, "ranked"
         turn = trial.number % BAYESIAN_EVERY
         if turn:
             far = draw.randrange(ELITES) if turn % 2 else 0
-            local = moves.next_local(space, history, far, base)
+            local = proposals.next_local(space, history, far, base)
             if local is not None:
                 return local, "local"
         if space.size - len(history.taken) <= FEW:
             sampled, origin = 0, "remaining"
         else:
             sampled, origin = self._tpe(history, draw.getrandbits(31)), "tpe"
-        free = moves.unseen(space, history, sampled, draw)
+        free = proposals.unseen(space, history, sampled, draw)
         return (0, "exhausted") if free is None else (free, origin)
 
     def _tpe(self, history: History, seed: int) -> int:
@@ -183,16 +168,6 @@ class SublayerSampler(BaseSampler):
             )
             shown.add_trial(trial)
         return space.from_params(shown.ask(space.distributions).params)
-
-    def _claim(self, study: Study, trial: FrozenTrial, mask: int, origin: str) -> None:
-        _set(study, trial, "origin", origin)
-        _set(study, trial, "skipped", f"{mask:#x}")
-
-
-def _exit_name(space: Space, mask: int) -> str:
-    chosen = space.params(mask)
-    name = f"exit-{chosen['exit']}"
-    return f"{space.bits}-bits-{name}" if chosen.get("low") else name
 
 
 def _set(study: Study, trial: FrozenTrial, name: str, value: Any) -> None:

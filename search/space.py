@@ -1,4 +1,4 @@
-"""The spaces that a search walks: what runs of a model, and how exactly; knows no trial, no value.
+"""The spaces of drafts that a search looks through: what runs of a model, and how exactly.
 
 A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
@@ -10,6 +10,7 @@ draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
-from layerskip.files.schema import integer, optional
+from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")
 EXACT, LOW, OUT = "exact", "low", "out"
@@ -52,8 +53,6 @@ class Space:
     kind: str
     num_layers: int
     allow_ends: bool = False
-    budget: int | None = None
-    """Sublayers left out at most, 1 or more; None for any number."""
     bits: Literal[8, 4] | None = None
     """Of low precision; None: everything that runs runs exactly."""
     head: Literal[8, 4] | None = None
@@ -65,7 +64,6 @@ class Space:
         if self.kind not in KINDS:
             raise ValueError(f"space must be one of {', '.join(KINDS)}, got {self.kind!r}")
         integer(1)(self.num_layers, "num_layers")
-        optional(integer(1))(self.budget, "budget")
         if self.bits is not None:
             LowPrecision(bits=self.bits, head=self.head or True)  # refuses others
 
@@ -117,23 +115,18 @@ class Space:
     def size(self) -> int:
         """How many configs the space has, counted without listing them."""
         if self.kind == "exit":
-            return sum(1 for _ in self.enumerate())
-        counts = {0: 1}  # sublayers left out: sets that leave out so many
-        for choices in self.switches.values():
-            more: dict[int, int] = {}
-            for (skipped, sets), value in product(counts.items(), choices.values()):
-                now = skipped + self.left_out(value).bit_count()
-                more[now] = more.get(now, 0) + sets
-            counts = more
-        most = min(2 * self.num_layers - 1, self.budget or 2 * self.num_layers)
-        return sum(sets for skipped, sets in counts.items() if skipped <= most)
+            return self.num_layers * (2 if self.bits else 1)
+        every = math.prod(map(len, self.switches.values()))
+        if sum(self.leaving_out) < self._every:
+            return every
+        return every - (2 if self.bits else 1)  # where nothing runs is no draft
 
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
         if self.kind == "exit":
             masks = [self.exit_mask(e) for e in range(self.num_layers, 0, -1)]
-            masks += [self.low_mask(mask) for mask in masks] if self.bits else []
-            yield from (mask for mask in masks if mask in self)
+            yield from masks
+            yield from (self.low_mask(mask) for mask in masks if self.bits)
             return
         others = [[value for value in each.values() if value] for each in self.switches.values()]
         for count in range(len(others) + 1):
@@ -143,15 +136,10 @@ class Space:
                         yield sum(values)
 
     def __contains__(self, mask: int) -> bool:
-        out = self.left_out(mask)
-        if mask < 0 or out == self._every:  # all sublayers left out is no draft
-            return False
-        if self.budget is not None and out.bit_count() > self.budget:
-            return False
         if self.kind == "exit":
-            exits = {self.exit_mask(e) for e in range(1, self.num_layers + 1)}
-            return out in exits and mask in (out, self.low_mask(out) if self.bits else out)
-        return self._choices(mask) is not None
+            return mask in self.enumerate()
+        nothing_runs = self.left_out(mask) == self._every
+        return mask >= 0 and not nothing_runs and self._choices(mask) is not None
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
         """What each switch chose; None where that is not a mask of these switches."""
@@ -272,7 +260,7 @@ class Space:
     def from_params(self, params: Mapping[str, Any]) -> int:
         """The mask of a trial's parameters; those that the space does not know do not count.
 
-        Parameters may name a set that the space does not hold: over the budget, say.
+        Parameters may name a set that the space does not hold: nothing that runs.
         """
         if self.kind == "exit":
             mask = self.exit_mask(params["exit"])
@@ -294,6 +282,4 @@ class Space:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
             words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
-        if self.allow_ends:
-            words += ", ends free"
-        return words if self.budget is None else f"{words}, at most {self.budget} sublayers"
+        return f"{words}, ends free" if self.allow_ends else words

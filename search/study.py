@@ -1,4 +1,4 @@
-"""The Optuna study that is a search's ledger: storage, resume, workers; knows no model.
+"""The Optuna study that keeps a search's trials: its storage, going on with it, sharing it.
 
 A search is a function of skip configs, `evaluate`, and a study that holds every config tried, what
 proposed it and what it was worth. Whatever ends a process, finished trials stay; the next process
@@ -34,13 +34,11 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 
-from .sampler import SublayerSampler, claim, read_history
+from .sampler import SublayerSampler, finished_sets, read_history, value_of
 from .space import Space
 
 LOCK_SECONDS = 5
 """After so long a lock on a journal is that of a process that was killed while it wrote."""
-UNOWNED_SECONDS = 2.0
-"""A trial says at once who runs it; one that does not for so long was left by a killed process."""
 OWN_ATTRIBUTES = frozenset({"worker", "began", "origin", "skipped"})
 """Attributes that say where a trial comes from; others say what its config is worth."""
 SILENT_SECONDS = 600.0
@@ -65,8 +63,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a search stands after a trial."""
+class Standing:
+    """Where a study stands after a trial."""
 
     finished: int
     trials: int
@@ -112,8 +110,7 @@ def open_study(
         if not study.user_attrs and not study.get_trials(deepcopy=False):
             study.set_user_attr("layerskip", made_with)
         found = study.user_attrs.get("layerskip", {})
-    known = _comparable(found, made_with)
-    differing = [k for k in {**made_with, **known} if known.get(k) != made_with.get(k)]
+    differing = [k for k in {**made_with, **found} if found.get(k) != made_with.get(k)]
     if differing:
         raise ValueError(
             f"the study {name!r} was made with another {' and '.join(differing)}: "
@@ -123,35 +120,23 @@ def open_study(
     return study
 
 
-def _comparable(found: Mapping[str, Any], made_with: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a study was made with; a model's hash of another kind than today's counts as equal.
-
-    The word before its dash says of which kind a hash is; older versions wrote none.
-    """
-    then, now = found.get("model"), made_with.get("model")
-    if not isinstance(then, str) or not isinstance(now, str):
-        return found
-    alike = then.rpartition("-")[0] == now.rpartition("-")[0]
-    return found if alike else {**found, "model": now}
-
-
 def run(
     study: Study,
     space: Space,
     evaluate: Callable[[SkipConfig], Evaluation],
     *,
     trials: int,
-    seeds: Mapping[str, int],
+    warm_starts: Mapping[str, int],
     seed: int = 0,
     timeout: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    on_trial: Callable[[Standing], None] = lambda _: None,
 ) -> None:
     """Evaluate configs until the study has `trials` finished ones, or the space has no more.
 
     Trials that other workers run count as finished. `timeout` is in seconds; the trial that runs
     when they are over is finished first. A config that some trial finished is never evaluated
-    again: a trial that repeats it (enqueued twice by hand, or claimed at the same moment by two
-    workers) takes its value over and says so in its attribute `copy_of`.
+    again: a trial that repeats it (claimed at the same moment by two workers) takes its value over
+    and says so in its attribute `copy_of`.
 
     Raises:
         ValueError: `trials` or `timeout` is not positive, `evaluate` returned a value that is not
@@ -162,15 +147,14 @@ def run(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    study.sampler = SublayerSampler(space, seeds=seeds, seed=seed)
+    study.sampler = SublayerSampler(space, warm_starts=warm_starts, seed=seed)
     with quiet():
         fail_stale(study)
         try:
             while time.monotonic() < deadline and _left(study, space, trials):
                 with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale, and failed
                     _run_trial(study, space, evaluate)
-                if progress is not None:
-                    progress(_standing(study, trials))
+                on_trial(_standing(study, trials))
         except StorageInternalError as error:
             raise ValueError(
                 redacted(f"the study's storage failed: {_first_line(error)}")
@@ -185,32 +169,49 @@ def fail_stale(study: Study) -> int:
 
     Those are the trials of this process, which runs none while it calls this, those of processes of
     this machine that are gone, and those of other machines that run for longer than a trial could:
-    see SILENT_SECONDS.
+    see SILENT_SECONDS. A trial whose process was killed before it said its name counts for nothing.
     """
     trials = study.get_trials(deepcopy=False)
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
     durations = [t.duration.total_seconds() for t in finished if t.duration is not None]
     longest = max(SILENT_SECONDS, 10 * max(durations, default=0.0))
     running = [t for t in trials if t.state is TrialState.RUNNING]
-    stale = [trial for trial in running if _is_stale(study, trial, longest)]
+    stale = [trial for trial in running if _is_stale(trial, longest)]
     for trial in stale:
         with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # another worker was first
             study.tell(trial.number, state=TrialState.FAIL)
     return len(stale)
 
 
+def _is_stale(trial: FrozenTrial, longest: float) -> bool:
+    owner = trial.user_attrs.get("worker")
+    if owner is None:
+        return False
+    host, process, _ = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        # Optuna's own times are local ones, of machines that may be in other time zones.
+        return time.time() - float(trial.user_attrs["began"]) > longest
+    return int(process) == os.getpid() or not _is_running(int(process))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # not ours to signal, but there
+        return True
+    return True
+
+
 def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
     trial = study.ask(space.distributions)
-    # Not `params`: where all are given by hand, or the space has none, only this asks the sampler.
+    # Not `params`: where the space has none, only this asks the sampler.
     mask = space.from_params(trial.relative_params)
-    if mask not in space:
-        trial.set_user_attr("error", f"not in {space}")
-        study.tell(trial, state=TrialState.FAIL)
-        return
-    same = next((t for t in _finished(study) if claim(t, space) == mask), None)
+    same = finished_sets(study.get_trials(deepcopy=False)).get(mask)
     if same is not None:
         known = {k: v for k, v in same.user_attrs.items() if k not in OWN_ATTRIBUTES}
-        value, known["copy_of"] = _value(same), same.number
+        value, known["copy_of"] = value_of(same), same.number
     else:
         found = evaluate(space.skip_config(mask))
         value = found.value
@@ -231,56 +232,18 @@ def _left(study: Study, space: Space, trials: int) -> bool:
     running = sum(t.state is TrialState.RUNNING and "worker" in t.user_attrs for t in known)
     if running + sum(t.state is TrialState.COMPLETE for t in known) >= trials:
         return False
-    waiting = any(t.state is TrialState.WAITING for t in known)
-    return waiting or len(read_history(study, space).taken) < space.size
+    return len(read_history(study).taken) < space.size
 
 
-def _standing(study: Study, trials: int) -> Progress:
-    finished = _finished(study)
-    best = max(finished, key=_value, default=None)
-    return Progress(
+def _standing(study: Study, trials: int) -> Standing:
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    best = max(finished, key=value_of, default=None)
+    return Standing(
         finished=len(finished),
         trials=trials,
-        best=-math.inf if best is None else _value(best),
-        best_origin="" if best is None else best.user_attrs.get("origin", ""),
+        best=-math.inf if best is None else value_of(best),
+        best_origin="" if best is None else best.user_attrs["origin"],
     )
-
-
-def _finished(study: Study) -> list[FrozenTrial]:
-    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-
-
-def _value(trial: FrozenTrial) -> float:
-    assert trial.value is not None  # a complete trial of one objective has one
-    return trial.value
-
-
-def _is_stale(study: Study, trial: FrozenTrial, longest: float) -> bool:
-    # Optuna's own times are local ones, of machines that may be in other time zones: trials say in
-    # seconds since the epoch when they began, and those that did not, when they were first seen.
-    began = trial.user_attrs.get("began")
-    if began is None:
-        began = time.time()
-        with contextlib.suppress(UpdateFinishedTrialError):
-            study._storage.set_trial_user_attr(trial._trial_id, "began", began)
-    seconds = time.time() - began
-    owner = trial.user_attrs.get("worker")
-    if owner is None:
-        return seconds >= UNOWNED_SECONDS
-    host, process, _ = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return seconds > longest
-    return int(process) == os.getpid() or not _is_running(int(process))
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # not ours to signal, but there
-        return True
-    return True
 
 
 class _Journal(JournalFileBackend):

@@ -1,4 +1,4 @@
-"""Two ways to compute sublayers, compared on the same hidden states; knows no third one."""
+"""Two ways to compute sublayers, compared on the same hidden states."""
 
 from __future__ import annotations
 

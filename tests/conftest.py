@@ -6,6 +6,7 @@ from hypothesis import settings
 
 # read once, when torch is imported; tests run side by side, and each child process inherits it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["LAYERSKIP_CACHE"] = ""  # no times of passes from before, and none for later
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

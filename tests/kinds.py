@@ -18,9 +18,9 @@ from torch import Tensor
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
@@ -49,7 +49,7 @@ def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
     """For every linear of a tiny model, each about so large as a share of its weight."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, linear in Sublayers(model).named_linears():
+    for name, linear in Sublayers(model).weights.linears():
         rows, columns = linear.weight.shape
         scale = size * linear.weight.detach().float().std() / RANK**0.5
         found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.lookup import Offer
+from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.base import Offer
 
 VOCABULARY = 97
 WINDOW = 8
@@ -174,6 +175,19 @@ def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, to
     ids = prompt(width, rows=len(lengths), seed=seed)
     mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
     return ids * mask, mask  # the pad token is 0
+
+
+def pure(processor: Any) -> Any:
+    """A logits processor that says of itself that it keeps no state."""
+    processor.layerskip_pure = True
+    return processor
+
+
+def as_any_other(model: Any, draft: Any) -> Any:
+    """The source of a draft, which does not say that it is nothing but an early exit."""
+    source = source_of(model, draft)
+    source.exit_layer = None
+    return source
 
 
 class Erratic(Controller):

@@ -71,7 +71,6 @@ def made_up(
             "kind": "sublayer",
             "num_layers": layers,
             "allow_ends": False,
-            "budget": None,
             "switches": 2 * layers - 3,
             "size": 2 ** (2 * layers - 3) - 1,
         },

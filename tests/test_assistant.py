@@ -23,18 +23,19 @@ from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import assistant as assistants
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import CONTROLLERS, Fixed
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.steps import steps_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
 from layerskip.replay.drafts import follow, look_up, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
-from layerskip.replay.steps import steps_of
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
 from layerskip.timing.tables import analytic, cost_tables

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged
+from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
 from test_engine import SKIPS, check_cache, decoder, held, play, prefilled, request
 from torch import Tensor
 
@@ -114,6 +114,7 @@ def test_every_controller(llama: Any, controller: str) -> None:
     assert got.stats.num_draft_tokens > 0
 
 
+@pure
 def forbid_by_row(ids: Tensor, scores: Tensor) -> Tensor:
     """A processor that reads the row number."""
     scores = scores.clone()
@@ -358,7 +359,7 @@ def test_prefill_in_chunks_is_the_prefill(
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.session.prefill()  # (B, V)
-    monkeypatch.setattr("layerskip.decoding.followers._CHUNK", chunk * 4)
+    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9

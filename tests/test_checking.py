@@ -2,21 +2,24 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from models import prompt, tiny_model
+from models import lively_model, prompt, tiny_model
 
 from layerskip.bench import lawtest
 from layerskip.bench.checks import LEVEL, _deviation, check, compare
-from layerskip.bench.comparison import Comparison, Difference, first_difference
+from layerskip.bench.comparison import Along, along, exact, resolutions
 from layerskip.bench.lawtest import chi_square, draw_rounds
-from layerskip.bench.methods import Task
+from layerskip.bench.methods import Decoded, Engine, Task
+from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.decoding import draws
-from layerskip.decoding.laws import TARGET, gumbel_noise
+from layerskip.decoding.noise import TARGET, gumbel_noise
 from layerskip.decoding.passes import Session
 from layerskip.model.sublayers import Sublayers
+from layerskip.prompts import Prompt
 
 SKIP = SkipConfig.early_exit(3)
 PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]
@@ -46,8 +49,11 @@ def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
     said = []
     report = check(model, PROMPTS, skip, max_new_tokens=16, note=said.append)
     assert report.passed, report
-    assert report.greedy.prompts == report.coupled.prompts == 2
-    assert report.greedy.tokens == report.coupled.tokens == 32
+    for comparison in (report.greedy, report.plain, report.coupled):
+        assert (comparison.prompts, comparison.tokens, comparison.differences) == (2, 32, ())
+    assert 0 < report.greedy.resolution < 1e-4
+    native = exact(Sublayers(model))
+    assert native == (report.plain.resolution == 0) == (report.coupled.resolution == 0)
     assert report.laws.keys() == {"coupled", "rejection"}
     assert len(report.laws["rejection"].p_values) == 8  # 2 prompts, 2 positions, 2 tokens
     # 0 where passes are native: those compute a token alike, bit by bit
@@ -61,7 +67,8 @@ def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
 def test_it_honours_processors_of_the_model():
     model = tiny_model("llama")
     model.generation_config.repetition_penalty = 1.5
-    assert compare(model, PROMPTS, SKIP, Task(16)).tokens == 32
+    found = compare(model, PROMPTS, SKIP, Task(16))
+    assert [(each.tokens, each.differences) for each in found.values()] == [(32, ())] * 2
 
 
 def shifted_verify(monkeypatch, step):
@@ -85,32 +92,199 @@ def test_wrong_logits_are_faults(monkeypatch):
     assert not report.passed
     for difference in report.greedy.differences:
         assert difference.got == 5
-        assert difference.margin > 1000 * difference.resolution
+        assert difference.margin > 1000 * difference.resolution > 0
+
+
+class Twins:
+    """A model of which two tokens always tie, and whose own `generate()` takes the other one.
+
+    Which one wins is rounding's choice.
+    """
+
+    def __init__(self):
+        self.model = model = tiny_model("llama", dtype=torch.float32)
+        with torch.no_grad():
+            model.lm_head.weight[5] = model.lm_head.weight[6] = model.lm_head.weight[5] * 4
+        out = model.generate(PROMPTS[0], do_sample=False, max_new_tokens=16)
+        self.text = out[0, 12:].tolist()
+        assert 5 in self.text[:15]  # the first of equals
+
+        class Tied(type(model)):
+            def generate(self, *args, **kwargs):
+                out = super().generate(*args, **kwargs)
+                return torch.where(out == 5, 6, out) if isinstance(out, torch.Tensor) else out
+
+        model.__class__ = Tied
 
 
 def test_rounding_is_told_from_faults():
-    """Two tokens of equal weights always tie; which one wins is rounding's choice."""
-    model = tiny_model("llama", dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[5] = model.lm_head.weight[6] = model.lm_head.weight[5] * 4
-    chosen = model.generate(PROMPTS[0], do_sample=False, max_new_tokens=16)[0, 12:].tolist()
-    assert 5 in chosen  # the first of equals
-
-    class Tied(type(model)):
-        def generate(self, *args, **kwargs):
-            out = super().generate(*args, **kwargs)
-            if "custom_generate" not in kwargs and isinstance(out, torch.Tensor):
-                out = torch.where(out == 5, 6, out)
-            return out
-
-    model.__class__ = Tied
-    found = compare(model, PROMPTS[:1], SKIP, Task(16))
-    (difference,) = found.differences
+    twins = Twins()
+    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16))["generate"]
+    (difference,) = found.differences  # what follows is judged along the text itself
     assert (difference.expected, difference.got) == (6, 5)
+    assert difference.position == twins.text.index(5)
     assert difference.near_tie
-    assert found.near_ties == 1
-    assert found.faults == 0
-    assert found.tokens == difference.position == chosen.index(5)
+    assert (found.near_ties, found.faults, found.tokens) == (1, 0, 16)
+
+
+def decoding(monkeypatch, texts):
+    """Have drafting give other texts, one for each prompt."""
+    decode = Engine.decode
+
+    def other(self, batch, repeat, clock, max_new_tokens=None):
+        if self.kind != "self":
+            return decode(self, batch, repeat, clock, max_new_tokens)
+        return Decoded([texts[batch.numbers[0]]], clock(), [1])
+
+    monkeypatch.setattr(Engine, "decode", other)
+
+
+def test_a_text_is_judged_behind_its_near_ties(monkeypatch):
+    twins = Twins()
+    first = twins.text.index(5)
+    ids = torch.cat([PROMPTS[0], torch.tensor([[*twins.text[:first], 6]])], dim=1)
+    length = 15 - first
+    rest = type(twins.model).__base__.generate(
+        twins.model, ids, do_sample=False, max_new_tokens=length
+    )
+    text = [*twins.text[:first], 6, *rest[0, -length:].tolist()]
+    assert len(text) == 16
+    text[-1] = (text[-1] + 1) % 90 + 2
+    decoding(monkeypatch, [text])
+    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16, execution="modules"))["plain"]
+    tie, *_, fault = found.differences
+    assert (tie.position, tie.expected, tie.got, tie.near_tie) == (first, 5, 6, True)
+    assert (fault.position, fault.got, fault.near_tie) == (15, text[-1], False)
+    assert found.faults == 1
+
+
+@torch.no_grad()
+def runners_up(model, ids, length, every):
+    """Greedy text of a prompt (1, T), but that every so-manieth token is the second-best."""
+    text = []
+    for number in range(length):
+        logits = model(torch.cat([ids, ids.new_tensor([text])], dim=1)).logits[0, -1]
+        text.append(int(logits.topk(2).indices[int(number % every == every - 1)]))
+    return text
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_runners_up_fail_the_check(monkeypatch, dtype):
+    """The negative control, along the whole text and with the resolution that was measured."""
+    model = lively_model("llama").to(dtype)
+    texts = [runners_up(model, ids, 32, every=8) for ids in PROMPTS]
+    decoding(monkeypatch, texts)
+    for execution in ("auto", "modules"):
+        report = check(model, PROMPTS, SKIP, max_new_tokens=32, execution=execution)
+        assert not report.passed
+        for comparison in (report.greedy, report.plain):
+            faults = [d for d in comparison.differences if not d.near_tie]
+            assert len(faults) >= 6  # of eight
+            assert all(d.position % 8 == 7 for d in faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("execution", ["auto", "modules"])
+def test_correct_texts_pass_in_every_dtype(dtype, execution):
+    for family in ("llama", "gemma2"):
+        model = lively_model(family).to(dtype)
+        found = compare(model, PROMPTS, SKIP, Task(32, execution=execution))
+        found |= {
+            "coupled": compare(
+                model, PROMPTS, SKIP, Task(32, True, 0.8, seed=3, execution=execution)
+            )["plain"]
+        }
+        for reference, comparison in found.items():
+            assert comparison.faults == 0
+            assert comparison.near_ties <= (3 if dtype == torch.bfloat16 else 0)
+            if reference != "generate" and exact(Sublayers(model, execution)):
+                assert (comparison.resolution, comparison.differences) == (0, ())
+
+
+def test_where_passes_are_exact_nothing_is_excused(monkeypatch):
+    """Not even a tie."""
+    twins = Twins()
+    if not exact(Sublayers(twins.model)):
+        pytest.skip("no native passes here")
+    decoding(monkeypatch, [[6 if token == 5 else token for token in twins.text]])
+    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16))
+    first = found["plain"].differences[0]
+    assert (first.position, first.resolution, first.near_tie) == (twins.text.index(5), 0, False)
+    assert found["plain"].faults >= 1
+
+
+def test_the_resolution_is_that_of_the_changes():
+    """Of known changes: Gaussian, and ten times as large at some positions."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1.0, 10.0]).double().repeat(2000)
+    changes = torch.randn(2, 4000, 7, generator=generator, dtype=torch.float64) * sizes[:, None]
+    changes[:, :50, 3:] = math.nan
+    places = torch.full((4000,), 1e-9).double()
+    (found,) = resolutions([Along([0] * 4000, places, places, changes)])
+    own = torch.randn(4000, generator=generator, dtype=torch.float64) * sizes
+    assert 0.0001 < (own.abs() > found).double().mean() < 0.002
+    assert found[1::2].mean() > 1.2 * found[::2].mean()
+    (found,) = resolutions([Along([0] * 4000, places, places, changes * 0)])
+    assert torch.equal(found, places)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen2"])
+def test_what_the_library_says_along_a_text(family):
+    """In its own passes of every width, and with both attentions where both mean the same."""
+    model, ids = tiny_model(family), PROMPTS[0]
+    text = model.generate(ids, do_sample=False, max_new_tokens=40)[0, 12:].tolist()
+    others = [*text]
+    others[7] = (text[7] + 1) % 90
+    before = model.config.to_dict(), model.config._attn_implementation
+    found = along(model, ids, text, others, lambda logits, first: logits)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+    assert found.best == text
+    logits = model(torch.cat([ids, torch.tensor([text[:7]])], dim=1)).logits[0, -1]
+    assert float(found.margins[7]) == pytest.approx(float(logits.max() - logits[others[7]]))
+    assert found.margins.count_nonzero() == 1
+    assert found.changes.shape == (2, 40, 7)
+    assert along(model, ids, text[:1], text[:1], lambda logits, first: logits).best == text[:1]
+    assert found.changes.abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("change", ["short", "long", "past the end"])
+def test_a_length_difference_is_a_fault(monkeypatch, change):
+    model, limit = tiny_model("llama"), 8
+    text = runners_up(model, PROMPTS[0], limit + 1, every=99)
+    wrong = text[:5] if change == "short" else text
+    if change == "past the end":
+        model.generation_config.eos_token_id = text[4]
+        first = text.index(text[4]) + 1
+        wrong = text[:limit]
+    decoding(monkeypatch, [wrong])
+    for comparison in compare(model, PROMPTS[:1], SKIP, Task(limit)).values():
+        (difference,) = comparison.differences
+        places = {"short": (5, text[5], None), "long": (limit, None, text[limit])}
+        expected = places.get(change) or (first, None, text[first])
+        assert (difference.position, difference.expected, difference.got) == expected
+        assert not difference.near_tie
+        assert comparison.to_dict()["differences"][0]["margin"] is None
+
+
+@pytest.mark.checkpoint
+def test_runners_up_fail_the_check_of_a_trained_model(monkeypatch):
+    """35 of 533 tokens of SmolLM2 once passed in bfloat16."""
+    root = Path(__file__).parents[1]
+    if not (root / "checkpoints/smollm2").is_dir():
+        pytest.skip("no checkpoints/smollm2")
+    monkeypatch.chdir(root)
+    loaded = load("smollm2", dtype="bfloat16")
+    asked = [Prompt(id="1", text=text) for text in ("Why is the sky blue?", "Tell me a story.")]
+    prompts = [encode(loaded.tokenizer, each.as_chat()) for each in asked]
+    assert compare(loaded.model, prompts, SKIP, Task(48))["generate"].faults == 0
+    decoding(monkeypatch, [runners_up(loaded.model, ids, 48, every=15) for ids in prompts])
+    for comparison in compare(loaded.model, prompts, SKIP, Task(48)).values():
+        assert comparison.faults >= 3  # of six
 
 
 def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
@@ -130,14 +304,8 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
 
     right = draws.Draws.judge
     monkeypatch.setattr(draws.Draws, "judge", wrong)
-    found = compare(model, PROMPTS, SKIP, Task(16, do_sample=True, temperature=0.8, seed=3))
-    assert found.faults > 0
-
-
-def test_a_length_difference_is_a_fault():
-    ended = Difference(0, 4, None, 7, math.inf, 0.0)
-    assert not ended.near_tie
-    assert Comparison(1, 4, (ended,)).to_dict()["differences"][0]["margin"] is None
+    task = Task(16, do_sample=True, temperature=0.8, seed=3)
+    assert compare(model, PROMPTS, SKIP, task)["plain"].faults > 0
 
 
 class Narrow(torch.Tensor):
@@ -157,13 +325,16 @@ def test_devices_without_float64_are_served():
     narrow = logits(1).as_subclass(Narrow)
     with pytest.raises(TypeError, match="no float64"):
         narrow.double()
-    opened = Sublayers(tiny_model("llama", dtype=torch.float32))
+    model = tiny_model("llama", dtype=torch.float32)
     first, second = narrow.cpu().topk(2).indices.tolist()
-    found = first_difference(opened, 0, PROMPTS[0], [4, first], [4, second], lambda ids: narrow)
-    assert (found.position, found.expected, found.got) == (1, first, second)
-    assert found.margin == float(narrow[first].cpu().double()) - float(
-        narrow[second].cpu().double()
-    )
+
+    def scores(logits, number):
+        return narrow.expand(len(logits), -1)
+
+    found = along(model, PROMPTS[0], [4, second], [4, first], scores)
+    assert found.best == [first, first]
+    gap = narrow[first].cpu().double() - narrow[second].cpu().double()
+    assert float(found.margins[1]) == float(gap)
     keys = torch.ones(1, 2, 5, 3).as_subclass(Narrow)
     assert _deviation(keys * 1.5, keys, length=4) == 0.5
     assert 0 < chi_square([0, 1] * 50, torch.tensor([0.5, 0.5]).as_subclass(Narrow)) <= 1

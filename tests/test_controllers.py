@@ -4,16 +4,15 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 import pytest
 
-from layerskip.config import SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
 from layerskip.decoding import expected_gain
-from layerskip.decoding.acceptance import prior_acceptance
+from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controllers import (
     CONTROLLERS,
     AdaptiveThreshold,
@@ -21,8 +20,8 @@ from layerskip.decoding.controllers import (
     Controller,
     Fixed,
     Heuristic,
+    completed,
     make_controller,
-    require_controller,
     signal_of,
 )
 from layerskip.decoding.expected_gain import ExpectedGain
@@ -125,7 +124,8 @@ class TestContract:
                 controller.update(row, drafted, min(drafted, 2))
 
     def test_it_is_a_controller(self, name: str) -> None:
-        require_controller(make(name))
+        made = make(name)
+        assert completed(made).limit(0, 3) <= 3
 
     def test_same_inputs_same_decisions(self, name: str) -> None:
         first, second = make(name), make(name)
@@ -236,7 +236,7 @@ def test_an_unknown_signal_is_refused() -> None:
     assert signal_of(make("expected-gain")) == "margin"
     made.signal = "entropy"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="must be one of probability, margin; Confidence has 'ent"):
-        require_controller(made)
+        completed(made)
 
 
 def test_only_rules_that_read_confidences_ask_for_them() -> None:
@@ -266,16 +266,37 @@ class Inheriting(Short, Controller):
     pass
 
 
-def test_what_a_controller_lacks_is_named() -> None:
-    with pytest.raises(TypeError, match=r"Short lacks draft_together: inherit from .*Controller"):
-        require_controller(Short())
-    with pytest.raises(TypeError, match="str lacks needs_confidence, reset, limit, "):
-        require_controller("fixed")
+class Bare(Controller):
+    """A controller of somebody who has read the one line of the changelog."""
+
+
+def test_what_a_controller_lacks_is_as_in_the_base_class() -> None:
+    """Whether it inherits from that or not."""
+    short = Short()
+    made = completed(short)
+    assert made.draft_together([0, 3]) is True
+    assert [made.limit(0, 9), made.needs_confidence] == [2, False]
+    for bare in (Bare(), completed(Only())):
+        assert bare.needs_confidence
+        bare.reset(2)
+        bare.update(0, 1, 1)
+        assert bare.limit(0, 7) == 7
+        assert bare.keep_drafting(0, 0.1)
+        assert not bare.keep_drafting(0, math.nan)
+
+
+class Only:
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+def test_what_is_no_controller_at_all_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"inherit from layerskip.decoding.controllers.Controller"):
+        completed("fixed")
 
 
 def test_a_controller_that_inherits_drafts_on_while_any_row_does() -> None:
-    controller = Inheriting()
-    require_controller(controller)
+    controller = completed(Inheriting())
     assert controller.draft_together([0, 3]) is True
 
 
@@ -583,16 +604,8 @@ def round_of(
 
 def test_a_high_prior_drafts_far_at_once_and_is_corrected() -> None:
     """The same whole model in 8 bits, known by its prior alone, and a draft that belies it."""
-    whole, part = SkipConfig.low_precision(8).resolve(6), SkipConfig.early_exit(2).resolve(6)
-    low = whole.low
-    priors = [prior_acceptance(draft) for draft in (whole, replace(part, low=low), part, None)]
-    assert priors[0] > priors[1] == priors[2] == priors[3]
-    assert prior_acceptance(SkipConfig.low_precision(4).resolve(6)) == priors[1]
-    module = Trained(kind="heads", weights="x", hash="0" * 64, base="b")
-    for each in (SkipConfig(trained=module), replace(whole, trained=module)):
-        assert prior_acceptance(each) < priors[1] / 2  # they have seen little
     costs, drafted = CostTable(0.3, (1.0, 1.05, 1.1, 1.15)), []
-    for prior in (priors[0], priors[1]):
+    for prior in (PRIOR_ROUNDED, PRIOR):
         controller = ExpectedGain(costs, priors=[prior])
         drafted.append(0)
         for _ in range(3):  # rounds of tokens as sure as can be, all accepted
@@ -600,7 +613,7 @@ def test_a_high_prior_drafts_far_at_once_and_is_corrected() -> None:
             controller.update(0, count, count)
             drafted[-1] += count
     assert drafted[0] > drafted[1]
-    controller = ExpectedGain(costs, priors=[priors[0]])
+    controller = ExpectedGain(costs, priors=[PRIOR_ROUNDED])
     for _ in range(40):
         controller.update(0, play_chain(controller, 12), 0)
     assert play_chain(controller, 12) == 0

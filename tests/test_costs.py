@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from models import lively_model, prompt, ragged
+from models import lively_model, prompt, pure, ragged
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law, stream_key
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as costs
@@ -153,6 +154,7 @@ def test_one_disturbed_length_does_not_raise_the_longer_ones() -> None:
 
 @torch.no_grad()
 def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Sublayers) -> None:
+    @pure
     def own(ids: Tensor, scores: Tensor) -> Tensor:
         pytest.fail("called while costs were measured")
 

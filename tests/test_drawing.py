@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import lively_model, prompt, ragged
+from models import as_any_other, lively_model, prompt, pure, ragged
 from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
@@ -22,7 +22,9 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Confidence, Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, accept_uniform, gumbel_noise, residual, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
+from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module
@@ -356,7 +358,7 @@ def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch)
     """The short way through the trace's own pass gives what the long way gives."""
     trace = small_trace()
     short = replay(trace, SKIPS["an exit"])
-    monkeypatch.setattr(drafts_module, "_exit_layer", lambda skip: None)
+    monkeypatch.setattr(drafts_module, "source_of", as_any_other)
     equal(short, replay(trace, SKIPS["an exit"]))
     assert 0.2 < short.survival[0] < 0.9
 
@@ -373,6 +375,7 @@ def test_drafts_that_find_nothing_to_draw() -> None:
     drafts = replay(plain, SKIPS["scattered"]).tokens[:, :-1].flatten().tolist()
     forbidden = next(token for token in drafts if token not in text)
 
+    @pure
     def dead_end(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.masked_fill((ids[:, -1] == forbidden)[:, None], float("-inf"))
 

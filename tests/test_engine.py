@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import FAMILIES, FEW_FAMILIES, VOCABULARY, WINDOW, Erratic, lively_model, prompt, ragged
+from models import (
+    FAMILIES,
+    FEW_FAMILIES,
+    VOCABULARY,
+    WINDOW,
+    Erratic,
+    lively_model,
+    prompt,
+    pure,
+    ragged,
+)
 from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
 
@@ -18,7 +28,8 @@ from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, gumbel_noise, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled
@@ -192,7 +203,7 @@ def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None
         session = run.session
         session.draft_step(torch.tensor(first.tokens[0]), 0)
         run.emitted[0].append(5)
-        session.commit(0, 1)  # as if the draft's own keys and values were exact
+        session.commit(0, [5])  # as if the draft's own keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
             check_cache(run, prefilled(run))
 
@@ -685,6 +696,7 @@ def test_compiled_passes_leave_the_model_as_they_found_it(family: str) -> None:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_model_is_left_as_it_was_found_after_an_exception(llama: Any, execution: str) -> None:
+    @pure
     def fail(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] > max(LENGTHS) + 3:
             raise RuntimeError("no more")
@@ -760,15 +772,13 @@ def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
     assert run.emitted == want[:, limit - 6 :].tolist()
 
 
-def test_a_controller_that_lacks_a_part_is_refused_before_anything_runs(llama: Any) -> None:
-    class Half:
-        needs_confidence = False
-
-        def reset(self, rows: int) -> None:
+def test_what_is_no_controller_is_refused_before_anything_runs(llama: Any) -> None:
+    class Nothing:
+        def restart(self, rows: int) -> None:
             pytest.fail("asked")
 
-    with pytest.raises(TypeError, match="Half lacks limit, keep_drafting, draft_together, update"):
-        decoder(llama, request(), controller=Half())
+    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
+        decoder(llama, request(), controller=Nothing())
 
 
 def test_a_full_cache_says_so(llama: Any) -> None:
@@ -798,6 +808,7 @@ def test_rows_of_one_seed_at_different_places(llama: Any, lengths: tuple[int, ..
 # Whose memory it is.
 
 
+@pure
 def double_in_place(ids: Tensor, scores: Tensor) -> Tensor:
     return scores.mul_(2)
 

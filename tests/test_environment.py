@@ -1,4 +1,4 @@
-"""The environment: JSON values, a text to paste, and the revision of the checkout."""
+"""The environment: JSON values, a text to paste, the checkout's revision, and building anew."""
 
 import json
 import platform
@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from test_cli import run
 
 import layerskip
 from layerskip.environment import environment, git_revision, render
@@ -80,6 +81,23 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
     assert extension.status() == f"built, {vectors}"
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     assert extension.status() == "none: native passes are built on Linux and macOS, not Windows"
+
+
+def test_env_builds_anew_when_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(extension, "rebuild", lambda: asked.append(True))
+    assert run("env").exit_code == 0
+    assert not asked
+    assert run("env", "--rebuild").exit_code == 0
+    assert asked == [True]
+
+    def fail():
+        raise extension.Unavailable("no space")
+
+    monkeypatch.setattr(extension, "rebuild", fail)
+    result = run("env", "--rebuild")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == ["layerskip: error: no space"]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

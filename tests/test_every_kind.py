@@ -24,7 +24,8 @@ from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.draws import Draws
-from layerskip.decoding.laws import Law, accept_uniform, softmax_law
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Session
 from layerskip.environment import _compiler
 from layerskip.generation import generate

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import lively_model, ragged
+from models import lively_model, pure, ragged
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
+from layerskip.decoding.sources import steps as steps_module
+from layerskip.decoding.sources.chain_cache import ChainCache
 from layerskip.replay import chains as chains_module
-from layerskip.replay import steps as steps_module
-from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, take_trace
@@ -224,6 +224,7 @@ def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_processors_that_read_the_text(acceptance: str) -> None:
+    @pure
     def by_length(ids: Tensor, scores: Tensor) -> Tensor:
         """Likes another token at every length, and none that has just been."""
         scores = scores.clone()

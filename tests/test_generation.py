@@ -24,6 +24,7 @@ from models import (
     LowRank,
     lively_model,
     prompt,
+    pure,
     ragged,
     tiny_model,
 )
@@ -51,10 +52,10 @@ from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.finding import Search
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.tables import place as where
 
@@ -201,7 +202,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(
     model = Sublayers(lively_model("llama", dtype=torch.float32))
     if model.execution != "native":
         pytest.skip("no native passes here")
-    nbytes = model.low_bytes(SkipConfig.low_precision(8))
+    nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
         monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
         found = unprepared(Sublayers(lively_model("llama", dtype=torch.float32)))
@@ -329,6 +330,8 @@ def test_short_rows_are_padded_on_the_right(llama: Any) -> None:
 class Shift(LogitsProcessor):  # type: ignore[misc]
     """A user's processor: reads every token so far, and the row number."""
 
+    layerskip_pure = True
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         favoured = (input_ids.sum(-1) * 7 + torch.arange(len(input_ids))) % VOCABULARY
         return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 1.5))
@@ -434,6 +437,7 @@ def test_a_draft_that_may_draw_nothing_ends_there(llama: Any) -> None:
     text = new_tokens(llama.generate(ids, max_new_tokens=NEW_TOKENS), 6)[0]
     true = {tuple(text[:n]) for n in range(NEW_TOKENS)}
 
+    @pure
     def forbid(input_ids: Tensor, scores: Tensor) -> Tensor:
         real = torch.tensor([tuple(row[6:].tolist()) in true for row in input_ids])
         return scores.masked_fill(~real[:, None], float("-inf"))
@@ -559,6 +563,8 @@ def test_a_criterion_that_keeps_count_stops_where_the_librarys_loop_stops(llama:
 
 def test_max_time_ends_every_row(llama: Any) -> None:
     class Slow(LogitsProcessor):  # type: ignore[misc]
+        layerskip_pure = True
+
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             time.sleep(0.002)
             return scores
@@ -707,6 +713,7 @@ def test_generate_ends_a_streamer_that_nobody_got_to(llama: Any) -> None:
 
 
 def test_streamer_ends_exactly_once_whatever_fails(llama: Any) -> None:
+    @pure
     def fail(input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] > 9:
             raise RuntimeError("no more")

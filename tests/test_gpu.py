@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS, Fixed
-from layerskip.decoding.laws import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
+from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
 
 NEW_TOKENS = 20
 LENGTHS = (WINDOW + 5, 3, WINDOW + 2)

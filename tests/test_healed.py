@@ -45,7 +45,7 @@ def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     cache.place([0] * ids.shape[0], ids.shape[1])
     step = Pass(model, cache, model.rotary(ids.shape[1], ids.shape[1]))
     hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
-    return model.finish_draft(hidden, step, skip)
+    return model.backend.run(hidden, step, model.weights.blocks(skip))
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
@@ -59,7 +59,7 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     model, other, ids = tiny(family), tiny(family), prompt(9)
     skip, found = healed(model, tmp_path, bits=bits), deltas(model)
     with torch.no_grad():
-        for name, linear in Sublayers(other).named_linears(skip.rounded()):
+        for name, linear in Sublayers(other).weights.linears(skip.rounded()):
             delta = found[f"{name}.b"].double() @ found[f"{name}.a"].double()
             before, behind = (delta, 0) if bits == 8 else (0, delta)
             wide = rounded(linear.weight + before, bits).widened(torch.float64)
@@ -76,7 +76,7 @@ def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     model = tiny("llama").float()
-    drafted = Sublayers(model, "native").draft(healed(model, tmp_path, bits=4))
+    drafted = Sublayers(model, "native").weights.blocks(healed(model, tmp_path, bits=4))
     assert all(isinstance(block, NativeBlock) for block in drafted)
 
 
@@ -84,24 +84,24 @@ def test_memory_is_told_and_shared(tmp_path: Path) -> None:
     model = tiny("llama")
     skip = healed(model, tmp_path, bits=4)
     opened, plain = Sublayers(model, "fused"), replace(skip, trained=None)
-    opened.draft(plain)
+    opened.weights.blocks(plain)
     once = copies_of(model).nbytes
-    opened.draft(skip)
-    assert copies_of(model).nbytes == once == opened.low_bytes(plain)
-    sizes = [linear.weight.shape for _, linear in opened.named_linears(skip.rounded())]
+    opened.weights.blocks(skip)
+    assert copies_of(model).nbytes == once == opened.weights.nbytes(plain)
+    sizes = [linear.weight.shape for _, linear in opened.weights.linears(skip.rounded())]
     of_deltas = sum(RANK * (rows + columns) * 8 for rows, columns in sizes)  # float64
-    assert opened.low_bytes(skip) == once + of_deltas
+    assert opened.weights.nbytes(skip) == once + of_deltas
 
 
 def test_healed_copies_in_8_bits_take_what_others_do_and_are_made_once(tmp_path: Path) -> None:
     model = tiny("llama")
     skip = healed(model, tmp_path)
     opened = Sublayers(model, "fused")
-    opened.draft(skip)
+    opened.weights.blocks(skip)
     once = copies_of(model).nbytes
-    Sublayers(model, "fused").draft(skip)
-    assert copies_of(model).nbytes == once == opened.low_bytes(skip)
-    opened.draft(replace(skip, trained=None))  # whose copies are others
+    Sublayers(model, "fused").weights.blocks(skip)
+    assert copies_of(model).nbytes == once == opened.weights.nbytes(skip)
+    opened.weights.blocks(replace(skip, trained=None))  # whose copies are others
     assert copies_of(model).nbytes == 2 * once
 
 

@@ -22,9 +22,12 @@ from layerskip.decoding import draws
 from layerskip.decoding.controllers import CONTROLLERS, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, accept_uniform, residual, stream_key, without
-from layerskip.decoding.lookup import NOTHING, Found, LookupRow, Offer
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rounds import DecodingStats
+from layerskip.decoding.rules import residual, without
+from layerskip.decoding.sources.base import Offer
+from layerskip.decoding.sources.lookup import NOTHING, Found, LookupRow
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import Replay, look_up, replay
 from layerskip.replay.simulation import SimulatedRound, simulate

@@ -21,9 +21,10 @@ from transformers import (
 import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import SIGNALS
+from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.draws import Drafts, Draws
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 
 # Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
 # cache, activations and logits all are a 64th of what they are there
@@ -84,8 +85,8 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def _to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.decoding.followers._CHUNK", 512 // 8)
-    monkeypatch.setattr("layerskip.decoding.laws._BLOCK", 2**18 // 64)
+    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", 512 // 8)
+    monkeypatch.setattr("layerskip.decoding.noise._BLOCK", 2**18 // 64)
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
@@ -129,7 +130,7 @@ def test_less_than_3_percent_beside_model_and_cache(model: Any, execution: str, 
 
 
 def test_a_prompt_in_one_piece_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.decoding.followers._CHUNK", 8 * PROMPT)
+    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", 8 * PROMPT)
     assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
 
 

@@ -17,26 +17,32 @@ import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
+from filelock import FileLock
 from models import FAMILIES, WINDOW, Fickle, lively_model, prompt, ragged, tiny_model
 from test_sampling import LEVEL, accept_always, exact_law, p_value, sample_texts
 from ties import partings
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
 from layerskip.decoding import draws
-from layerskip.decoding.laws import ahead, gumbel_noise, largest, stream_key, with_margin
+from layerskip.decoding.laws import Law, Warp
+from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.decoding.rules import ahead, largest, with_margin
 from layerskip.generation import generate
 from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.joined import joined
 from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.served import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAPS = Path("/proc/self/maps")
@@ -263,7 +269,7 @@ def test_trimmed_heads(family: str, dtype: torch.dtype) -> None:
     hidden = modules.embed(prompt(5, rows=3))
     whole = modules.logits(hidden)
     for rows in ([3, 50, 7, 96], slice(5, 60)):
-        trimmed = opened.head_of(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
+        trimmed = opened.backend.head(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
         kept = torch.isfinite(trimmed[0, 0]).nonzero()[:, 0]
         assert kept.tolist() == (list(range(5, 60)) if isinstance(rows, slice) else sorted(rows))
         bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
@@ -297,7 +303,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass() -> None:
 
         def add() -> None:
             while not stop.is_set():
-                opened.head_of(TrimmedHead(opened.model.lm_head, slice(5, 60)))
+                opened.backend.head(TrimmedHead(opened.model.lm_head, slice(5, 60)))
 
         adding = threading.Thread(target=add)
         adding.start()
@@ -499,13 +505,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine where nothing was built yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
-    def forget() -> None:
-        for each in (extension.extension, extension.refusal, native.warn_refusal):
-            each.cache_clear()
-
-    forget()
+    another_process()
     yield tmp_path
-    forget()
+    another_process()
 
 
 def expect_lean(message: str) -> None:
@@ -578,34 +580,205 @@ def test_a_compiler_that_fails_is_not_asked_again(
     left = [each.name for each in (fresh / extension.NAME).iterdir()]
     assert sorted(left) == sorted([failed.name, failed.with_suffix(".lock").name])
     compiler.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    another_process()
+    expect_lean(words)
+    another_process()
+    expect_lean("layerskip env --rebuild, or wait 60 minutes")
+
+
+def another_process() -> None:
+    """Forget what is kept in this one."""
     for each in (extension.extension, extension.refusal, native.warn_refusal):
         each.cache_clear()
-    expect_lean(f"(to try again, delete {failed})")
 
 
 class Compiler:
     """In place of the child that compiles: how it ended, and a library if that was well."""
 
-    def __init__(self, code: int, library: Path | None = None) -> None:
-        self.code, self.library, self.calls = code, library, 0
+    def __init__(self, code: int, library: Path | None = None, said: str = "") -> None:
+        self.code, self.library, self.said, self.calls = code, library, said, 0
 
     def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         self.calls += 1
         time.sleep(0.2)
         if self.library is not None:
             shutil.copy(self.library, command[3])  # the folder
-        return subprocess.CompletedProcess(command, self.code, "", "")
+        return subprocess.CompletedProcess(command, self.code, "", self.said)
+
+
+@pytest.fixture
+def compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """One that fails."""
+    fake = Compiler(1)
+    monkeypatch.setattr(extension, "_check_tools", lambda: None)
+    monkeypatch.setattr(extension, "_version", lambda path: "a compiler 1.0")
+    monkeypatch.setattr(subprocess, "run", fake)
+    return fake
 
 
 @pytest.mark.parametrize(("code", "message"), [(-4, "ended by signal 4"), (1, "no message")])
-def test_a_child_that_dies(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
-) -> None:
-    compiler = Compiler(code)
-    monkeypatch.setattr(extension, "_check_tools", lambda folder: None)
-    monkeypatch.setattr(subprocess, "run", compiler)
+def test_a_child_that_dies(compiler: Compiler, code: int, message: str) -> None:
+    compiler.code = code
+    expect_lean(message)
+    another_process()
     expect_lean(message)
     assert compiler.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, ""),
+        (-15, ""),
+        (1, "g++: fatal error: Killed signal terminated program cc1plus"),
+        (1, "OSError: [Errno 28] No space left on device"),
+        (1, "MemoryError"),
+    ],
+)
+def test_what_was_the_moments_fault_is_not_remembered(
+    compiler: Compiler, code: int, said: str
+) -> None:
+    compiler.code, compiler.said = code, said
+    for calls in (1, 2):
+        assert "could not be built" in str(extension.refusal())
+        assert compiler.calls == calls
+        another_process()
+
+
+def test_a_build_that_failed_is_tried_again_after_an_hour(fresh: Path, compiler: Compiler) -> None:
+    assert extension.refusal() is not None
+    (failed,) = (fresh / extension.NAME).glob("*.failed")
+    for age, calls in ((extension.RETRY_AFTER - 60, 1), (extension.RETRY_AFTER + 60, 2)):
+        then = time.time() - age
+        os.utime(failed, (then, then))
+        another_process()
+        assert extension.refusal() is not None
+        assert compiler.calls == calls
+
+
+def test_an_updated_compiler_is_another_one(
+    fresh: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extension.refusal() is not None
+    monkeypatch.setattr(extension, "_version", lambda path: "a compiler 1.1")
+    another_process()
+    assert extension.refusal() is not None
+    assert compiler.calls == 2
+
+
+def test_the_version_is_what_the_compiler_says(tmp_path: Path) -> None:
+    mine = tmp_path / "c++"
+    mine.write_text("#!/bin/sh\necho mine 3.2\necho more\n")
+    mine.chmod(0o755)
+    assert extension._version(str(mine)) == "mine 3.2"
+    assert extension._version(str(tmp_path / "nothing")) is None
+
+
+def test_nobody_waits_for_ever(
+    fresh: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "WAIT", 0.1)
+    folder = extension._folder()
+    extension._make(folder.parent)
+    with FileLock(folder.with_suffix(".lock")):
+        expect_lean("another process has been building")
+    assert compiler.calls == 0
+
+
+@pytest.fixture
+def own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library built before, in a folder of this test's own."""
+    with monkeypatch.context() as usual:
+        usual.delenv("TORCH_EXTENSIONS_DIR")
+        reason = extension.refusal()
+        built = extension._folder() / f"{extension.NAME}.so"
+        another_process()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(subprocess, "run", Compiler(0, built))
+    assert extension.refusal() is None
+    another_process()
+    return extension._folder() / f"{extension.NAME}.so"
+
+
+def test_what_is_built_is_this_users_alone(fresh: Path, own: Path) -> None:
+    for each in (own, own.parent, own.parent.parent):
+        assert each.stat().st_mode & 0o777 == 0o700
+    assert extension.status().startswith("built")
+
+
+@pytest.mark.parametrize("place", range(4), ids=["library", "build", "builds", "root"])
+def test_a_library_that_others_can_exchange_is_not_loaded(
+    fresh: Path, own: Path, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_to_all = (own, *own.parents)[place]
+    assert fresh in (open_to_all, *open_to_all.parents)
+    mode = open_to_all.stat().st_mode
+    for loose in (0o777, 0o1777):  # a sticky bit helps above the root only
+        open_to_all.chmod(loose)
+        expect_lean(str(open_to_all))
+        assert "chmod" in extension.status()
+        another_process()
+    open_to_all.chmod(mode)
+    assert extension.refusal() is None
+    another_process()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    owner = own.stat().st_uid
+    if owner == 0:  # root may do what it likes anyway
+        os.chown(open_to_all, 1234, -1)
+    assert "not loaded" in str(extension.refusal())
+    os.chown(open_to_all, owner, -1)
+
+
+def test_a_sticky_folder_above_the_root_will_do(
+    fresh: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = fresh / "below"
+    shutil.copytree(fresh / extension.NAME, below / extension.NAME)
+    below.chmod(0o700)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(below))
+    fresh.chmod(0o1777)
+    assert extension.refusal() is None
+    another_process()
+    fresh.chmod(0o777)
+    assert str(fresh) in str(extension.refusal())
+    fresh.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "others"),
+    [("me", [], False), ("me", ["me", "you"], True), ("us", [], True)],
+)
+def test_a_group_of_ones_own_is_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, members: list[str], others: bool
+) -> None:
+    """As users have on systems that let groups write by default."""
+    group, user = SimpleNamespace(gr_name=name, gr_mem=members), SimpleNamespace(pw_name="me")
+    monkeypatch.setattr("grp.getgrgid", lambda number: group)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: user)
+    tmp_path.chmod(0o770)
+    assert extension._others_write(tmp_path.stat()) is others
+    tmp_path.chmod(0o772)
+    assert extension._others_write(tmp_path.stat())
+
+
+def test_rebuilding_takes_the_place_of_what_was_there(
+    fresh: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = subprocess.run
+    assert isinstance(compiler, Compiler)
+    before = own.stat().st_ino
+    extension.rebuild()
+    assert compiler.calls == 2
+    assert own.stat().st_ino != before
+    compiler.code = 1
+    with pytest.raises(extension.Unavailable, match="could not be built"):
+        extension.rebuild()
+    assert own.exists()
+    assert list(own.parent.parent.glob("*.failed"))
+    compiler.code = 0
+    extension.rebuild()
+    assert not list(own.parent.parent.glob("*.failed"))
 
 
 @pytest.mark.usefixtures("built")
@@ -649,11 +822,30 @@ def test_other_vectors_give_the_same_numbers(capability: str) -> None:
     assert "skipped" not in done.stdout
 
 
+WARPS = (
+    Warp(),
+    Warp(0.8),
+    Warp(0.8, top_k=5),
+    Warp(top_k=10**6),
+    Warp(0.7, top_p=0.9),
+    Warp(1.3, top_k=50, top_p=0.6),
+    Warp(top_p=0.0, least=2),
+    Warp(top_p=0.999),
+)
+
+
 @pytest.mark.parametrize("size", [7, 512, 2049])
-def test_native_draws_are_torchs_bit_by_bit(size: int) -> None:
+@pytest.mark.parametrize("warp", WARPS)
+def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
+    """With the processors of `transformers`, but for top-p, whose own sums are rounded."""
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     generator = torch.Generator().manual_seed(size)
+    law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
+    for processor in law.processors:
+        if isinstance(processor, TopPLogitsWarper):
+            processor.min_tokens_to_keep = warp.least
+    assert law.warp == warp
     for case in range(10):
         logits = 8 * torch.randn(3, size, generator=generator)
         noise = gumbel_noise([stream_key(case)] * 3, range(3), size)
@@ -665,11 +857,12 @@ def test_native_draws_are_torchs_bit_by_bit(size: int) -> None:
             logits[0] = -math.inf
         elif case % 5 == 4:
             logits[0, size // 2] = math.nan
-        for scores, temperature, luck in [(logits / 0.8 + noise, 0.8, [*noise]), (logits, 1.0, [])]:
-            tokens, behind = extension.extension().drawn(logits, temperature, luck)
-            want, margins = with_margin(scores)
+        scores = law.scores(logits, torch.zeros(3, 1, dtype=torch.long), [0, 1, 2], [1, 1, 1])
+        for noisy, luck in [(scores + noise, [*noise]), (scores, [])]:
+            tokens, behind = extension.extension().drawn(logits, *warp, luck)
+            want, margins = with_margin(noisy)
             assert torch.equal(tokens, want)
-            assert torch.equal(tokens, largest(scores))
+            assert torch.equal(tokens, largest(noisy))
             assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])
 
 
@@ -679,7 +872,7 @@ def test_native_draws_refuse_what_does_not_fit() -> None:
     drawn = extension.extension().drawn
     for wrong in (torch.zeros(5), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
         with pytest.raises(ValueError, match="logits must be"):
-            drawn(wrong, 1.0, [])
+            drawn(wrong, *Warp(), [])
     for noise in ([torch.zeros(5)], [torch.zeros(4)] * 2):
         with pytest.raises(ValueError, match="noise must be"):
-            drawn(torch.zeros(2, 5), 1.0, noise)
+            drawn(torch.zeros(2, 5), *Warp(), noise)

@@ -25,7 +25,7 @@ import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.noise import stream_key
 from layerskip.prompts import read_prompts
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here

@@ -33,7 +33,7 @@ def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
         skip = SkipConfig(num_layers=6, notes={"confirmed": {"speedup": 1.5}})
         return SearchResult(skip, None, (), None, {})
 
-    monkeypatch.setattr("layerskip.search.whole.search", found)
+    monkeypatch.setattr("layerskip.search.pipeline.search", found)
     monkeypatch.chdir(tmp_path)
     assert len(PROGRAMS) == 2
     given = {"model": object(), "prompts": [], "others": []}

@@ -16,7 +16,7 @@ from ties import partings
 
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.checkpoints import Loaded, encode, load
-from layerskip.decoding.laws import stream_key
+from layerskip.decoding.noise import stream_key
 from layerskip.prompts import Prompt, read_prompts
 from layerskip.shelf import MADE, SPEC_BENCH, made
 

@@ -232,7 +232,7 @@ def lowered(model: Any, execution: str, bits: int) -> Sublayers:
     """A model opened with everything in low precision."""
     opened = Sublayers(model, execution)
     assert opened.execution == execution
-    *opened.blocks, opened.head = opened.draft(SkipConfig.low_precision(bits))  # type: ignore[misc]
+    *opened.blocks, opened.head = opened.weights.blocks(SkipConfig.low_precision(bits))  # type: ignore[misc]
     return opened
 
 
@@ -290,7 +290,7 @@ def test_joined_weights_share_their_copies() -> None:
         together = lowered(model, "native", 8)
         for want, got in pairs(apart, together):
             assert torch.equal(want, got)
-    assert copies_of(model).nbytes == apart.low_bytes(SkipConfig.low_precision(8))
+    assert copies_of(model).nbytes == apart.weights.nbytes(SkipConfig.low_precision(8))
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])
@@ -303,19 +303,19 @@ def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
     opened = Sublayers(model, execution)
     low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)  # type: ignore[arg-type]
     skip = SkipConfig(attention=(4,), low=low)
-    blocks = opened.draft(skip)
+    blocks = opened.weights.blocks(skip)
     assert len(blocks) == 12 - 1 - 5 + 1  # without the prefix and what is left out, and the head
     kept = [index for index in range(5, 12) if index != 8]
     same = [block is opened.blocks[index] for block, index in zip(blocks, kept, strict=False)]
     assert same == [index not in (5, 6, 9) for index in kept]
-    assert blocks[-1] is opened.draft_head
-    assert opened.draft(skip)[0] is blocks[0]
+    assert blocks[-1] is opened.weights.head()
+    assert opened.weights.blocks(skip)[0] is blocks[0]
     few = opened.trimmed([3, 50, 7, 96])
-    head = few.draft(SkipConfig.low_precision(bits))[-1]
+    head = few.weights.blocks(SkipConfig.low_precision(bits))[-1]
     hidden = opened.embed(prompt(5))
     logits = head(hidden, None)
     assert torch.isfinite(logits[0, 0]).nonzero()[:, 0].tolist() == [3, 7, 50, 96]
-    whole = opened.draft(SkipConfig.low_precision(bits))[-1](hidden, None)
+    whole = opened.weights.blocks(SkipConfig.low_precision(bits))[-1](hidden, None)
     some = logits[..., [3, 7, 50, 96]] - whole[..., [3, 7, 50, 96]]
     assert some.abs().max() < 1e-5 * whole.abs().max()
 
@@ -356,7 +356,7 @@ def test_copies_of_changed_weights_are_made_anew(
     skip, hidden = SkipConfig.low_precision(8), torch.randn(1, 1, 32)
 
     def blocks(of: Any) -> list[Any]:
-        return Sublayers(of, execution).draft(skip)
+        return Sublayers(of, execution).weights.blocks(skip)
 
     old = blocks(model)
     again = blocks(model)
@@ -400,17 +400,17 @@ def test_memory_is_told_and_shared(execution: str, bits: int) -> None:
     low = LowPrecision(bits=bits, attention=(1, 2), mlp=(3,), head=True)  # type: ignore[arg-type]
     some = SkipConfig(attention=(2,), low=low)
     for skip in (some, SkipConfig.low_precision(bits)):  # type: ignore[arg-type]
-        told = opened.low_bytes(skip)
+        told = opened.weights.nbytes(skip)
         assert copies_of(model).nbytes < told
-        opened.draft(skip)
+        opened.weights.blocks(skip)
         assert copies_of(model).nbytes == told
-    Sublayers(model, execution).draft(some)
+    Sublayers(model, execution).weights.blocks(some)
     assert copies_of(model).nbytes == told
-    assert opened.low_bytes(SkipConfig.early_exit(3)) == 0
+    assert opened.weights.nbytes(SkipConfig.early_exit(3)) == 0
     few = opened.trimmed(range(0, VOCABULARY, 7))
     head = rounded_bytes(torch.empty(14, 32), bits, packed=opened.backend.packed)
     whole = rounded_bytes(torch.empty(VOCABULARY, 32), bits, packed=opened.backend.packed)
-    assert few.low_bytes(SkipConfig.low_precision(bits)) == told - whole + head  # type: ignore[arg-type]
+    assert few.weights.nbytes(SkipConfig.low_precision(bits)) == told - whole + head  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -433,16 +433,16 @@ def test_adapted_quantised_and_hooked_modules() -> None:
     opened = Sublayers(model)
     assert opened.execution == "modules"
     hidden = torch.randn(1, 3, 32, dtype=torch.float64)
-    got = opened.draft(SkipConfig.low_precision(8))[5](hidden, None)
+    got = opened.weights.blocks(SkipConfig.low_precision(8))[5](hidden, None)
     assert len(seen) == 1
     x = model.model.layers[2].post_attention_layernorm(hidden)
     up, down = (rounded(each, 8) for each in (mlp.up_proj.base_layer.weight, mlp.down_proj.weight))
     wide = x @ up.widened(torch.float64).T + mlp.up_proj.up(mlp.up_proj.down(x))
     want = (torch.nn.functional.silu(quantised(x)) * wide) @ down.widened(torch.float64).T
     assert (got - hidden - want).abs().max() < 1e-12
-    assert opened.low_bytes(SkipConfig(low=LowPrecision(attention=(), mlp=(2,), head=False))) == (
-        up.nbytes + down.nbytes
-    )
+    assert opened.weights.nbytes(
+        SkipConfig(low=LowPrecision(attention=(), mlp=(2,), head=False))
+    ) == (up.nbytes + down.nbytes)
 
 
 def test_a_forward_of_its_own_is_refused_by_name() -> None:
@@ -454,8 +454,8 @@ def test_a_forward_of_its_own_is_refused_by_name() -> None:
         assert opened.execution == "modules"
         where = name.replace("model.layers.2", "layer 2").replace("layer 2.", "layer 2 ")
         with pytest.raises(ValueError, match=f"{where} has a forward of its own"):
-            opened.draft(SkipConfig.low_precision(8))
-        opened.draft(SkipConfig(low=LowPrecision(attention=(2,), mlp=(1,))))
+            opened.weights.blocks(SkipConfig.low_precision(8))
+        opened.weights.blocks(SkipConfig(low=LowPrecision(attention=(2,), mlp=(1,))))
         del module.forward
 
 

@@ -16,37 +16,35 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import lively_model
+from models import lively_model, pure
 from scipy import stats
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    WhisperTimeStampLogitsProcessor,
 )
+from transformers.generation import logits_process
 
 from layerskip.config import SkipConfig
-from layerskip.decoding import draws
-from layerskip.decoding import laws as room
+from layerskip.decoding import draws, noise
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import (
+from layerskip.decoding.laws import Law, check_processor, softmax_law
+from layerskip.decoding.noise import (
     ACCEPT,
     DRAFT,
     TARGET,
-    Law,
     NoiseBlocks,
     accept_uniform,
-    acceptance_probability,
     gumbel_noise,
-    largest,
-    residual,
-    softmax_law,
     stream_key,
-    with_margin,
 )
+from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6  # of every statistical test here
@@ -237,10 +235,10 @@ NOISE_OF_SEED_0 = [-0.0548966, 0.7982703, -0.8432406, -0.6967998]
 
 def earlier_noise(key: int, position: int, purpose: int, vocabulary: int) -> Tensor:
     """The noise of one row (V,) as the first versions made it, whole and by itself."""
-    base = room._signed(room._mix(key ^ room._mix(position * 4 + purpose)))
-    x = base + torch.arange(vocabulary) * room._signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * room._signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * room._signed(0x94D049BB133111EB)
+    base = noise._signed(noise._mix(key ^ noise._mix(position * 4 + purpose)))
+    x = base + torch.arange(vocabulary) * noise._signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * noise._signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * noise._signed(0x94D049BB133111EB)
     uniform = ((x >> 32) & 0xFFFFFFFF).float().add(0.5).mul(2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -311,6 +309,7 @@ def test_law_of_a_processor_is_asked_with_the_rows_own_history() -> None:
     """Also where rows stand at different lengths, and each row at its own number."""
     calls: list[list[list[int]]] = []
 
+    @pure
     def watch(ids: Tensor, scores: Tensor) -> Tensor:
         calls.append(ids.tolist())
         scores = scores + torch.arange(len(ids))[:, None] * 100  # what a row number would do
@@ -327,6 +326,7 @@ def test_law_of_a_processor_is_asked_with_the_rows_own_history() -> None:
 
 
 def test_law_is_float32_and_leaves_the_logits_alone() -> None:
+    @pure
     def spoil(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.mul_(2)
 
@@ -367,12 +367,76 @@ def test_top_p_keeps_the_same_scores_where_some_are_equal() -> None:
     assert torch.equal(got.sort().values, warper(None, scores).sort().values)
 
 
-def test_processors_that_keep_state_are_refused() -> None:
-    class SynthIDTextWatermarkLogitsProcessor:
-        pass
+class Automaton(LogitsProcessor):  # type: ignore[misc]
+    """A processor of a user's that goes on by a state with every call."""
 
-    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps state"):
-        Law([SynthIDTextWatermarkLogitsProcessor()], do_sample=True, rows=1)  # type: ignore[list-item]
+    calls = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores
+
+
+class TemperatureImpostor(TemperatureLogitsWarper):  # type: ignore[misc]
+    calls = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return super().__call__(ids, scores) / self.calls
+
+
+TemperatureImpostor.__name__ = TemperatureImpostor.__qualname__ = "TemperatureLogitsWarper"
+
+
+def test_processors_that_do_not_say_that_they_keep_no_state_are_refused() -> None:
+    """Known ones by their class: neither a name nor a base class is a promise."""
+    for processor in (Automaton(), TemperatureImpostor(0.8), lambda ids, scores: scores):
+        with pytest.raises(ValueError, match="layerskip_pure = True"):
+            Law([processor], do_sample=True, rows=1)
+    Law([pure(Automaton())], do_sample=True, rows=1)
+    whisper = object.__new__(WhisperTimeStampLogitsProcessor)
+    with pytest.raises(ValueError, match="WhisperTimeStampLogitsProcessor of transformers keeps"):
+        Law([whisper], do_sample=True, rows=1)
+
+
+def test_every_processor_of_the_library_is_known_or_refused() -> None:
+    kinds = [
+        kind
+        for kind in vars(logits_process).values()
+        if isinstance(kind, type) and issubclass(kind, LogitsProcessor)
+    ]
+    refused = set()
+    for kind in kinds:
+        try:
+            check_processor(object.__new__(kind))
+        except ValueError:
+            refused.add(kind.__name__)
+    assert "SynthIDTextWatermarkLogitsProcessor" in refused
+    assert "ClassifierFreeGuidanceLogitsProcessor" in refused
+    assert not any(name.endswith("Warper") or "Penalty" in name for name in refused)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_processors_of_the_library_are_asked_once_for_every_position(rows: int) -> None:
+    """And not once for every row and length: ragged rows hardly have two of a length."""
+    asked = []
+
+    def count(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        asked.extend([ids.shape[1]] * len(ids))
+        return scores
+
+    processor = RepetitionPenaltyLogitsProcessor(1.5)
+    law = Law([processor], do_sample=True, rows=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", count)
+        at = [(row, 9 + 7 * row + offset) for row in range(rows) for offset in range(5)]
+        law.scores(
+            torch.zeros(len(at), 11),
+            torch.zeros(rows, 99, dtype=torch.long),
+            [row for row, _ in at],
+            [length for _, length in at],
+        )
+    assert sorted(asked) == sorted(length for _, length in at)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -527,7 +591,7 @@ def test_rows_and_places_are_made_together_and_memory_is_bounded(
         calls.append(len(keys))
         return gumbel_noise(keys, *rest, **how)
 
-    monkeypatch.setattr(room, "gumbel_noise", counted)
+    monkeypatch.setattr(noise, "gumbel_noise", counted)
     blocks = NoiseBlocks()
     keys = [stream_key(1, row) for row in range(rows)]
     places, scores = [0] * rows, torch.zeros(rows, size)

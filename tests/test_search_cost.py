@@ -56,8 +56,10 @@ class Machine:
             self.time += HEAD * (1 + 0.1 * (count - 1))
             return head(hidden, step)
 
-        self.model.head = self.model.draft_head = slow_head
-        exact = self.model._rounded
+        self.model.head = slow_head
+        weights = self.model.weights
+        weights._exact, weights._head = list(self.model.blocks), slow_head
+        exact = weights._rounded
 
         def slow_low(sublayer: int | None, skip: SkipConfig) -> Any:
             """A third of the exact one's time, of the head a quarter."""
@@ -72,7 +74,7 @@ class Machine:
 
             return slow
 
-        self.model._rounded = slow_low  # type: ignore[method-assign]
+        weights._rounded = slow_low  # type: ignore[method-assign]
         self.law = Law([TemperatureLogitsWarper(self)], do_sample=True, rows=1)
 
     def seconds(self, index: int, count: int, context: float) -> float:

@@ -6,6 +6,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -170,51 +172,31 @@ def test_acceptance_is_the_share_of_first_tokens_that_match(case: str) -> None:
         assert objective(skip).acceptance == replay(traced(case), skip).survival[0]
 
 
-def compared(case: str, configs: int, seed: int, trace: Trace) -> tuple[int, int]:
-    """Limited against unlimited drafts; how many were cut short, and how many of those paid."""
-    cut = paid = 0
-    for skip in drawn(configs, seed):
-        whole = follow(trace, skip)[0]
-        for machine, record in MACHINES.items():
-            costs = Objective(trace, record).costs(skip)
-            limit = _Limit(costs, trace.draft_length)
-            short = follow(
-                trace,
-                skip,
-                [None],
-                limit.longest,
-                enough=lambda each, limit=limit: [limit(each[0])],
-            )[0]
-            if short.draft_length == trace.draft_length:
-                continue
-            mine, all_ = (fixed(choices(drafts, costs)) for drafts in (short, whole))
-            cut += 1
-            if max(all_.values()) > 1:
-                paid += 1
-                assert max(mine, key=mine.__getitem__) == max(all_, key=all_.__getitem__), machine
-                assert max(mine.values()) == pytest.approx(max(all_.values()))
-            # what other controllers make of longer drafts, and of luck, is little
-            mine_best, best = (best_value(drafts, costs) for drafts in (short, whole))
-            assert 0.95 * best <= mine_best <= 1.05 * best, (case, machine, skip)
-    return cut, paid
-
-
-def best_value(drafts: Replay, costs: Any) -> float:
-    return max(choice.speedup for choice in choices(drafts, costs))
-
-
 @pytest.mark.parametrize(("case", "seed"), [("greedy", 3), ("coupled", 6)])
 def test_stopping_early_misses_no_fixed_length(case: str, seed: int) -> None:
-    cut, paid = compared(case, 7, seed, traced(case))
+    """Limited against unlimited drafts."""
+    trace, cut, paid = traced(case), 0, 0
+    for skip, record in product(drawn(7, seed), MACHINES.values()):
+        costs = Objective(trace, record).costs(skip)
+        limit = _Limit(costs, trace.draft_length)
+        whole = follow(trace, skip)[0]
+        short = follow(
+            trace, skip, [None], limit.longest, enough=lambda each, limit=limit: [limit(each[0])]
+        )[0]
+        if short.draft_length == trace.draft_length:
+            continue
+        cut += 1
+        mine, all_ = (choices(drafts, costs) for drafts in (short, whole))
+        if max(fixed(all_).values()) > 1:
+            paid += 1
+            assert max(fixed(mine).items(), key=itemgetter(1)) == pytest.approx(
+                max(fixed(all_).items(), key=itemgetter(1))
+            )
+        # what other controllers make of longer drafts, and of luck, is little
+        best = max(choice.speedup for choice in all_)
+        assert max(choice.speedup for choice in mine) == pytest.approx(best, rel=0.05)
     assert cut > 20
     assert paid > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(4))
-def test_stopping_early_misses_no_fixed_length_of_many(case: str, seed: int) -> None:
-    compared(case, 40, seed + 10, traced(case))
 
 
 def test_what_cannot_pay_is_followed_for_one_step() -> None:
@@ -260,12 +242,8 @@ def test_expected_gain_is_preferred_within_the_tolerance(
 
 def test_lookups_are_preferred_and_no_reason_to_lose() -> None:
     alone = DecodingOptions(controller="expected-gain", max_draft_length=8)
-    for mixed, chosen in ((1.40, 2), (1.30 / TOLERANCE + 1e-6, 2), (1.20, 1)):
-        ways = [
-            Choice(DecodingOptions(controller="fixed", max_draft_length=3), 1.30),
-            Choice(alone, 1.295),
-            Choice(dataclasses.replace(alone, lookup=True), mixed),
-        ]
+    for mixed, chosen in ((1.40, 1), (1.295 / TOLERANCE + 0.01, 1), (1.20, 0)):
+        ways = [Choice(alone, 1.295), Choice(dataclasses.replace(alone, lookup=True), mixed)]
         assert best_choice(ways) is ways[chosen]
 
 
@@ -316,20 +294,11 @@ def test_a_vocabulary_that_cannot_catch_up_is_left() -> None:
     assert narrow([0.9, 0.5])
 
 
-def test_each_config_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def counted(trace: Trace, skip: SkipConfig, *rest: Any, **options: Any) -> list[Replay]:
-        calls.append(skip)
-        return follow(trace, skip, *rest, **options)
-
-    monkeypatch.setattr(objective_module, "follow", counted)
+def test_each_config_is_evaluated_once() -> None:
     objective = Objective(traced("greedy"), MACHINES["reads weights"])
     same = [SkipConfig(attention=(5,), mlp=(5,)), SkipConfig.layers((5,)), SkipConfig.early_exit(5)]
-    found = [objective(skip) for skip in (*same, same[0])]
-    assert found[0].value > 0
-    assert all(each is found[0] for each in found)
-    assert len(calls) == 1
+    first, *others = [objective(skip) for skip in (*same, same[0])]
+    assert all(each is first for each in others)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -393,34 +362,8 @@ def test_a_text_does_not_rank_its_own_tokens() -> None:
         texts = [text.tokens for text in trace.texts]
         assert objective.vocabulary(size) == tuple(ranked(texts, 97)[:size].tolist())
     assert objective.allowed(None) is None
-
-
-def test_tokens_that_end_a_text_are_in_every_vocabulary() -> None:
-    ends = frozenset({91, 95})
-    trace = dataclasses.replace(traced("greedy"), eos=ends)
-    objective = Objective(trace, HEADS)
-    allowed = objective.allowed(6)
+    ending = Objective(dataclasses.replace(trace, eos=frozenset({91, 95})), HEADS)
+    assert ending.vocabulary(6)[:2] == (91, 95)
+    allowed = ending.allowed(6)
     assert allowed is not None
     assert allowed[:, [91, 95]].all()
-    assert objective.vocabulary(6)[:2] == (91, 95)
-
-
-def test_no_trimmed_head_no_vocabulary() -> None:
-    objective = Objective(traced("greedy"), MACHINES["dear heads"])
-    assert objective.sizes == [None]
-    assert objective(SkipConfig.layers((2,))).attributes["draft_vocabulary"] is None
-
-
-def test_twice_as_fast_a_machine_is_worth_twice() -> None:
-    def halved(value: Any) -> Any:
-        return [halved(each) for each in value] if isinstance(value, list) else value / 2
-
-    record = MACHINES["reads weights"]
-    timed = ("attention", "mlp", "head", "rest", "passes")
-    fast = record | {name: halved(record[name]) for name in timed}
-    for skip in drawn(3, seed=5):
-        slow, quick = (Objective(traced("greedy"), each)(skip) for each in (record, fast))
-        assert quick.value == pytest.approx(2 * slow.value)
-        assert dataclasses.replace(quick, value=0, guide=0, draft_cost=0) == dataclasses.replace(
-            slow, value=0, guide=0, draft_cost=0
-        )

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.bench.lawtest import Recorded, chi_square
+from layerskip.bench.lawtest import Recorded, RecordedDraft, chi_square
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 
 LEVEL = 1e-6
 ROWS = 6000
@@ -48,8 +49,8 @@ def second_tokens() -> list[int]:
         keys=[stream_key(5, row) for row in range(ROWS)],
         rejection=True,
     )
-    recorded: Any = Recorded(TARGET, DRAFT)
-    decoder = Decoder(recorded, Recorded.SKIP, Spy(), request, max_draft_length=3)
+    recorded: Any = Recorded(TARGET)
+    decoder = Decoder(recorded, RecordedDraft(DRAFT), Spy(), request, max_draft_length=3)
     rounds = decoder.rounds()
     next(rounds)
     first, second = next(rounds), next(rounds)

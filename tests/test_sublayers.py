@@ -104,7 +104,7 @@ def test_logits_come_back_to_where_tokens_come_in(place: str) -> None:
         module.to("meta")
     opened = Sublayers(model)
     assert opened.execution == "modules"
-    heads = [opened.head] if "head" in place else [opened.head, opened.head_of(few)]
+    heads = [opened.head] if "head" in place else [opened.head, opened.backend.head(few)]
     cache = opened.new_cache(1, 16)
     cache.place([0], 9)
     with Pretended():

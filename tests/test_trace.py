@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import Erratic, lively_model, ragged
+from models import Erratic, as_any_other, lively_model, pure, ragged
 from transformers import (
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -19,7 +19,8 @@ from transformers import (
 import layerskip
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS, SIGNALS, make_controller
+from layerskip.decoding.controller import CONTROLLERS, SIGNALS
+from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import chains as chains_module
@@ -99,6 +100,7 @@ def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> lis
         mask[list(texts)],
         do_sample=temperature is not None,
         temperature=temperature or 1.0,
+        top_k=0,
         eos_token_id=list(eos),
         seeds=list(texts),
         **({"costs": COSTS, "max_new_tokens": NEW} | settings),
@@ -122,6 +124,7 @@ def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
                 max_new_tokens=NEW,
                 do_sample=temperature is not None,
                 temperature=temperature or 1.0,
+                top_k=0,
                 eos_token_id=list(eos),
                 seeds=[number],
             )
@@ -266,6 +269,7 @@ def test_processors_that_read_the_text() -> None:
                     max_new_tokens=16,
                     do_sample=True,
                     temperature=0.8,
+                    top_k=0,
                     logits_processor=penalties,
                     eos_token_id=sorted(EOS),
                     seeds=[number],
@@ -284,6 +288,7 @@ def test_processors_that_read_the_text() -> None:
 def dead_end(token: int) -> Any:
     """A processor that leaves nothing to draw behind a token."""
 
+    @pure
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill((ids[:, -1] == token)[:, None], float("-inf"))
 
@@ -311,6 +316,7 @@ def test_drafts_that_find_nothing_to_draw() -> None:
             max_draft_length=6,
             max_new_tokens=NEW,
             do_sample=True,
+            top_k=0,
             logits_processor=law.processors[:1],
             seeds=[0],
         )
@@ -356,7 +362,7 @@ def test_an_exit_is_replayed_as_any_other_draft(
     _, trace = traced(*CASES[1])
     allowed = (torch.arange(97) % 3 > 0).expand(3, -1) if trimmed else None
     short = replay(trace, SKIPS["exit 4"], allowed=allowed)
-    monkeypatch.setattr(drafts_module, "_exit_layer", lambda skip: None)
+    monkeypatch.setattr(drafts_module, "source_of", as_any_other)
     long = replay(trace, SKIPS["exit 4"], allowed=allowed)
     assert torch.equal(short.tokens, long.tokens)
     torch.testing.assert_close(short.confidences, long.confidences)
@@ -377,6 +383,7 @@ def test_no_room_for_context_at_the_models_last_position() -> None:
             max_draft_length=8,
             max_new_tokens=20,
             do_sample=True,
+            top_k=0,
             seeds=[0],
         )
         rounds = [(r.drafted, r.accepted) for r in list(real)[1:]]

@@ -359,9 +359,11 @@ def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
     cache.place([0, 0], 3)
     step = Pass(opened, cache, opened.rotary(3, 3))
     with torch.no_grad():
-        want = opened.finish_draft(opened.embed(ids), step, replace(skip, trained=trained))
-        rounded = opened.finish_draft(opened.embed(ids), step, skip)
-        got = opened.draft(skip)[-1](hidden, None)
+        want = opened.backend.run(
+            opened.embed(ids), step, opened.weights.blocks(replace(skip, trained=trained))
+        )
+        rounded = opened.backend.run(opened.embed(ids), step, opened.weights.blocks(skip))
+        got = opened.weights.blocks(skip)[-1](hidden, None)
     assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 on the way
 
 
@@ -439,9 +441,11 @@ def overlap_by_depth(model: Any, skip: SkipConfig, ids: Tensor) -> list[float]:
     """Of a written block, one token after another, by the states that decoding feeds it with."""
     opened = Sublayers(model, "modules")
     assert skip.trained is not None
-    block: Any = opened.module(skip).block
+    block: Any = opened.weights.module(skip).block
     others = torch.ones(VOCABULARY, dtype=torch.bool)
-    others[list(opened.module(skip).tokens or ())] = False  # of 97 tokens it has learnt about 60
+    others[list(opened.weights.module(skip).tokens or ())] = (
+        False  # of 97 tokens it has learnt about 60
+    )
     assert others.sum() == VOCABULARY - HOW["vocabulary"]
     tap = skip.shared_prefix(6) if skip.trained.kind == "exit-block" else None
     with torch.no_grad():

@@ -28,12 +28,13 @@ from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import trained as states
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import save_trained
@@ -214,7 +215,7 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
     exact = replace(skip, low=None)
     assert opened.execution == "native"
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
-    assert 0 < opened.low_bytes(skip) < opened.low_bytes(exact) + 4 * 12 * 32
+    assert 0 < opened.weights.nbytes(skip) < opened.weights.nbytes(exact) + 4 * 12 * 32
     how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
     plain = layerskip.generate(model, inputs, enabled=False, **how)
     for execution in ("native", "fused"):
@@ -260,13 +261,13 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: P
     assert skip.trained is not None
     whole = save_trained(
         folder / "whole.safetensors",
-        opened.module(skip).block.state_dict(),
+        opened.weights.module(skip).block.state_dict(),
         skip.trained.kind,
         model,
     )
     other = replace(skip, trained=whole)
     assert analytic(opened, skip).draft < analytic(opened, other).draft
-    assert (opened.low_bytes(skip) < opened.low_bytes(other)) is (skip.low is not None)
+    assert (opened.weights.nbytes(skip) < opened.weights.nbytes(other)) is (skip.low is not None)
 
 
 def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:

@@ -18,6 +18,7 @@ from models import (
     Erratic,
     lively_model,
     prompt,
+    pure,
     ragged,
     tiny_model,
 )
@@ -92,14 +93,14 @@ def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: s
     opened = Sublayers(model_of(family), execution=execution)
     trimmed = opened.trimmed(SOME)
     hidden = torch.randn(2, 3, 32, dtype=torch.float64)
-    whole, few = opened.logits(hidden), trimmed.draft_head(hidden, None)
+    whole, few = opened.logits(hidden), trimmed.weights.head()(hidden, None)
     kept = torch.zeros(VOCABULARY, dtype=torch.bool)
     kept[list(SOME)] = True
     torch.testing.assert_close(few[..., kept], whole[..., kept])
     assert torch.equal(few[..., ~kept], torch.full_like(few[..., ~kept], float("-inf")))
     assert torch.equal(trimmed.logits(hidden), whole)
-    assert torch.equal(opened.draft_head(hidden, None), whole)
-    assert (opened.draft_vocabulary, trimmed.draft_vocabulary) == (VOCABULARY, 40)
+    assert torch.equal(opened.weights.head()(hidden, None), whole)
+    assert (opened.weights.vocabulary, trimmed.weights.vocabulary) == (VOCABULARY, 40)
 
 
 @torch.no_grad()
@@ -282,6 +283,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
 def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
     """One that sets scores itself, as forced tokens do, is obeyed by draft and target alike."""
 
+    @pure
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] % 3:
             return scores

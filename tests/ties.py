@@ -1,4 +1,4 @@
-"""Texts of two ways to decode that may part at near-ties only; knows models and coupled noise."""
+"""Texts of two ways to decode that may part at near-ties only, and by how much they miss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.laws import gumbel_noise
+from layerskip.decoding.noise import gumbel_noise
 
 
 def scores_after(model: Any, seen: Tensor, key: int | None, temperature: float) -> Tensor:

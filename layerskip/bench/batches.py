@@ -1,4 +1,4 @@
-"""Prompts that are decoded together, left-padded; knows token ids, no method and no clock."""
+"""Prompts that are decoded together, left-padded."""
 
 from __future__ import annotations
 

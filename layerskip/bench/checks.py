@@ -1,7 +1,8 @@
-"""The losslessness check of a model on this machine, in token ids; knows no text and no files.
+"""The losslessness check of a model on this machine, in token ids.
 
-Greedy text against the library's, coupled samples against plain decoding, emitted tokens against
-the law, the cache against a fresh prefill, and the model against what it was before.
+Greedy text against plain decoding and against the library's, coupled samples against plain
+decoding, emitted tokens against the law, the cache against a fresh prefill, and the model against
+what it was before.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor, nn
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.comparison import Comparison
 from layerskip.bench.lawtest import LawTest, law_tests
-from layerskip.bench.methods import Engine, Peer, Task
+from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
-from layerskip.decoding.assistant import Assistant
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6
@@ -44,6 +45,7 @@ class CheckReport:
 
     Attributes:
         greedy: self-speculation against the library's own `generate(do_sample=False)`.
+        plain: the same texts against this engine's plain decoding.
         coupled: coupled sampling against this engine's plain decoding with the same seed.
         laws: by accept rule, tokens drawn from recorded laws.
         cache_error: largest deviation of the keys and values after decoding from a fresh prefill,
@@ -54,6 +56,7 @@ class CheckReport:
     """
 
     greedy: Comparison
+    plain: Comparison
     coupled: Comparison
     laws: dict[str, LawTest]
     cache_error: float
@@ -71,7 +74,7 @@ class CheckReport:
     @property
     def passed(self) -> bool:
         """Whether nothing but near-ties was found."""
-        faults = self.greedy.faults + self.coupled.faults
+        faults = self.greedy.faults + self.plain.faults + self.coupled.faults
         return not faults and self.laws_passed and self.cache_passed and not self.changed
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class CheckReport:
         return {
             "passed": self.passed,
             "greedy": self.greedy.to_dict(),
+            "plain": self.plain.to_dict(),
             "coupled": self.coupled.to_dict(),
             "laws": {
                 "passed": self.laws_passed,
@@ -136,7 +140,7 @@ def check(
     before = _fingerprint(model)
     prompts = [ids.to(opened.device) for ids in prompts]
     sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
-    note("greedy, against transformers")
+    note("greedy, against plain decoding and transformers")
     greedily = Task(max_new_tokens, execution=execution)
     drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
     greedy = compare(model, prompts, skip, greedily, **drafts)
@@ -163,8 +167,9 @@ def check(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )
     return CheckReport(
-        greedy=greedy,
-        coupled=coupled,
+        greedy=greedy["generate"],
+        plain=greedy["plain"],
+        coupled=coupled["plain"],
         laws=laws,
         cache_error=cache_error,
         cache_resolution=math.sqrt(torch.finfo(opened.dtype).eps),
@@ -180,23 +185,27 @@ def compare(
     *,
     lookup: bool | Lookup = False,
     assistant: Sublayers | None = None,
-) -> Comparison:
-    """Decoding with drafts, prompts (1, T), against the text that it must give.
+) -> dict[str, Comparison]:
+    """Decoding with drafts, prompts (1, T), against the texts that it must give.
 
-    That is the text of `model.generate(do_sample=False)`, or of this engine's plain decoding where
-    the task samples. Every round drafts a fixed length, also where drafts would not pay.
+    Those are this engine's plain decoding, "plain", and, where the task does not sample,
+    `model.generate(do_sample=False)`, "generate". Every round drafts a fixed length, also where
+    drafts would not pay.
     """
     own = None if skip is None else skip.bare()
     drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
     drafting = Engine(model, task, "self", own, controller="fixed", **drafts)
-    judge = Judge(model, task, [Engine(model, task), Peer(model, task), drafting])
-    texts: list[list[int]] = []
-    differences = {}
-    for number, batch in enumerate(one_by_one(prompts)):
-        texts += drafting.decode(batch, 0, perf_counter).tokens
-        for difference in judge.differences(drafting, batch, texts[-1:]) or ():
-            differences[number] = difference
-    return Comparison.of(texts, differences)
+    references: list[Method] = [Engine(model, task)]
+    references += [] if task.do_sample else [Peer(model, task)]
+    judge = Judge(model, task, [*references, drafting])
+    batches = one_by_one(prompts)
+    decoded = [(batch, drafting.decode(batch, 0, perf_counter).tokens) for batch in batches]
+    found = {}
+    for reference in references:
+        comparison = judge.compare(drafting, decoded, reference, measure=True)
+        assert comparison is not None  # greedy and coupled texts are promised
+        found[reference.kind] = comparison
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -213,10 +222,7 @@ def _cache_error(
         max_new_tokens=max_new_tokens,
         law=Law(do_sample=False, rows=1),
     )
-    resolved = [
-        each.resolve(model.num_layers) if isinstance(each, SkipConfig) else each for each in drafts
-    ]
-    decoder = Decoder(model, resolved, Fixed(3), request, max_draft_length=3)
+    decoder = Decoder(model, drafts, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass
     length = decoder.session.lengths[0]

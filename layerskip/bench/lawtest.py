@@ -1,8 +1,8 @@
 """Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
 
-Many rounds of one draft token each are drawn on a stand-in of two sublayers that replies with the
-logits of target and draft at one position, recorded once; a chi-square test compares what comes out
-with the target's law. Letters: B rows, T tokens, V vocabulary.
+Many rounds of one draft token each are drawn with a stand-in for a model and a source, which reply
+with the logits of target and draft at one position, recorded once; a chi-square test compares what
+comes out with the target's law. Letters: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.followers import Drafter
-from layerskip.decoding.laws import Law, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.cache import RowCache
 from layerskip.model.modules import Rotary
 from layerskip.model.sublayers import Sublayers
@@ -47,25 +48,18 @@ class LawTest:
 
 
 class Recorded:
-    """Stands for a model whose draft and target laws are given: one layer, two sublayers.
-
-    Its attention does nothing, and its MLP, which the draft leaves out, turns the draft's logits
-    into the target's; so the engine runs its own rounds on it.
+    """Stands for a model whose law is given, in all that a `Session` asks of one.
 
     Args:
-        target, draft: raw logits, (V,).
+        target: raw logits, (V,).
     """
 
-    SKIP = SkipConfig(mlp=(0,)).resolve(1)
-    num_layers, num_sublayers = 1, 2
+    num_sublayers = 1
     execution = "modules"
-    eager = False
-    distinct_windows = ()
     drawn = None
 
-    def __init__(self, target: Tensor, draft: Tensor) -> None:
-        self.table = torch.stack([draft, target])  # (2, V)
-        self.device = target.device
+    def __init__(self, target: Tensor) -> None:
+        self.target, self.device = target, target.device
 
     def disturbed(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -80,19 +74,40 @@ class Recorded:
         return Rotary({})
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return torch.zeros_like(tokens)  # (B, T): 0 where the MLP has not run, else 1
+        return tokens[..., None]  # (B, T, 1)
 
     def run(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
-        return hidden + 1 if 1 in sublayers else hidden
+        return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden]  # (B, T, V)
+    def logits(self, hidden: Tensor, step: Any = None) -> Tensor:
+        return self.target.expand(*hidden.shape[:2], -1)  # (B, T, V)
 
     def finish(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
-        return self.logits(self.run(hidden, step, sublayers))
-
-    def finish_draft(self, hidden: Tensor, step: Any, skip: SkipConfig) -> Tensor:
         return self.logits(hidden)
+
+
+class RecordedDraft(Source):
+    """A source whose law is given by raw logits, (V,)."""
+
+    key = "recorded"
+
+    def __init__(self, draft: Tensor) -> None:
+        self.draft = draft
+
+    def step_bytes(self) -> Sequence[float]:
+        return (1.0,)
+
+    def open(self, batch: Batch) -> State:
+        return _RecordedState(batch, self.draft)
+
+
+class _RecordedState(State):
+    def __init__(self, batch: Batch, draft: Tensor) -> None:
+        super().__init__(batch)
+        self.draft = draft
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Any, offset: int) -> Tensor:
+        return self.draft.expand(len(tokens), -1)  # (R, V)
 
 
 def draw_rounds(
@@ -123,8 +138,8 @@ def draw_rounds(
         keys=[stream_key(seed, row) for row in range(draws)],
         rejection=rejection,
     )
-    recorded: Any = Recorded(target, draft)
-    decoder = Decoder(recorded, Recorded.SKIP, Fixed(1), request, max_draft_length=1)
+    recorded: Any = Recorded(target)
+    decoder = Decoder(recorded, RecordedDraft(draft), Fixed(1), request, max_draft_length=1)
     rounds = decoder.rounds()
     next(rounds)
     emitted = next(rounds).tokens
@@ -157,7 +172,7 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
 def law_tests(
     model: Sublayers,
     texts: Sequence[tuple[Tensor, list[int]]],
-    source: SkipConfig | Drafter,
+    source: SkipConfig | Source,
     *,
     temperature: float,
     seed: int,
@@ -190,15 +205,13 @@ def law_tests(
 
 
 def _record(
-    model: Sublayers, tokens: list[int], source: SkipConfig | Drafter
+    model: Sublayers, tokens: list[int], source: SkipConfig | Source
 ) -> tuple[Tensor, Tensor]:
     """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
 
     Of a large vocabulary the tokens that either law finds most probable.
     """
     ids = torch.tensor(tokens)
-    if isinstance(source, SkipConfig):
-        source = source.resolve(model.num_layers)
     prompt, emitted = [ids[:-1]], [tokens[-1:]]
     session = Session(
         model, [source], prompt, max_new_tokens=2, max_draft_length=1, emitted=emitted

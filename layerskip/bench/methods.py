@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares: this engine's and transformers' own; no clock.
+"""The ways to decode that a benchmark compares: this engine's and transformers' own.
 
 Each method decodes a batch of prompts and says when, by a clock that it is handed, the first tokens
 were out. What is asked for is the same for all of them.
@@ -18,9 +18,14 @@ from torch import Tensor
 from layerskip.bench.batches import Batch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
 from layerskip.decoding.rounds import Round
-from layerskip.generation import DEFAULT_CONTROLLER, GenerationOutput, generate
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.generation import (
+    DEFAULT_CONTROLLER,
+    GenerationOutput,
+    LayerSkipDecoding,
+    generate,
+)
 from layerskip.served import end_tokens
 
 Clock = Callable[[], float]
@@ -222,27 +227,41 @@ class Engine:
     ) -> GenerationOutput:
         """As a person would call it; a prompt's text depends on its number and the seed only."""
         task = self.task
-        seeds = [task.seed + number for number in batch.numbers]
         return generate(
             self.model,
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
             **{
-                "skip": self.skip,
-                "lookup": self.lookup,
-                "assistant": self.assistant,
-                "controller": self.controller,
-                "max_draft_length": self.max_draft_length,
-                "threshold": self.threshold,
+                **self._drafting,
                 "acceptance": task.acceptance,
                 "enabled": self.kind == "self",
-                "seeds": seeds,
-                "execution": task.execution,
+                "seeds": [task.seed + number for number in batch.numbers],
                 "costs": self.costs.get(batch.rows),
                 "clock": clock,
                 **task.arguments(),
                 **settings,
             },
         )
+
+    def prepare(self, rows: int, seconds: float) -> None:
+        """Measure what drafting costs in batches of so many rows, which may take so long."""
+        law = {name: x for name, x in self.task.arguments().items() if name != "max_new_tokens"}
+        decoding = LayerSkipDecoding(**self._drafting)
+        decoding.prepare(self.model, rows=rows, seconds=seconds, **law)
+
+    @property
+    def _drafting(self) -> dict[str, Any]:
+        """For `LayerSkipDecoding`."""
+        return {
+            "skip": self.skip,
+            "lookup": self.lookup,
+            "assistant": self.assistant,
+            # what is not named here does not draft, though the model may have a draft of its own
+            "draft_memory": 0 if self.skip is None else None,
+            "controller": self.controller,
+            "max_draft_length": self.max_draft_length,
+            "threshold": self.threshold,
+            "execution": self.task.execution,
+        }
 
 
 @dataclass(eq=False)
@@ -278,7 +297,6 @@ class Peer:
     ) -> Decoded:
         width = batch.input_ids.shape[1]
         first = _First(clock, width)
-        watch = {"streamer": first} if batch.rows == 1 else {"stopping_criteria": [first]}
         if self.task.do_sample:
             draw = random.Random(f"{self.task.seed}/{batch.numbers[0]}/{repeat}")
             torch.manual_seed(draw.getrandbits(63))
@@ -290,7 +308,7 @@ class Peer:
                 attention_mask=batch.attention_mask,
                 **arguments,
                 **self.options,
-                **watch,
+                stopping_criteria=[first],
             )
         rows = [self._ended(row) for row in sequences[:, width:].tolist()]
         assert first.at is not None
@@ -304,24 +322,13 @@ class Peer:
 
 
 class _First:
-    """Notes when the first new tokens are out, as a streamer or as a stopping criterion."""
+    """A stopping criterion that stops nothing, and notes when the first new tokens are out."""
 
     def __init__(self, clock: Clock, width: int) -> None:
         self.clock = clock
         self.width = width
         self.at: float | None = None
         self.tokens = 0
-        self.prompt_seen = False
-
-    def put(self, tokens: Tensor) -> None:
-        if not self.prompt_seen:
-            self.prompt_seen = True
-        elif self.at is None:
-            self.at = self.clock()
-            self.tokens = tokens.numel()
-
-    def end(self) -> None:
-        pass
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if self.at is None:
@@ -347,23 +354,16 @@ def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def early_exit_peer(
-    model: Any, task: Task, exit_layer: int, draft_length: int | None = None
-) -> Peer:
-    """transformers' early exit with its own defaults, or with drafts of exactly that length."""
+def early_exit_peer(model: Any, task: Task, exit_layer: int) -> Peer:
+    """transformers' early exit with its own defaults."""
     config = model.generation_config
     defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     found = {name: getattr(config, name, None) for name in _ASSISTED}
     own = {n: defaults.get(n) if value is None else value for n, value in found.items()}
-    name = "generate-early-exit"
-    if draft_length is not None:
-        own = dict(zip(_ASSISTED, (draft_length, "constant", 0.0), strict=True))
-        name = f"{name}-{draft_length}"
     return Peer(
         model,
         task,
         "generate-early-exit",
-        name,
         options={"assistant_early_exit": exit_layer},
         config=own,
         details={

@@ -1,4 +1,4 @@
-"""From what a benchmark is asked for to its methods and header; knows no flags and writes nothing.
+"""What a benchmark measures: its methods, priced, and the header of its records.
 
 What a run to go on with has decided already (drafts, costs, draft lengths) stays as it is.
 """
@@ -6,6 +6,7 @@ What a run to go on with has decided already (drafts, costs, draft lengths) stay
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -33,7 +34,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
 from layerskip.model.fingerprint import fingerprint
@@ -44,8 +45,9 @@ from layerskip.timing.sublayers import measure
 
 TRACE_TOKENS = 64  # of each text of a trace, at most
 TRACE_PROMPTS = 2  # of each category
-CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs and how long drafts get
+CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs
 CALIBRATION_BATCHES = 3
+PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, for each batch size
 _Named = tuple[str, str | None, Tensor]  # name, category, token ids (1, T)
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
@@ -104,31 +106,6 @@ class Talk(Protocol):
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """How `self` drafts; a controller of None is the skip config's own, or the default."""
-
-    controllers: Sequence[str | None]
-    max_draft_length: int | None
-    threshold: float | None
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a method of this engine drafts from.
-
-    Attributes:
-        kind: the method that it is asked for by, "self" or one that begins so.
-        label: what it is called.
-    """
-
-    kind: str
-    label: str
-    skip: SkipConfig | None = None
-    lookup: bool | Lookup = False
-    assistant: Loaded | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
     """From what was asked for, and what a run to go on with has decided already, to methods."""
 
@@ -139,15 +116,18 @@ class Plan:
     found: Run | None
     talk: Talk
 
-    def sources(
+    def engines(
         self,
         kinds: set[str],
         given: Sequence[tuple[str, SkipConfig]],
         lookup: bool | Lookup | None,
         default: SkipConfig | None,
         assistant: Loaded | None,
-    ) -> list[Source]:
-        """What the methods of this engine draft from.
+        controllers: Sequence[str | None] = (None,),
+        max_draft_length: int | None = None,
+        threshold: float | None = None,
+    ) -> list[Engine]:
+        """The methods of this engine that draft: one for every source, and controller.
 
         Args:
             given: skip configs of "self", with names; without any what drafts without set-up.
@@ -155,28 +135,79 @@ class Plan:
                 config says, and where there is none it does.
             default: the model's own draft where none is given, if it has one.
             assistant: the second model of "self-assistant".
+            controllers: None is the skip config's own, or the default.
+            threshold: of those controllers that have one.
         """
-        found = []
-        if "self" in kinds and given:
-            for label, skip in given:
-                stored = skip.decoding is not None and skip.decoding.lookup is True
-                how = stored if lookup is None else lookup
-                found.append(Source("self", label, self._checked(skip), how))
-        elif "self" in kinds:
-            own = self._decided("self", default)
+        sources: list[tuple[str, str, dict[str, Any]]] = []  # kind, label, what drafts
+        for label, skip in given if "self" in kinds else ():
+            stored = skip.decoding is not None and skip.decoding.lookup is True
+            how = stored if lookup is None else lookup
+            sources.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
+        if "self" in kinds and not given:
+            own_skip = self._decided("self", default)
             how = True if lookup is None else lookup
-            if own is not None or how:
-                found.append(Source("self", "default", own, how))
+            if own_skip is not None or how:
+                sources.append(("self", "default", {"skip": own_skip, "lookup": how}))
         if "self-lookup" in kinds:
-            found.append(Source("self-lookup", "lookup", lookup=lookup or True))
+            sources.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-8bit" in kinds:
-            found.append(Source("self-8bit", "8-bit", SkipConfig.low_precision(8)))
-        if "self-assistant" in kinds:
-            found.append(Source("self-assistant", "assistant", assistant=assistant))
+            sources.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
+        if "self-assistant" in kinds and assistant is not None:
+            second = {"assistant": assistant.opened(self.task.execution), "named": assistant.name}
+            sources.append(("self-assistant", "assistant", second))
         if "self-exit" in kinds:
             exit_ = self._decided("self-exit", None) or self.best_exit
-            found.append(Source("self-exit", f"exit-{exit_.exit_layer}", exit_))
-        return found
+            sources.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
+        found: dict[str, Engine] = {}
+        for (kind, label, own), controller in itertools.product(sources, controllers):
+            each = Engine(
+                self.loaded.model,
+                self.task,
+                controller=controller,
+                max_draft_length=max_draft_length,
+                draft=label,
+                **own,
+            )
+            if each.controller in WITH_THRESHOLD and threshold is not None:
+                each.threshold = threshold
+            several = sum(other == kind for other, _, _ in sources) > 1
+            parts = [kind, *([label] if several else [])]
+            parts += [str(each.controller)] if len(controllers) > 1 else []
+            name = ":".join(parts)
+            like = sum(other.partition("#")[0] == name for other in found)
+            each.name = f"{name}#{like + 1}" if like else name
+            found[each.name] = each
+        used = any(each.controller in WITH_THRESHOLD for each in found.values())
+        if threshold is not None and found and not used:
+            rule = " or ".join(WITH_THRESHOLD)
+            warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
+        return list(found.values())
+
+    def methods(
+        self, kinds: set[str], engines: Sequence[Engine], assistant: Loaded | None
+    ) -> list[Method]:
+        """All methods to measure, what their drafts cost measured."""
+        model, task = self.loaded.model, self.task
+        plain = Engine(model, task)
+        for each in engines:
+            self._price(each, plain)
+        methods: list[Method] = [plain, *engines]
+        if "generate" in kinds:
+            methods.append(Peer(model, task))
+        if "generate-early-exit" in kinds:
+            methods.append(early_exit_peer(model, task, self._depth(engines)))
+        if (name := "generate-prompt-lookup") in kinds:
+            copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+            told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
+            methods.append(Peer(model, task, name, options=copied, details=told))
+        if (name := "generate-assistant") in kinds and assistant is not None:
+            second = {"assistant_model": assistant.model}
+            named = {"assistant": assistant.name}
+            methods.append(Peer(model, task, name, options=second, details=named))
+        alone = [m.name for m in methods if m.one_row]
+        if alone and any(batch.rows > 1 for batch in self.batches):
+            self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
+        return methods
 
     def _decided(self, name: str, otherwise: SkipConfig | None) -> SkipConfig | None:
         """The skip config that a run to go on with has for a method."""
@@ -201,82 +232,13 @@ class Plan:
         self.talk.say(f"best exit of a quick trace: {layer} (predicted {speedup:.2f}x)")
         return SkipConfig.early_exit(layer)
 
-    def methods(
-        self,
-        kinds: set[str],
-        sources: Sequence[Source],
-        options: Drafting,
-        assistant: Loaded | None,
-    ) -> list[Method]:
-        """All methods to measure, what their drafts cost measured."""
-        model, task = self.loaded.model, self.task
-        plain = Engine(model, task)
-        methods: list[Method] = [plain]
-        ours = self._drafting(sources, options)
-        for each in ours:
-            self._price(each, plain)
-            methods.append(each)
-        if "generate" in kinds:
-            methods.append(Peer(model, task))
-        if "generate-early-exit" in kinds:
-            depth = self._depth(sources)
-            methods.append(early_exit_peer(model, task, depth))
-            if ours:
-                length = self._matched_length(ours[0])
-                methods.append(early_exit_peer(model, task, depth, length))
-        if "generate-prompt-lookup" in kinds:
-            copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-            told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
-            methods.append(
-                Peer(model, task, "generate-prompt-lookup", options=copied, details=told)
-            )
-        if "generate-assistant" in kinds and assistant is not None:
-            second, name = {"assistant_model": assistant.model}, {"assistant": assistant.name}
-            methods.append(Peer(model, task, "generate-assistant", options=second, details=name))
-        alone = [m.name for m in methods if m.one_row]
-        if alone and any(batch.rows > 1 for batch in self.batches):
-            self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
-        return methods
-
-    def _drafting(self, sources: Sequence[Source], options: Drafting) -> list[Engine]:
-        """One method for every source and controller, with names that tell them apart."""
-        found: dict[str, Engine] = {}
-        for source in sources:
-            second = source.assistant
-            for controller in options.controllers:
-                each = Engine(
-                    self.loaded.model,
-                    self.task,
-                    skip=source.skip,
-                    lookup=source.lookup,
-                    assistant=second and second.opened(self.task.execution),
-                    named=None if second is None else second.name,
-                    controller=controller,
-                    max_draft_length=options.max_draft_length,
-                    draft=source.label,
-                )
-                if each.controller in WITH_THRESHOLD and options.threshold is not None:
-                    each.threshold = options.threshold
-                several = sum(other.kind == source.kind for other in sources) > 1
-                parts = [source.label] if several else []
-                parts += [str(each.controller)] if len(options.controllers) > 1 else []
-                name = ":".join([source.kind, *parts])
-                like = sum(other.partition("#")[0] == name for other in found)
-                each.name = f"{name}#{like + 1}" if like else name
-                found[each.name] = each
-        used = any(each.controller in WITH_THRESHOLD for each in found.values())
-        if options.threshold is not None and found and not used:
-            rule = " or ".join(WITH_THRESHOLD)
-            warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
-        return list(found.values())
-
-    def _depth(self, sources: Sequence[Source]) -> int:
+    def _depth(self, engines: Sequence[Engine]) -> int:
         """The early exit of transformers: that runs as many sublayers as our draft, if it can."""
         known = self._known.get("generate-early-exit")
         if known is not None:
             return int(known["exit_layer"])
         layers = int(self.loaded.model.config.num_hidden_layers)
-        kept = [len(each.skip.kept(layers)) for each in sources if each.skip is not None]
+        kept = [len(each.skip.kept(layers)) for each in engines if each.skip is not None]
         shorter = [count for count in kept if count < 2 * layers]
         if not shorter:
             return int(self.best_exit.exit_layer or 1)
@@ -293,14 +255,6 @@ class Plan:
             return
         self.talk.progress(f"measuring what drafting costs: {method.name}")
         price(method, plain, self.batches, device_clock(self.batches[0].input_ids.device))
-
-    def _matched_length(self, method: Engine) -> int:
-        """How long drafts of transformers' early exit are, to be like the method's."""
-        for name, entry in self._known.items():
-            if entry["kind"] == "generate-early-exit" and name != entry["kind"]:
-                return int(entry["num_assistant_tokens"])
-        self.talk.progress(f"how long the drafts of {method.name} are")
-        return mean_draft_length(method, self.batches)
 
     @cached_property
     def _known(self) -> dict[str, dict[str, Any]]:
@@ -354,47 +308,23 @@ class Plan:
         self.talk.progress(f"{what}, {share:.0%}")
 
 
-def calibration(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """A few batches of that size, of different categories where there are any."""
-    of_size = [batch for batch in batches if batch.rows == size]
-    step = max(1, len(of_size) // CALIBRATION_BATCHES)
-    return of_size[::step][:CALIBRATION_BATCHES]
-
-
 def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
     task = replace(method.task, acceptance="coupled")
     own = None if method.skip is None else method.skip.bare()
+    bare = Engine(method.model, task, skip=own, lookup=method.lookup, assistant=method.assistant)
+    length = min(task.max_new_tokens, CALIBRATION_TOKENS)
     for size in sorted({batch.rows for batch in batches}):
-        few = calibration(batches, size)
-        bare = Engine(
-            method.model, task, skip=own, lookup=method.lookup, assistant=method.assistant
-        )
-        measured = bare.generate(few[0], max_new_tokens=1)
-        assert measured.costs is not None
+        of_size = [batch for batch in batches if batch.rows == size]
+        # of different categories where there are any
+        few = of_size[:: max(1, len(of_size) // CALIBRATION_BATCHES)][:CALIBRATION_BATCHES]
+        bare.prepare(size, PRICE_SECONDS)
+        measured = bare.generate(few[0], max_new_tokens=1).costs
+        assert measured is not None
         steps = []
         for batch in few:
-            rounds = plain.generate(batch, now, max_new_tokens=_shorter(task)).rounds
+            rounds = plain.generate(batch, now, max_new_tokens=length).rounds
             steps += [r.times[-1] - r.times[0] for r in (rounds or [])[1:] if r.times is not None]
-        method.prices[str(size)] = {
-            **measured.costs.to_dict(),
-            "step_seconds": statistics.median(steps) if steps else None,
-        }
-        method.use(size, measured.costs)
-
-
-def mean_draft_length(method: Engine, batches: Sequence[Batch]) -> int:
-    """Tokens the method drafts in a round that drafts, on a few prompts, rounded; at least 1."""
-    if method.controller == "fixed" and method.max_draft_length is not None:
-        return method.max_draft_length
-    drafts = drafted = 0
-    for batch in calibration(batches, min(batch.rows for batch in batches)):
-        stats = method.generate(batch, max_new_tokens=_shorter(method.task)).stats
-        assert stats is not None
-        drafts += stats.num_drafts
-        drafted += stats.num_draft_tokens
-    return max(1, round(drafted / drafts)) if drafts else 1
-
-
-def _shorter(task: Task) -> int:
-    return min(task.max_new_tokens, CALIBRATION_TOKENS)
+        seconds = statistics.median(steps) if steps else None
+        method.prices[str(size)] = {**measured.to_dict(), "step_seconds": seconds}
+        method.use(size, measured)

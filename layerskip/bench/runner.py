@@ -1,31 +1,42 @@
 """The measuring loop: methods side by side on the same prompts, timed, compared, as records.
 
-Knows clocks and token ids; knows no files and no terminal: records are handed to a function. All
-methods decode a batch of prompts one after another, in an order that rotates from repeat to repeat,
-so that whatever else the machine does meets all of them alike.
+All methods decode a batch of prompts one after another, in an order that rotates from repeat to
+repeat, so that whatever else the machine does meets all of them alike. Records are handed to a
+function; files are for others to write.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip.bench.batches import Batch
-from layerskip.bench.comparison import Difference, first_difference
+from layerskip.bench.comparison import (
+    Along,
+    Comparison,
+    Difference,
+    Scores,
+    along,
+    differences,
+    exact,
+    first_difference,
+    resolutions,
+)
 from layerskip.bench.methods import Clock, Decoded, Method, Task
-from layerskip.decoding.laws import gumbel_noise, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.files.records import Key
-from layerskip.generation import generate
 from layerskip.model.compiled import compile_seconds
 from layerskip.model.sublayers import Sublayers
+from layerskip.served import end_tokens
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
 
@@ -193,72 +204,140 @@ def benchmark(
 
 
 class Judge:
-    """Tells whether texts are as promised: near-ties from faults.
+    """Tells whether texts are as promised: near-ties from faults (see `bench.comparison`).
 
-    Greedy text of every method must be that of transformers' `generate()`, or of plain decoding
-    where that is not measured; coupled samples of this engine must be those of plain decoding.
-    Samples of other kinds follow the law, which no text can show. Where top-k or top-p are about
-    to cut a token or not, a difference counts as a fault: rounding may explain it, no score shows.
+    Self-speculation must give the text of plain decoding. Greedy text of every other method must be
+    that of transformers' `generate()`, or of plain decoding where that is not measured. Samples of
+    other kinds follow the law, which no text can show. Where top-k or top-p are about to cut a
+    token or not, a difference counts as a fault: rounding may explain it, no score shows.
     """
 
     def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:
         self.model = model
         self.task = task
         kinds = {method.kind: method for method in reversed(methods)}
-        self.reference = kinds["plain"]
-        if not task.do_sample:
-            self.reference = kinds.get("generate", self.reference)
+        self.plain = kinds["plain"]
+        self.greedy = self.plain if task.do_sample else kinds.get("generate", self.plain)
         self._batch: Batch | None = None
-        self._expected: list[list[int]] = []
+        self._expected: dict[str, list[list[int]]] = {}
+        self._scored: dict[Hashable, Along] = {}  # texts repeat
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether drafting and plain decoding must agree bit for bit."""
+        return exact(Sublayers(self.model, execution=self.task.execution))
 
     def promised(self, method: Method) -> bool:
         """Whether the method's text must be the reference's."""
         coupled = self.task.acceptance == "coupled" and method.kind in ("plain", "self")
         return coupled or not self.task.do_sample
 
-    def prepare(self, batch: Batch) -> None:
-        """Have the reference's text of the batch at hand, before anything is timed on it."""
-        if batch is not self._batch:
-            again = self.reference.decode(batch, 0, time.perf_counter)
-            self._batch, self._expected = batch, again.tokens
+    def reference(self, method: Method) -> Method:
+        """Whose text a method must give."""
+        return self.plain if method.kind == "self" else self.greedy
 
-    def differences(
-        self, method: Method, batch: Batch, texts: Sequence[list[int]]
-    ) -> list[Difference] | None:
-        """First differences from the reference, of the rows that differ; None: nothing promised."""
+    def prepare(self, batch: Batch) -> None:
+        """Have the references' texts of the batch at hand, before anything is timed on it."""
+        for reference in (self.plain, self.greedy):
+            self.expected(reference, batch)
+
+    def expected(self, reference: Method, batch: Batch) -> list[list[int]]:
+        """The reference's texts, decoded once for a batch."""
+        if batch is not self._batch:
+            self._batch, self._expected = batch, {}
+        if reference.kind not in self._expected:
+            again = reference.decode(batch, 0, time.perf_counter)
+            self._expected[reference.kind] = again.tokens
+        return self._expected[reference.kind]
+
+    def compare(
+        self,
+        method: Method,
+        decoded: Sequence[tuple[Batch, Sequence[list[int]]]],
+        reference: Method | None = None,
+        *,
+        measure: bool = False,
+    ) -> Comparison | None:
+        """A method's texts of batches against the reference's; None: nothing is promised.
+
+        Args:
+            reference: another one than usual.
+            measure: tell the resolution also where no text differs.
+        """
         if not self.promised(method):
             return None
-        self.prepare(batch)
-        opened = Sublayers(self.model, execution=self.task.execution)
-        found = []
-        for row, (expected, got) in enumerate(zip(self._expected, texts, strict=True)):
-            prompt = batch.input_ids[row : row + 1]  # (1, W)
-            scores = partial(self._scores, batch, row)
-            difference = first_difference(opened, row, prompt, expected, got, scores)
-            if difference is not None:
-                found.append(difference)
-        return found
+        reference = reference or self.reference(method)
+        bitwise = {reference.kind, method.kind} <= {"plain", "self"} and self.exact
+        cases = [
+            (batch, row, expected, got)
+            for batch, texts in decoded
+            for row, (expected, got) in enumerate(
+                zip(self.expected(reference, batch), texts, strict=True)
+            )
+        ]
+        scored = [
+            number
+            for number, (_, _, expected, got) in enumerate(cases)
+            if expected != got or (measure and not bitwise)
+        ]
+        found = [self._along(*cases[number]) for number in scored]
+        resolved = resolutions(found) if found else []
+        differing: list[Difference] = []
+        for number, along_it, resolution in zip(scored, found, resolved, strict=True):
+            _, _, expected, got = cases[number]
+            longest = self._longest(got)
+            differing += differences(
+                number, expected, got, along_it, resolution, bitwise=bitwise, longest=longest
+            )
+        median = float(torch.cat(resolved).median()) if resolved else None
+        tokens = sum(len(got) for _, _, _, got in cases)
+        return Comparison(len(cases), tokens, tuple(differing), 0.0 if bitwise else median)
 
-    def _scores(self, batch: Batch, row: int, ids: Tensor) -> Tensor:
-        """What the token after the ids (1, W + n) is chosen by, (V,), from a fresh pass."""
-        mask = batch.attention_mask[row : row + 1]  # (1, W)
-        new = ids.shape[1] - mask.shape[1]
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": torch.cat([mask, mask.new_ones(1, new)], dim=1),  # (1, W + n)
-        }
-        settings = {**self.task.arguments(), "max_new_tokens": 1, "output_scores": True}
-        if not self.task.do_sample:
-            # one step of the library's own, so that its processors speak too
-            out = self.model.generate(**inputs, **settings, return_dict_in_generate=True)
-            return out.scores[0][0]  # type: ignore[no-any-return]  # (V,)
-        settings |= {"seed": 0, "enabled": False, "execution": self.task.execution}
-        out = generate(self.model, inputs, **settings)
-        assert out.scores is not None
-        scores = out.scores[0][0]  # (V,)
+    def _longest(self, text: Sequence[int]) -> int:
+        """How long a text may get: up to its first token that ends it, or the limit."""
+        limit, ends = self.task.max_new_tokens, end_tokens(self.model)
+        return next((i + 1 for i, token in enumerate(text[:limit]) if token in ends), limit)
+
+    def _along(self, batch: Batch, row: int, expected: list[int], got: list[int]) -> Along:
+        """What the library says along a text, and at its end if that comes too soon."""
+        longest = self._longest(got)
+        text = got[:longest] if len(got) >= longest else [*got, 0]  # what is last is not fed
+        others = [*text]
+        first = first_difference(expected, got)
+        if first is not None and first < min(len(expected), len(text)):
+            others[first] = expected[first]
+        key = batch.names, row, tuple(text), tuple(others)
+        if key not in self._scored:
+            prompt = batch.input_ids[row][batch.attention_mask[row].bool()][None]  # (1, T)
+            scores = self._scores(batch, row, text)
+            self._scored[key] = along(self.model, prompt, text, others, scores)
+        return self._scored[key]
+
+    def _scores(self, batch: Batch, row: int, text: Sequence[int]) -> Scores:
+        """What tokens of a text are chosen by: processed scores, and the noise of their places."""
+        ids, mask = (part[row : row + 1] for part in (batch.input_ids, batch.attention_mask))
+        width, length = ids.shape[1], int(mask.sum())
+        processors = self.model.generate(  # the library makes them, and decodes nothing
+            input_ids=ids,
+            attention_mask=mask,
+            custom_generate=lambda _model, _ids, logits_processor, **_rest: logits_processor,
+            **self.task.arguments(),
+        )
+        law = Law(processors, do_sample=self.task.do_sample, rows=1)
+        history = torch.cat([ids, ids.new_tensor([text])], dim=1)  # (1, W + n)
         key = stream_key(self.task.seed + batch.numbers[row], 0)
-        place = int(mask.sum()) + new
-        return scores + gumbel_noise([key], [place], len(scores), device=scores.device)[0]
+
+        def scores(logits: Tensor, first: int) -> Tensor:
+            numbers = range(first, first + len(logits))
+            seen = [width + number for number in numbers]
+            found = law.scores(logits, history.to(logits.device), [0] * len(seen), seen)  # (N, V)
+            if not self.task.do_sample:
+                return found
+            places = [length + number for number in numbers]
+            keys = [key] * len(places)
+            return found + gumbel_noise(keys, places, found.shape[-1], device=found.device)
+
+        return scores
 
 
 def record_of(
@@ -285,7 +364,8 @@ def record_of(
             "signal": decoded.rounds[0].signal,
             "confidences": [[list(row) for row in round_.confidences] for round_ in after],
         }
-    differences = judge.differences(timed.method, batch, decoded.tokens)
+    compared = judge.compare(timed.method, [(batch, decoded.tokens)])
+    differing = () if compared is None else compared.differences
     record = {
         "kind": "record",
         "method": timed.method.name,
@@ -303,8 +383,8 @@ def record_of(
         "repeated_4grams": [repeated_share(tokens) for tokens in decoded.tokens],
         "loops": [loops(tokens) for tokens in decoded.tokens],
         "equal": None
-        if differences is None
-        else [all(d.prompt != row for d in differences) for row in range(batch.rows)],
+        if compared is None
+        else [all(d.prompt != row for d in differing) for row in range(batch.rows)],
         "differences": [
             {
                 "row": difference.prompt,
@@ -313,7 +393,7 @@ def record_of(
                 "resolution": difference.resolution,
                 "near_tie": difference.near_tie,
             }
-            for difference in differences or ()
+            for difference in differing
         ],
     }
     if text is not None:

@@ -1,10 +1,11 @@
-"""The benchmark command: from flags to methods and a header; knows how nothing is measured."""
+"""The benchmark command: methods measured side by side, and the table of what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +32,11 @@ from layerskip.cli.options import (
 from layerskip.cli.terminal import Talk, aligned, decode_text, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS
-from layerskip.files.records import RunWriter, key_of, read_unfinished
+from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
+
+if TYPE_CHECKING:
+    from layerskip.bench.batches import Batch
+    from layerskip.bench.methods import Method, Task
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
 ASSISTED = ("self-assistant", "generate-assistant")
@@ -122,12 +127,9 @@ def benchmark(
     second = sources.second(loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import make_batches
-    from layerskip.bench.plans import Drafting, Plan, make_header
-    from layerskip.bench.runner import benchmark as measure
-    from layerskip.bench.runner import device_clock, try_out
+    from layerskip.bench.plans import Plan, make_header
+    from layerskip.bench.runner import try_out
     from layerskip.checkpoints import encode
-    from layerskip.model.compiled import compile_seconds
-    from layerskip.timing.bandwidth import Sweeps
 
     known = found.header["threads"] if found else None  # a run goes on as it began
     with open_passes(loaded, loading, talk, known) as opened:
@@ -135,8 +137,7 @@ def benchmark(
         lengths = [each.shape[1] for each in ids]
         opened.check_lengths(lengths, max(lengths) + max_new_tokens)
         triples = [(p.id, p.category, t) for p, t in zip(chosen, ids, strict=True)]
-        pad = loaded.tokenizer.pad_token_id
-        batches, words = make_batches(triples, sizes, 0 if pad is None else pad)
+        batches, words = make_batches(triples, sizes, loaded.tokenizer.pad_token_id or 0)
         for line in words:
             talk.say(line)
         if not batches:
@@ -153,19 +154,22 @@ def benchmark(
             default, reason = sources.own(opened)
             if reason is not None:
                 talk.say(f"drafts are looked up only: {reason}")
-        drafts = plan.sources(
+        controllers: list[str | None] = [*controller] if controller else [None]
+        engines = plan.engines(
             kinds,
             [(name, sources.rounded(each)) for name, each in given],
             sources.looked_up(text, loaded, talk),
             default,
             second,
+            controllers,
+            max_draft_length,
+            threshold,
         )
-        for source in drafts:
-            assisted = source.assistant is not None
-            told = sources.words(source.skip, bool(source.lookup), assisted, opened, talk)
-            talk.say(f"{source.kind} drafts: {told}")
-        options = Drafting(controller or [None], max_draft_length, threshold)
-        methods = plan.methods(kinds, drafts, options, second)
+        for each in engines[:: len(controllers)]:
+            assisted = each.assistant is not None
+            told = sources.words(each.skip, bool(each.lookup), assisted, opened, talk)
+            talk.say(f"{each.name.partition(':')[0]} drafts: {told}")
+        methods = plan.methods(kinds, engines, second)
         header = {
             **make_header(loaded, opened, task, chosen, prompts),
             "repeats": repeats,
@@ -176,42 +180,71 @@ def benchmark(
         if found is None:
             talk.progress("trying every method")
             try_out(methods, batches)
-        with RunWriter(output, header, found) as writer:
-            done = {key_of(record) for record in found.records} if found else set()
-            if trace and not (found and found.traces):
-                writer.write(plan.trace)
-            if trace and not (found and found.costs):
-                writer.write(plan.sublayer_costs)
-            try:
-                measure(
-                    loaded.model,
-                    task,
-                    methods,
-                    batches,
-                    repeats=repeats,
-                    warmup=warmup,
-                    write=writer.write,
-                    done=done,
-                    text=(lambda tokens: decode_text(loaded.tokenizer, tokens))
-                    if save_text
-                    else None,
-                    bandwidth=Sweeps(opened.device, device_clock(opened.device)),
-                    note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
-                )
-            except KeyboardInterrupt:
-                talk.say(f"{output} keeps what was measured; the same command goes on with it")
-                raise
+        lines = [plan.trace] if trace and not (found and found.traces) else []
+        lines += [plan.sublayer_costs] if trace and not (found and found.costs) else []
+        decoded = partial(decode_text, loaded.tokenizer) if save_text else None
+        summary = record(
+            output, header, loaded.model, task, methods, batches, talk, found, lines, decoded
+        )
+    if as_json:
+        print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
+    if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
+        talk.say("texts differ beyond rounding: look at the differences in the records")
+        raise typer.Exit(1)
+
+
+def record(
+    output: Path,
+    header: dict[str, Any],
+    model: Any,
+    task: Task,
+    methods: Sequence[Method],
+    batches: Sequence[Batch],
+    talk: Talk,
+    found: Run | None = None,
+    lines: Sequence[dict[str, Any]] = (),
+    text: Callable[[Sequence[int]], str] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure methods into a run file and print the table; returns its rows, see `summarise`.
+
+    Args:
+        found: the run to go on with.
+        lines: what the file holds before the records.
+        text: decodes tokens, where texts are to be kept.
+    """
+    from layerskip.bench.runner import benchmark as measure
+    from layerskip.bench.runner import device_clock
+    from layerskip.model.compiled import compile_seconds
+    from layerskip.timing.bandwidth import Sweeps
+
+    device = batches[0].input_ids.device
+    with RunWriter(output, header, found) as writer:
+        for line in lines:
+            writer.write(line)
+        try:
+            measure(
+                model,
+                task,
+                methods,
+                batches,
+                repeats=header["repeats"],
+                warmup=header["warmup"],
+                write=writer.write,
+                done={key_of(each) for each in found.records} if found else set(),
+                text=text,
+                bandwidth=Sweeps(device, device_clock(device)),
+                note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
+            )
+        except KeyboardInterrupt:
+            talk.say(f"{output} keeps what was measured; the same command goes on with it")
+            raise
     talk.progress("")
     summary = summarise(output)
     print(_table(summary))
     if compile_seconds():
         talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
-    if as_json:
-        print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
-    if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
-        talk.say("texts differ beyond rounding: look at the differences in the records")
-        raise typer.Exit(1)
+    return summary
 
 
 def _check_names(flag: str, given: Sequence[str] | None, allowed: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The check command: is drafting lossless on this model and machine; every heavy import waits."""
+"""The check command: is drafting lossless on this model and machine."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def check(
 ) -> None:
     """Check on your model and machine that drafting changes nothing but the speed.
 
-    Greedy text against transformers' own; sampled text against plain decoding; tokens drawn by
-    both accept rules against the model's law; the cache; and the model, which must stay as it was.
+    Greedy text against plain decoding and transformers' own; sampled text against plain decoding;
+    tokens drawn by both accept rules against the model's law; the cache; and the model, which must
+    stay as it was.
     """
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     given, text = draft.given(), sources.text()
@@ -88,6 +89,7 @@ def check(
 
 def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     rows = [
+        ("greedy = plain", verdict(report.plain)),
         ("greedy = transformers", verdict(report.greedy)),
         ("coupled = plain", verdict(report.coupled)),
     ]
@@ -99,8 +101,12 @@ def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     changed = ", ".join(report.changed[:3])
     rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
     lines = [two_columns(rows)]
-    for comparison in (report.greedy, report.coupled):
-        lines += [wrap(line) for line in differences(comparison, ids, tokenizer)]
+    for what, comparison in (
+        ("plain", report.plain),
+        ("transformers", report.greedy),
+        ("coupled", report.coupled),
+    ):
+        lines += [wrap(f"{what}: {x}") for x in differences(comparison, ids, tokenizer)]
     if not report.laws_passed:
         lines.append("the sampled law is WRONG: p-values are below the level of the test")
     lines.append("passed" if report.passed else "FAILED")

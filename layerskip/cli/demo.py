@@ -1,8 +1,10 @@
-"""The demo command: plain and self-speculative decoding side by side, and why."""
+"""The demo command: a small benchmark, a text that a person watches, and what it all means."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -22,23 +24,10 @@ from layerskip.cli.options import (
     to_json,
     write_out,
 )
-from layerskip.cli.terminal import (
-    Talk,
-    TextStream,
-    decode_text,
-    differences,
-    title,
-    two_columns,
-    verdict,
-    wrap,
-)
+from layerskip.cli.terminal import Talk, TextStream, decode_text, same_texts, title, two_columns
 
-if TYPE_CHECKING:
-    from layerskip.bench.demo import SideBySide
-    from layerskip.cli.drafting import Drafts
-
-
-_DEMO_CHECK_TOKENS = 48  # of each prompt: so that the demo stays short
+TEMPERATURE, REPEATS = 0.8, 3
+GREEDY_TOKENS = 48  # of each prompt: so that the demo stays short
 
 
 def demo(
@@ -57,14 +46,16 @@ def demo(
     loaded = open_model(loading, talk)
     second = sources.second(loading, loaded, talk)
 
-    from layerskip.bench.checks import compare
-    from layerskip.bench.demo import REPEATS, TEMPERATURE, side_by_side
-    from layerskip.bench.methods import Task
+    from layerskip.bench.batches import make_batches
+    from layerskip.bench.methods import Engine, Peer, Task
+    from layerskip.bench.runner import benchmark
     from layerskip.checkpoints import encode
 
-    prompts = shipped_prompts(2)
-    inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
-    timed = inputs[::2]  # one of each kind
+    model, prompts = loaded.model, shipped_prompts(1)
+    inputs = [(p.id, p.category, encode(loaded.tokenizer, p).to(model.device)) for p in prompts]
+    batches, _ = make_batches(inputs, [1], 0)
+    sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
+    greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
     with open_passes(loaded, loading, talk) as opened:
         passes, threads = opened.describe(), opened.threads
         other = None if second is None else second.opened(loading.execution)
@@ -72,122 +63,97 @@ def demo(
         if not drafts:
             raise ValueError(f"there are no drafts to show: {drafts.words}; name a skip config")
         talk.say(f"drafts: {drafts.words}")
-        print(title("Prompt, held out from training"))
-        print(prompts[0].text)
+        print(title("A prompt, held out from training"))
+        print(textwrap.dedent(prompts[0].text or "").rstrip())
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
-        found = side_by_side(
-            loaded.model,
-            timed,
-            drafts.skip,
-            lookup=drafts.lookup,
-            assistant=drafts.assistant,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            execution=loading.execution,
-            streamer=TextStream(loaded.tokenizer, write_out),
-            note=talk.progress,
-        )
-        length, execution = min(max_new_tokens, _DEMO_CHECK_TOKENS), loading.execution
-        talk.progress("checking greedy text against transformers")
-        beside: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
-        greedily = Task(length, execution=execution)
-        greedy = compare(loaded.model, inputs, drafts.skip, greedily, **beside)
-        talk.progress("checking sampled text against plain decoding")
-        sampled = Task(length, True, TEMPERATURE, seed=seed, execution=execution)
-        coupled = compare(loaded.model, inputs, drafts.skip, sampled, **beside)
+        own: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
+        ours = Engine(model, sampled, "self", drafts.skip, **own)
+        shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
+        records: dict[Task, list[dict[str, Any]]] = {sampled: [], greedy: []}
+        for task in records:
+            ours = Engine(model, task, "self", drafts.skip, **own)
+            benchmark(
+                model,
+                task,
+                [Peer(model, task), Engine(model, task), ours],
+                batches,
+                repeats=REPEATS if task.do_sample else 1,
+                warmup=1 if task.do_sample else 0,
+                write=records[task].append,
+                note=lambda what, share: talk.progress(f"measuring, {share:.0%}: prompt {what}"),
+            )
     talk.progress("")
-    comparisons = [found.comparison, coupled, greedy]
-    passed = not any(comparison.faults for comparison in comparisons)
-    identical = not found.comparison.differences
+    same = {"coupled": _same(records[sampled], "self")}
+    same["greedy"] = _same(records[greedy], "plain", "self")
+    speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
+    assert shown.stats is not None
+    why = counts(shown.stats, drafts.names)
+    costs = shown.costs if drafts.skip is not None else None
+    tokens = shown.sequences[0, batches[0].input_ids.shape[1] :].tolist()
+    document = {
+        "model": loaded.name,
+        "passed": not any(each["faults"] for each in same.values()),
+        "seed": seed,
+        "temperature": TEMPERATURE,
+        "threads": threads,
+        "passes": passes,
+        "prompt": prompts[0].text,
+        "text": decode_text(loaded.tokenizer, tokens),
+        "token_ids": tokens,
+        **same,
+        "tokens_per_second": speed,
+        "speedup": speed["self"] / speed["plain"],
+        "draft": drafts.words,
+        "draft_cost": None if costs is None else costs.draft,
+        **why,
+    }
     print(title("The same text?"))
-    counted = f"{len(timed)} prompts gives the same {sum(map(len, found.tokens))} tokens"
-    print(f"plain decoding of {counted}: {'yes' if identical else 'no'}")
-    rows = [("sampled = plain", verdict(coupled)), ("greedy = transformers", verdict(greedy))]
+    words = [f"{each['tokens']} tokens, texts equal: {same_texts(each)}" for each in same.values()]
+    laws = ("sampled = plain", "greedy = transformers")
+    print(two_columns(list(zip(laws, words, strict=True))))
+    print(title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))
+    names = {"generate": "transformers generate", "plain": "plain, this engine"}
+    rows = [(names.get(n, "self-speculative"), f"{s:.1f} tokens/s") for n, s in speed.items()]
+    rows.append(("speedup over plain", f"{document['speedup']:.2f}x"))
+    rows.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
     print(two_columns(rows))
-    ids = [each.id for each in prompts]
-    for comparison, names in zip(comparisons, (ids[::2], ids, ids), strict=True):
-        for line in differences(comparison, names, loaded.tokenizer):
-            print(wrap(line))
-    why = _why(found, drafts)
-    print(title(f"How fast? ({len(timed)} prompts of different kinds, interleaved)"))
-    if threads is not None:
-        print(f"best of {REPEATS} on {threads} CPU thread{'s' if threads > 1 else ''}")
-    speed = found.tokens_per_second
-    print(
-        two_columns(
-            [
-                ("transformers generate", f"{speed['transformers']:.1f} tokens/s"),
-                ("plain, this engine", f"{speed['plain']:.1f} tokens/s"),
-                ("self-speculative", f"{speed['self']:.1f} tokens/s"),
-                ("speedup over plain", f"{why['speedup']:.2f}x"),
-                ("over generate", f"{speed['self'] / speed['transformers']:.2f}x"),
-            ]
-        )
-    )
-    print(title("Why?"))
-    print(_why_table(why))
+    print(title("Why? (of the text above)"))
+    rows = [("drafts", drafts.words)]
+    if why["num_drafts"]:
+        rows.append(("drafts by source", by_source(why)))
+        rows.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))
+        rows.append(("tokens per verify", f"{why['mean_acceptance_length']:.2f}"))
+    else:
+        rows.append(("drafting", "turned itself off: it would not have paid here"))
+    if costs is not None:
+        rows.append(("draft step, c", f"{costs.draft:.3f} target steps"))
+        rows.append(("its own drafts gain", f"at most 1/c = {1 / costs.draft:.1f}x"))
+    print(two_columns(rows))
+    print(title("What next?"))
+    for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):
+        print(f"layerskip {command.format(loaded.name)}")
     if as_json:
-        document = {
-            "model": loaded.name,
-            "passed": passed,
-            "identical": identical,
-            "seed": seed,
-            "temperature": TEMPERATURE,
-            "threads": threads,
-            "passes": passes,
-            "repeats": REPEATS,
-            "prompt": prompts[0].text,
-            "text": decode_text(loaded.tokenizer, found.tokens[0]),
-            "token_ids": found.tokens[0],
-            "new_tokens": len(found.tokens[0]),
-            "seconds": found.seconds,
-            "tokens_per_second": speed,
-            **why,
-            "greedy": greedy.to_dict(),
-            "coupled": coupled.to_dict(),
-        }
         print(to_json(document))
-    if not passed:
+    if not document["passed"]:
         raise typer.Exit(1)
 
 
-def _why(found: SideBySide, drafts: Drafts) -> dict[str, Any]:
-    """The numbers behind the speedup, JSON values."""
-    stats, costs = found.stats, found.costs
-    drafted = round(stats.num_draft_tokens / stats.num_drafts) if stats.num_drafts else 0
-    own = None if costs is None or drafts.skip is None else costs.draft
+def _same(records: Sequence[dict[str, Any]], *methods: str) -> dict[str, Any]:
+    """Of the texts of these methods, how many are those they must be."""
+    texts = [each for each in records if each["method"] in methods]
+    faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
+    equal = sum(all(each["equal"]) for each in texts)
     return {
-        "draft": drafts.words,
-        "speedup": found.speedup,
-        **counts(stats, drafts.names),
-        "draft_cost": own,
-        "verify_tokens": drafted + 1,
-        "verify_cost": None if costs is None else costs.verify_cost(drafted + 1),
-        "bound": None if own is None or drafts.lookup else 1 / own,
-        "predicted_speedup": found.predicted_speedup,
+        "compared": len(texts),
+        "equal": equal,
+        "near_ties": len(texts) - equal - sum(faults),
+        "faults": sum(faults),
+        "tokens": sum(sum(each["new_tokens"]) for each in texts),
     }
 
 
-def _why_table(why: dict[str, Any]) -> str:
-    rows = [("drafts", why["draft"])]
-    if not why["num_drafts"]:
-        rows.append(("drafting", "turned itself off: it would not have paid here"))
-    else:
-        rows += [
-            *([("drafts by source", by_source(why))] if len(why["sources"]) > 1 else []),
-            ("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"),
-            ("mean acceptance length", f"{why['mean_acceptance_length']:.2f} tokens per verify"),
-        ]
-    own = why["draft_cost"]
-    if own is not None:
-        rows.append(("draft step, c", f"{own:.3f} target steps"))
-    if why["verify_cost"] is not None:
-        verify = f"verify pass, v({why['verify_tokens']})"
-        rows.append((verify, f"{why['verify_cost']:.2f} target steps"))
-    if own is not None:  # looked-up drafts cost nothing, so that nothing bounds them
-        bound = "no draft beats 1/c" if why["bound"] else "no draft of its own beats 1/c"
-        rows.append((bound, f"{1 / own:.1f}x"))
-    if why["predicted_speedup"] is not None:
-        rows.append(("speedup these predict", f"{why['predicted_speedup']:.2f}x"))
-    rows.append(("speedup measured", f"{why['speedup']:.2f}x"))
-    return two_columns(rows)
+def _speed(records: Sequence[dict[str, Any]], method: str) -> float:
+    """All new tokens of a method over all of its seconds, prefill included."""
+    own = [each for each in records if each["method"] == method]
+    seconds = sum(each["seconds"]["total"] for each in own)
+    return float(sum(sum(each["new_tokens"]) for each in own) / seconds)

@@ -18,7 +18,7 @@ from layerskip.config import LowPrecision, SkipConfig
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
-    from layerskip.decoding.lookup import Lookup
+    from layerskip.decoding.sources.lookup import Lookup
     from layerskip.model.sublayers import Sublayers
 
 
@@ -99,7 +99,7 @@ class Sources:
         """Whether and where drafts are looked up; None: not said."""
         if text is None:
             return self.lookup
-        from layerskip.decoding.lookup import Lookup
+        from layerskip.decoding.sources.lookup import Lookup
 
         talk.progress(f"indexing {self.lookup_file}")
         return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
@@ -129,7 +129,7 @@ class Sources:
         if self.low_precision == "none":
             return None, None
         skip = self.rounded(SkipConfig())
-        nbytes = opened.low_bytes(skip)
+        nbytes = opened.weights.nbytes(skip)
         if limit is not None and nbytes > limit:
             raise ValueError(
                 f"--low-precision {self.low_precision} takes {in_words(nbytes)} of memory, "
@@ -156,10 +156,10 @@ class Sources:
             found.append(f"a second model, {self.assistant}")
         if skip is not None:
             found.append(describe_skip(skip, opened.num_layers))
-            nbytes = opened.low_bytes(skip)
+            nbytes = opened.weights.nbytes(skip)
             if nbytes:
                 talk.progress(f"rounding weights, {in_words(nbytes)}")
-                opened.draft(skip.resolve(opened.num_layers))
+                opened.weights.blocks(skip.resolve(opened.num_layers))
                 found[-1] += f" ({in_words(nbytes)} of memory)"
         return ", or ".join(found) or "none"
 
@@ -186,6 +186,12 @@ class Drafts:
     def turned_off(self) -> bool:
         """Whether the skip config says not to draft with it."""
         return self.skip is not None and turned_off(self.skip)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `LayerSkipDecoding`: these sources and no others."""
+        found = {"skip": self.skip, "lookup": self.lookup, "assistant": self.assistant}
+        return found if self.skip is not None else {**found, "draft_memory": 0}
 
     @property
     def names(self) -> list[str]:
@@ -215,19 +221,18 @@ def choose(
         text: to look drafts up in, if there is any.
         second: the second model, if there is one, opened.
     """
-    from layerskip.decoding.trained import as_drafter
+    from layerskip.decoding.sources import source_of
 
     skip, reason = loaded.skip_config() if given is None else given, None
     lookup = sources.looked_up(text, loaded, talk)
     if skip is not None and second is not None and turned_off(skip):
         skip = None
     if skip is None:
-        if second is None or sources.low_precision is not None:
-            skip, reason = sources.own(opened)
+        skip, reason = sources.own(opened)
         lookup = True if lookup is None else lookup
     else:
         skip = sources.rounded(skip)
-        as_drafter(opened, skip.resolve(opened.num_layers))  # refuses what does not fit
+        source_of(opened, skip)  # refuses what does not fit
         stored = skip.decoding is not None and skip.decoding.lookup is True
         lookup = stored if lookup is None else lookup
         if sources.draft_memory is not None:

@@ -86,6 +86,7 @@ def generate(
         second = sources.second(loading, loaded, talk)
 
     from layerskip.checkpoints import encode, unpadded
+    from layerskip.generation import LayerSkipDecoding
     from layerskip.generation import generate as generate_tokens
 
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
@@ -109,12 +110,12 @@ def generate(
             talk.say(f"drafts: {off or drafts.words}")
             if not drafts:
                 warn_idle(drafting, "without drafts")
-            settings |= {"skip": drafts.skip, "lookup": drafts.lookup, "enabled": enabled}
-            settings["assistant"] = drafts.assistant
+            settings |= {"enabled": enabled} | drafts.settings
             if enabled:
-                talk.progress("measuring what drafting costs here")  # once, not in the times below
-                first = unpadded(inputs[0])
-                generate_tokens(loaded.model, first, max_new_tokens=1, seed=0, **settings)
+                talk.progress("measuring what drafting costs here")  # not in the times below
+                own = {**drafting, **drafts.settings, "execution": loading.execution}
+                law = {"do_sample": sampling.do_sample, **sampling.settings}
+                LayerSkipDecoding(**own).prepare(loaded.model, **law)
         for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
             if len(prompts) > 1 and (stream or not as_json):

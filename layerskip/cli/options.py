@@ -127,13 +127,19 @@ class Sampling:
     ] = False
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", help="Of sampling; the model's setting, or off, if not given."),
+        typer.Option(metavar="T", help="Of sampling.  [default: the model's setting, else 1]"),
     ] = None
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="P", help="Of sampling; likewise.")
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Of sampling.  [default: likewise]"),
     ] = None
     top_k: Annotated[
-        int | None, typer.Option(min=0, metavar="K", help="Of sampling; likewise. 0 is off.")
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="K",
+            help="Of sampling; 0 is off.  [default: likewise, else 50, as in transformers]",
+        ),
     ] = None
     acceptance: Annotated[
         Literal["coupled", "rejection"] | None,
@@ -152,18 +158,16 @@ class Sampling:
             warn_idle(given, "without --do-sample")
 
     @property
-    def settings(self) -> dict[str, float | None]:
+    def settings(self) -> dict[str, Any]:
         """The law, but for whether it is sampled from; None: the model's setting."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """What decoding is asked for, the model's settings filled in."""
         from layerskip.bench.methods import Task
+        from layerskip.served import sampling_of
 
-        law: dict[str, Any] = {}
-        for name, value in self.settings.items() if self.do_sample else ():
-            config = model.generation_config
-            law[name] = getattr(config, name, None) if value is None else value
+        law = sampling_of(model, **self.settings) if self.do_sample else {}
         return Task(
             max_new_tokens,
             self.do_sample,

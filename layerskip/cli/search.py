@@ -1,4 +1,4 @@
-"""The search command: from flags to a study and its files; knows how nothing is searched.
+"""The search command: from flags to a study and its files.
 
 It fills a folder: `study.log` (the trials, unless `--storage` says where else), `cost.json`,
 `trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`; around
@@ -43,9 +43,8 @@ from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
-    from layerskip.search.finding import Search, SearchResult
-    from layerskip.search.study import Progress
-    from layerskip.search.workers import Asked
+    from layerskip.search.pipeline import Search, SearchResult
+    from layerskip.search.study import Standing
 
 LEAST_BOUND = 1.1
 """A draft with a bound under this is hardly worth its trouble."""
@@ -87,9 +86,6 @@ def search(
     allow_ends: Annotated[
         bool, typer.Option("--allow-ends", help="Free the first layer, and halves of the last.")
     ] = False,
-    budget: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sublayers left out at most.")
-    ] = None,
     trials: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Of the study, in all.  [default: by the space]"),
@@ -106,8 +102,7 @@ def search(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="Skip config to try first; repeatable. One that is healed is searched around, one "
-            "of another trained module timed beside what is found.",
+            help="Skip config to try first; repeatable. One that is healed is searched around.",
         ),
     ] = None,
     storage: Annotated[
@@ -154,7 +149,7 @@ def search(
     started = time.monotonic()
     if space == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
-    given = {path: SkipConfig.load(path) for path in skip or ()}
+    first = {path: SkipConfig.load(path) for path in skip or ()}
     chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
@@ -170,43 +165,42 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.finding import Search
-    from layerskip.search.whole import space_for
-    from layerskip.search.workers import Asked, sharing
+    from layerskip.search.pipeline import Search, space_for
+    from layerskip.search.workers import worker_processes
     from layerskip.timing.threads import cpu_threads
 
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
     chosen = chosen[: max(1, (positions or default_positions(loaded.model)) // max_new_tokens)]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
+    where = str(output / "study.log") if storage is None else storage
     with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
-        usable = opened.threads or 1
-        going = Search(
+        threads = (opened.threads or 1) // workers
+        task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
+        within = space_for(
+            loaded.model,
+            loading.execution,
+            first,
+            kind=space,
+            bits=named.get(bits, bits),
+            allow_ends=allow_ends,
+        )
+        steps = Search(
             loaded.model,
             traced,
             timed,
-            task=sampling.task(
-                loaded.model, max_new_tokens, seed=seed, execution=loading.execution
-            ),
-            space=space_for(
-                loaded.model,
-                loading.execution,
-                given,
-                kind=space,
-                bits=named.get(bits, bits),
-                allow_ends=allow_ends,
-                budget=budget,
-            ),
+            task=task,
+            space=within,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
         )
-        where = str(output / "study.log") if storage is None else storage
-        going.open(where, study_name, given)
-        cost = going.price().cost
+        steps.open(where, study_name, first)
+        steps.price()
+        cost = steps.objective.cost
         write_text(output / "cost.json", json.dumps(cost, indent=1) + "\n")
-        _say_bound(talk, going)
+        _say_bound(talk, steps)
         if timeout is not None:
             talk.progress("how long a trial takes")
-            rest = going.reserve(finalists, repeats) + WRITING
+            rest = steps.seconds_after_trials(finalists, repeats) + WRITING
             spent = time.monotonic() - started
             timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
             talk.say(
@@ -214,27 +208,29 @@ def search(
                 f"gone: trials for up to {timeout:.0f} s, then the best drafts replayed"
                 f"{' and timed' if timed else ''}, {rest:.0f} s"
             )
-        asked = Asked(
+        further = worker_processes(
+            workers - 1,
+            threads,
             loading=loading.where,
-            traced=tuple(chosen),
-            task=going.task,
-            space=going.space,
+            prompts=chosen,
+            task=task,
+            space=within,
             trials=trials,
             timeout=timeout,
-            given=given,
+            first=first,
             storage=where,
             study_name=study_name,
             cost=cost,
         )
-        with cpu_threads(max(1, usable // workers)), sharing(asked, workers - 1, usable // workers):
-            _run(going, asked, output, talk)
+        with cpu_threads(max(1, threads)), further:
+            _run(steps, trials, timeout, output, talk)
         talk.progress("")
-        going.choose(finalists)
+        steps.choose(finalists)
         if timed:
-            going.confirm(repeats)
-        result = going.result()
+            steps.confirm(repeats)
+        result = steps.result()
         looked_at = [*chosen, *(held_out if timed else [])]
-        header = make_header(loaded, going.opened, going.task, looked_at, prompts)
+        header = make_header(loaded, steps.opened, steps.task, looked_at, prompts)
     header["prompts"] |= {
         "traced": [prompt.id for prompt in chosen],
         "held_out": [prompt.id for prompt in looked_at[len(chosen) :]],
@@ -290,33 +286,35 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
     return in_turn[count:], in_turn[:count]
 
 
-def _run(going: Search, asked: Asked, output: Path, talk: Talk) -> None:
+def _run(
+    steps: Search, trials: int | None, timeout: float | None, output: Path, talk: Talk
+) -> None:
     """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
-    from layerskip.search.rows import trial_rows
+    from layerskip.search.record import trials_table
 
-    step = going.objective.step_seconds
+    step = steps.objective.step_seconds
     started, before = time.monotonic(), None
 
-    def tell(at: Progress) -> None:
+    def tell(at: Standing) -> None:
         nonlocal before
         if before is None:
             before = at.finished - 1
         spent = time.monotonic() - started
         left = spent / max(1, at.finished - before) * (at.trials - at.finished)
-        if asked.timeout is not None:
-            left = min(left, max(0.0, asked.timeout - spent))
+        if timeout is not None:
+            left = min(left, max(0.0, timeout - spent))
         talk.progress(
             f"trial {at.finished}/{at.trials}, best {at.best * step:.2f}x ({at.best_origin}), "
             f"{left:.0f} s left"
         )
 
     def keep() -> int:
-        rows = trial_rows(going.study, going.space, step)
+        rows = trials_table(steps.study, steps.space, step)
         write_text(output / "trials.csv", _csv(rows))
         return sum(row["state"] == "complete" for row in rows)
 
     try:
-        going.run(asked.trials, timeout=asked.timeout, told=tell)
+        steps.run(trials, timeout=timeout, on_trial=tell)
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         if not _interrupted(error):
             raise
@@ -332,13 +330,13 @@ def _interrupted(error: BaseException | None) -> bool:
     )
 
 
-def _say_bound(talk: Talk, going: Search) -> None:
-    plain = 1.0 / going.objective.step_seconds
+def _say_bound(talk: Talk, steps: Search) -> None:
+    plain = 1.0 / steps.objective.step_seconds
     talk.say(
-        f"bound: no draft of {going.space} is faster than {going.bound:.1f}x plain decoding "
+        f"bound: no draft of {steps.space} is faster than {steps.bound:.1f}x plain decoding "
         f"({plain:.0f} tokens/s here)"
     )
-    if going.bound < LEAST_BOUND:
+    if steps.bound < LEAST_BOUND:
         warnings.warn(
             f"even a draft that is always right would gain under {LEAST_BOUND - 1:.0%}",
             stacklevel=2,

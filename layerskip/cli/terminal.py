@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,19 +105,35 @@ def verdict(comparison: Comparison) -> str:
     """What came of a comparison, in a few words."""
     words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
     if comparison.faults:
-        return words + f"DIFFERENT in {comparison.faults}"
+        words += f"DIFFERENT in {comparison.faults}"
+    else:
+        words += "the same"
     if comparison.near_ties:
-        return words + f"the same up to {comparison.near_ties} near-tie(s)"
-    return words + "the same"
+        words += f" {'and' if comparison.faults else 'up to'} {comparison.near_ties} near-tie(s)"
+    if comparison.resolution is None:
+        return words
+    exact = comparison.resolution == 0
+    return words + (", bit for bit" if exact else f", resolution {comparison.resolution:.2g}")
+
+
+_SHOWN = 3  # differences of a prompt
 
 
 def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
-    return [
-        f"prompt {ids[d.prompt]}, new token {d.position + 1}: expected "
-        f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; margin {d.margin:.2g}, "
-        f"resolution {d.resolution:.2g}: {'near-tie' if d.near_tie else 'FAULT'}"
-        for d in comparison.differences
-    ]
+    """A line for each of a prompt's first differences, and how many more there are."""
+    lines = []
+    for prompt, found in groupby(comparison.differences, lambda d: d.prompt):
+        every = list(found)
+        lines += [
+            f"prompt {ids[prompt]}, new token {d.position + 1}: expected "
+            f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; "
+            f"margin {d.margin:.2g}, resolution {d.resolution:.2g}: "
+            f"{'near-tie' if d.near_tie else 'FAULT'}"
+            for d in every[:_SHOWN]
+        ]
+        more = len(every) - _SHOWN
+        lines += [f"prompt {ids[prompt]}: {more} more differences"] if more > 0 else []
+    return lines
 
 
 def _token(token: int | None, tokenizer: Any) -> str:

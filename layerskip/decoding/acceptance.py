@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from layerskip.config import SkipConfig
-
 _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
 _BINS = len(_BIN_CENTRES)
@@ -19,8 +17,8 @@ _BINS = len(_BIN_CENTRES)
 # often than a high one says. The constants were tuned on simulated texts (see the tests) and on
 # development prompts of the shipped models, where no one of them matters much.
 PRIOR = 0.75
-_PRIOR_ROUNDED = 0.93  # of the whole model in 8 bits: .93 to .98 on real checkpoints
-_PRIOR_MODULE = 0.35  # of a trained module: .19 to .33 after an hour of two cores
+PRIOR_ROUNDED = 0.93  # of the whole model in 8 bits: .93 to .98 on real checkpoints
+PRIOR_MODULE = 0.35  # of a trained module: .19 to .33 after an hour of two cores
 _PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
 _BIN_WEIGHT = 10.0
@@ -32,21 +30,6 @@ _COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
 _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
 _COPY_DECAY = 0.95  # per token told of
-
-
-def prior_acceptance(draft: object) -> float:
-    """What is expected of a draft's tokens before any was verified.
-
-    Rounding to 8 bits alone hardly changes what a model says, and a module that the model lacks has
-    seen few tokens; of what is left out or rounded to fewer bits, or of a draft that is no skip
-    config, nothing is known.
-    """
-    if not isinstance(draft, SkipConfig):
-        return PRIOR
-    if draft.trained is not None and draft.trained.module:
-        return _PRIOR_MODULE
-    rounded = draft.low is not None and draft.low.bits == 8 and not draft.skipped()
-    return _PRIOR_ROUNDED if rounded else PRIOR
 
 
 def bin_of(confidence: float) -> int:

@@ -1,120 +1,15 @@
-"""Knows when to stop drafting; refuses to know models, tokens and clocks.
-
-A controller serves one generate call. Each row of the batch is named by its index and its rounds
-run `limit`, then `keep_drafting` after a drafted token while fewer than the limit are drafted, then
-`update`. Rows may interleave, but a round begins for all of them before it ends for any. A drafted
-token is always verified: a stop decides about the next one only. Rows draft in lockstep, so that
-one that drafts on lets all others wait: `draft_together` weighs this before every step of the
-batch. Confidence is the probability of the drafted token under the softmax of the draft's raw
-logits at temperature 1, unless the controller has a `signal` (see `signal_of`); a confidence that
-is not a number stops drafting.
-"""
+"""The published rules of when to stop drafting, and every controller by its name."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controller import CONTROLLERS, Chooser, Controller, completed, signal_of
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.lookup import Offer
 
-
-@runtime_checkable
-class Controller(Protocol):
-    """Decides how many tokens each row of a batch drafts in its next round.
-
-    A class that inherits from this one lets a batch draft on for as long as any row does.
-    """
-
-    needs_confidence: bool
-    """False: the engine may draft `limit` tokens without reading anything back."""
-
-    def reset(self, rows: int) -> None:
-        """Starts a call with `rows` rows and forgets everything learned before."""
-
-    def limit(self, row: int, allowed: int) -> int:
-        """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
-
-    def keep_drafting(self, row: int, confidence: float) -> bool:
-        """Whether to draft another token, given the confidence of the one just drafted."""
-
-    def draft_together(self, rows: Sequence[int]) -> bool:
-        """Whether the batch takes another draft step, for those of its rows that may draft on.
-
-        Asked before every draft step of a round, the first one included, while there are such rows.
-        """
-        return True
-
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        """Reports the row's round, once, also where drafted is 0."""
-
-
-SIGNALS = ("probability", "margin")
-
-
-@runtime_checkable
-class Chooser(Protocol):
-    """What a controller has, too, that chooses among several drafts.
-
-    For one without, a round takes the first that has anything to offer.
-    """
-
-    def choose(self, offers: Sequence[Offer]) -> int | None:
-        """Which draft the batch takes in its next round; None: a plain step.
-
-        Asked at the start of a round, before `limit`, with what each of the drafts offers.
-        """
-
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
-        """Tells how good a looked-up draft was that a row was offered, taken or not.
-
-        Told once for every row and lookup that had an offer, before the row's `update`.
-
-        Args:
-            known: how many of its tokens the round has shown to be right or wrong, from the first.
-            right: how many of those are what the row goes on with, up to the first that is not.
-        """
-
-
-def first_offer(offers: Sequence[Offer]) -> int | None:
-    """The first draft that has something to offer to any row; a lookup, a match of two tokens."""
-    for number, offer in enumerate(offers):
-        for row, length in offer.lengths.items():
-            if length and (offer.matches is None or offer.matches[row] >= 2):
-                return number
-    return None
-
-
-def require_controller(value: Any) -> None:
-    """Raise TypeError where an object is no `Controller`, naming what it lacks.
-
-    And ValueError where its signal is unknown.
-    """
-    if not isinstance(value, Controller):
-        names = ("needs_confidence", "reset", "limit", "keep_drafting", "draft_together", "update")
-        lacking = ", ".join(name for name in names if not hasattr(value, name))
-        raise TypeError(
-            f"a controller must have {', '.join(names)}; {type(value).__name__} lacks {lacking}: "
-            "inherit from layerskip.decoding.controllers.Controller, which has a draft_together"
-        )
-    if signal_of(value) not in SIGNALS:
-        raise ValueError(
-            f"a controller's signal must be one of {', '.join(SIGNALS)}; "
-            f"{type(value).__name__} has {signal_of(value)!r}"
-        )
-
-
-def signal_of(controller: Controller) -> str:
-    """What a controller's confidences are of: its `signal`, by default "probability".
-
-    "margin": of 1 - exp(-m), m the margin between the two best scores that the token was drawn by,
-    noise included where draft and target share it. Under the rejection rule it, too, is told the
-    probability.
-    """
-    return getattr(controller, "signal", "probability")
+__all__ = ["CONTROLLERS", "Chooser", "Controller", "completed", "make_controller", "signal_of"]
 
 
 class Fixed(Controller):
@@ -125,17 +20,8 @@ class Fixed(Controller):
     def __init__(self, max_draft_length: int = 5) -> None:
         self.max_draft_length = max_draft_length
 
-    def reset(self, rows: int) -> None:
-        pass
-
     def limit(self, row: int, allowed: int) -> int:
         return min(self.max_draft_length, allowed)
-
-    def keep_drafting(self, row: int, confidence: float) -> bool:
-        return not math.isnan(confidence)
-
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        pass
 
 
 class Confidence(Fixed):
@@ -214,9 +100,6 @@ class Heuristic(Controller):
     def limit(self, row: int, allowed: int) -> int:
         return min(self.lengths[row], allowed)
 
-    def keep_drafting(self, row: int, confidence: float) -> bool:
-        return not math.isnan(confidence)
-
     def update(self, row: int, drafted: int, accepted: int) -> None:
         if drafted == 0:  # nothing was drafted, so nothing was learned about drafting
             return
@@ -225,9 +108,6 @@ class Heuristic(Controller):
 
     def _capped(self, length: int) -> int:
         return length if self.max_draft_length is None else min(length, self.max_draft_length)
-
-
-CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
 
 
 def make_controller(

@@ -14,24 +14,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.decoding.laws import (
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import (
     DRAFT,
     TARGET,
-    Law,
     NoiseBlocks,
     accept_uniform,
-    acceptance_probability,
-    ahead,
     at_once,
     gumbel_noise,
+    stream_key,
+)
+from layerskip.decoding.passes import Position
+from layerskip.decoding.rules import (
+    acceptance_probability,
+    ahead,
     largest,
     residual,
-    softmax_law,
-    stream_key,
     with_margin,
     without,
 )
-from layerskip.decoding.passes import Position
 from layerskip.model.backend import Draw
 from layerskip.model.cache import on_device
 
@@ -119,7 +120,7 @@ class Draws:
         self.history, self.width = history, width
         self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
-        self.native = None if self.rejection or law.temperature is None else native
+        self.native = None if self.rejection or law.warp is None else native
 
     def draft(
         self, raw: Tensor, positions: Sequence[Position], signal: str | None = None
@@ -228,9 +229,9 @@ class Draws:
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
     ) -> tuple[Tensor, Tensor]:
         """Tokens from raw logits (N, V), and by how much others are behind, (N,) each, at once."""
-        assert self.law.temperature is not None
+        assert self.law.warp is not None
         noise = [] if self.greedy else self.noise.at(*self._stream(positions), raw)
-        return native(raw.float().contiguous(), self.law.temperature, noise)
+        return native(raw.float().contiguous(), *self.law.warp, noise)
 
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]

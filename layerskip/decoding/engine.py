@@ -1,6 +1,5 @@
 """The loop: prefill, then rounds of draft, verify, accept, for rows that advance at their own pace.
 
-Knows token ids, laws and controllers; knows nothing of text, files, clocks or `generate()`.
 Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the padded prompts.
 """
 
@@ -15,24 +14,23 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding.controllers import (
+from layerskip.decoding.controller import (
     Chooser,
     Controller,
+    completed,
     first_offer,
-    require_controller,
     signal_of,
 )
 from layerskip.decoding.draws import Drafts, Draws, Verdict
-from layerskip.decoding.followers import Drafter, Follower
 from layerskip.decoding.laws import Law
-from layerskip.decoding.lookup import Found, Lookup, LookupRow, Offer
-from layerskip.decoding.passes import Path, Position, Session
+from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
+from layerskip.decoding.sources.base import Offer, Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
-Draft = SkipConfig | Lookup | Drafter
-"""Where drafts come from: sublayers of the model, texts, or what has a state of its own."""
+Draft = SkipConfig | Source
+"""Where drafts come from: a source, or a skip config, whose sublayers draft."""
 
 Stop = Callable[[int, Tensor], bool]
 
@@ -74,8 +72,7 @@ class Decoder:
 
     Args:
         model: the opened model.
-        drafts: where drafts come from: a skip config, whose sublayers draft, a `Lookup`, a
-            `Drafter`, or several of them, of which a round takes one for all rows.
+        drafts: where drafts come from; of several, a round takes one for all rows.
         controller: decides how long to draft, and from which (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
@@ -95,9 +92,8 @@ class Decoder:
         *,
         max_draft_length: int,
     ) -> None:
-        require_controller(controller)
         self.request = request
-        self.controller = controller
+        self.controller = controller = completed(controller)
         self._chooser = controller if isinstance(controller, Chooser) else None
         self.max_draft_length = max_draft_length
         rows, self.width = request.input_ids.shape
@@ -107,7 +103,7 @@ class Decoder:
         self.emitted: list[list[int]] = [[] for _ in self.rows]
         self.session = Session(
             model,
-            [None if isinstance(draft, Lookup) else draft for draft in self.drafts],
+            self.drafts,
             [
                 ids[mask.bool()]
                 for ids, mask in zip(request.input_ids, request.attention_mask, strict=True)
@@ -116,16 +112,8 @@ class Decoder:
             max_draft_length=max_draft_length,
             emitted=self.emitted,
         )
-        # by number of the draft, what a lookup knows of each row
-        self._histories = {
-            number: [draft.open(prompt.tolist()) for prompt in self.session.prompts]
-            for number, draft in enumerate(self.drafts)
-            if isinstance(draft, Lookup)
-        }
-        self._longest = [
-            path.longest if isinstance(path, Follower) else None for path in self.session.paths
-        ]
-        self._found: dict[int, dict[int, Found]] = {}  # by it and row, for the round in progress
+        # by source and row, for the round in progress
+        self._proposals: list[dict[int, Proposal]] = []
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
         slack = request.max_new_tokens + max_draft_length + 1
@@ -174,10 +162,8 @@ class Decoder:
         self._mark(begin=True)
         self._compact()
         source, limits = self._plan()
-        if source in self._found:
-            drafts = self._looked_up(self._found[source], limits)
-        else:
-            drafts = self._draft(source or 0, limits)
+        known = None if source is None else self._known(self._proposals[source], limits)
+        drafts = self._draft(source or 0, limits) if known is None else known
         self._mark()
         positions = [
             (row, offset)
@@ -218,21 +204,11 @@ class Decoder:
         """Which draft the round takes, if any, and how many tokens each row drafts at most."""
         controller = self.controller
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
-        self._found = {
-            number: {row: self._find(rows[row], most) for row, most in allowed.items()}
-            for number, rows in self._histories.items()
-        }
-        offers = []
-        for number in range(len(self.drafts)):
-            found = self._found.get(number)
-            if found is None:
-                most = self._longest[number]
-                short = {row: min(n, most) for row, n in allowed.items()} if most else allowed
-                offers.append(Offer(short, None))
-            else:
-                lengths = {row: len(each.tokens) for row, each in found.items()}
-                matches = {row: each.match for row, each in found.items()}
-                offers.append(Offer(lengths, matches))
+        self._proposals = [
+            {row: self._proposed(state.offer(row, most)) for row, most in allowed.items()}
+            for state in self.session.states
+        ]
+        offers = [_offer(each) for each in self._proposals]
         source = (self._chooser.choose if self._chooser else first_offer)(offers)
         limits = [0 for _ in self.rows]
         for row in allowed:
@@ -246,15 +222,20 @@ class Decoder:
         free = self.session.cache.slots - self.session.lengths[row]
         return draft_limit(self.max_draft_length, left, free)
 
-    def _find(self, row: LookupRow, most: int) -> Found:
-        """What a row may draft of what it looks up: nothing behind an end of text."""
-        found = row.find(most)
-        ends = (i for i, token in enumerate(found.tokens, 1) if token in self.request.eos)
-        return Found(found.tokens[: next(ends, None)], found.match)
+    def _proposed(self, proposal: Proposal) -> Proposal:
+        """A proposal without what it has behind an end of text."""
+        if proposal.tokens is None:
+            return proposal
+        ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
+        return Proposal.of(proposal.tokens[: next(ends, None)], proposal.match or 0)
 
-    def _looked_up(self, found: Mapping[int, Found], limits: Sequence[int]) -> Drafts:
-        """Looked-up drafts, of so many tokens of each row at most."""
-        tokens = [found[row].tokens[: limits[row]] if row in found else [] for row in self.rows]
+    def _known(self, proposals: Mapping[int, Proposal], limits: Sequence[int]) -> Drafts | None:
+        """Drafts of known tokens, so many of each row at most; None where they are not known."""
+        tokens: list[list[int]] = [[] for _ in self.rows]
+        for row, proposal in proposals.items():
+            if proposal.tokens is None:
+                return None
+            tokens[row] = list(proposal.tokens[: limits[row]])
         for row, draft in enumerate(tokens):
             for offset, token in enumerate(draft):
                 self._remember(row, offset, token)
@@ -418,12 +399,12 @@ class Decoder:
                     self.finished[row] = True
                     break
             self.draws.forget(row, finished=self.finished[row])
-            if index:
-                self.session.commit(row, len(emitted[row]))
+            if not index:
+                self.session.tell(row, emitted[row])
+            else:
+                self.session.commit(row, emitted[row])
                 self._learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
-            for rows in self._histories.values():
-                rows[row].extend(emitted[row])
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
         kept_scores = None if scores is None else _by_row(scores, positions, emitted)
@@ -442,22 +423,20 @@ class Decoder:
             logits=kept_logits,
             times=tuple(self._times) or None,
         )
-        session = self.session
-        path = None if source is None else session.paths[source]
-        prefix = 0 if path is None else path.prefix
-        kept = path.kept if isinstance(path, Path) else prefix
-        sublayers = session.model.num_sublayers
+        state = None if source is None else self.session.states[source]
+        prefix, kept = (0, 0) if state is None else (state.prefix, state.kept)
+        sublayers = self.session.model.num_sublayers
         self.stats.add(
             round_, lambda drafted: round_sublayer_tokens(drafted, kept, prefix, sublayers)
         )
         return round_
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell a controller that chooses what the row's lookups, taken or not, were worth."""
+        """Tell a controller that chooses what known tokens, taken or not, were worth."""
         if self._chooser is None:
             return
-        for number, found in self._found.items():
-            draft = found[row].tokens
+        for number, proposals in enumerate(self._proposals):
+            draft = proposals[row].tokens
             if draft:
                 both = list(zip(draft, emitted, strict=False))
                 right = next((i for i, (ours, own) in enumerate(both) if ours != own), len(both))
@@ -471,6 +450,11 @@ class Decoder:
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
+
+
+def _offer(proposals: Mapping[int, Proposal]) -> Offer:
+    matches = {row: each.match for row, each in proposals.items() if each.match is not None}
+    return Offer({row: each.length for row, each in proposals.items()}, matches or None)
 
 
 def _by_row(

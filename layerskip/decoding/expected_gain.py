@@ -1,6 +1,6 @@
-"""When another drafted token is expected to pay: the default controller; knows no models or clocks.
+"""When another drafted token is expected to pay: the default controller.
 
-See `controllers` for the protocol and for the published rules.
+See `controller` for what a controller is, and `controllers` for the published rules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
 from layerskip.decoding.acceptance import PRIOR, Acceptance, Copies, bin_of
-from layerskip.decoding.lookup import Offer
+from layerskip.decoding.controller import Controller
+from layerskip.decoding.sources.base import Offer
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
@@ -80,7 +81,7 @@ class _Round:
     """By row, of those that have reported."""
 
 
-class ExpectedGain:
+class ExpectedGain(Controller):
     """Drafts on while the expected gain of another token exceeds its price.
 
     With d tokens drafted, another is drafted iff P(all d accepted) * P(next accepted) exceeds

@@ -1,10 +1,9 @@
-"""The three forward passes of a call: prefill, draft step, verify; knows no laws, no choices.
+"""The three forward passes of a call: prefill, draft step, verify.
 
 A session holds one batch's cache and how far each row's exact keys and values reach. Drafting
 carries tokens through the shared prefix for good; the hidden states at its end are kept, and
-verification starts from them. A draft with a state of its own is told of tokens and keeps the rest
-to itself, one that comes from elsewhere is only verified. Rows are named by
-their number in the call, also where finished ones have been left behind.
+verification starts from them. Rows are named by their number in the call, also where finished ones
+have been left behind.
 Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
 positions.
 """
@@ -13,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.followers import Drafter, Follower, in_chunks
-from layerskip.decoding.trained import as_drafter
+from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.base import Source, State
+from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -45,22 +45,14 @@ def _lean(method: Method) -> Method:
     return cast(Method, run)
 
 
-class Path(NamedTuple):
-    """How a skip config drafts: sublayers that it shares with the target from the front, and all
-    that it runs."""
-
-    skip: SkipConfig
-    prefix: int
-    kept: int
-
-
 class Session:
-    """One batch on one model with any number of drafts, one of which drafts in a round.
+    """One batch on one model with any number of sources, one of which drafts in a round.
+
+    It is the `Batch` that the states of sources read.
 
     Args:
         model: the opened model.
-        drafts: of each draft what it leaves out and rounds, for this model's number of layers, or
-            what has a state of its own; None where a draft needs no passes.
+        drafts: sources, or skip configs.
         prompts: token ids of each row without pads, each (length,).
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
@@ -68,7 +60,7 @@ class Session:
 
     Attributes:
         total, slots: the most tokens of a row, and of its keys and values.
-        paths: how each draft drafts.
+        states: what each source holds for the batch.
         rows: the rows that passes carry, in their order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them, it is fed by the next pass.
@@ -77,7 +69,7 @@ class Session:
     def __init__(
         self,
         model: Sublayers,
-        drafts: Sequence[SkipConfig | Drafter | None],
+        drafts: Sequence[SkipConfig | Source],
         prompts: Sequence[Tensor],
         *,
         max_new_tokens: int,
@@ -97,23 +89,13 @@ class Session:
         self.rotary = model.rotary(self.slots, self.total)
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
-        self.paths = [self._path(draft) for draft in drafts]
-        self._followers = [path for path in self.paths if isinstance(path, Follower)]
-        self._taps = sorted({each.tap for each in self._followers if each.tap is not None})
+        self.states = [source_of(model, draft).open(self) for draft in drafts]
+        self._taps = sorted({each.tap for each in self.states if each.tap is not None})
         self._tapped: dict[int, Tensor] = {}  # (R, S, H) each, where tokens lie in the cache
-        self._drafting: Path | Follower | None = None  # in the round in progress
+        self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
-
-    def _path(self, draft: SkipConfig | Drafter | None) -> Path | Follower | None:
-        draft = None if draft is None else as_drafter(self.model, draft)
-        if isinstance(draft, Drafter):
-            return draft.open(self)
-        if draft is None:
-            return None
-        layers = self.model.num_layers
-        return Path(draft, draft.shared_prefix(layers), len(draft.kept(layers)))
 
     @_lean
     def prefill(self) -> Tensor:
@@ -138,7 +120,7 @@ class Session:
         length = max(self.lengths[row] for row in rows)
         self._tapped = {tap: states[places] for tap, states in self._tapped.items()}
         moved = self.cache.keep(places, length)
-        return moved + sum(each.keep(places, length) for each in self._followers)
+        return moved + sum(state.keep(places, length) for state in self.states)
 
     def _place(self, offset: int, count: int) -> Pass:
         """A pass over `count` tokens of every row, the first one at its length + offset."""
@@ -185,15 +167,12 @@ class Session:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
         Tokens outside of the model's draft vocabulary have -inf. Offsets run 0, 1, 2, ... within a
-        round, without gaps, all of one draft.
+        round, without gaps, all of one source.
         """
-        path = self.paths[draft]
-        assert path is not None
-        self._drafting, self._prefix = path, path.prefix
+        state = self.states[draft]
+        self._drafting, self._prefix = state, state.prefix
         hidden, step = self._feed(tokens[:, None], offset)
-        if isinstance(path, Follower):
-            return path.step(tokens, hidden, step, offset)
-        return self.model.finish_draft(hidden, step, path.skip)[:, 0]
+        return state.step(tokens, hidden, step, offset)
 
     @_lean
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
@@ -224,10 +203,14 @@ class Session:
         # the head is large: only where somebody reads it
         wanted = [self.rows[row] * count + offset for row, offset in positions]
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
-        return self.model.logits(hidden[None, on_device(wanted, hidden.device)])[0]
+        return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
-    def commit(self, row: int, emitted: int) -> None:
-        """Keep the round's first `emitted` fed tokens of a row; the rest is forgotten."""
-        if self._steps and isinstance(self._drafting, Follower):
-            self._drafting.commit(row, emitted, self._steps)
-        self.lengths[row] += emitted
+    def tell(self, row: int, emitted: Sequence[int]) -> None:
+        """Tell the states what a row has emitted: its tokens of the prefill, or of a round."""
+        for state in self.states:
+            state.commit(row, emitted, self._steps if state is self._drafting else 0)
+
+    def commit(self, row: int, emitted: Sequence[int]) -> None:
+        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
+        self.tell(row, emitted)
+        self.lengths[row] += len(emitted)

@@ -149,7 +149,6 @@ _SEARCH = has(
         kind=text,
         num_layers=integer(1),
         allow_ends=flag,
-        budget=optional(COUNT),
         switches=COUNT,
         size=COUNT,
     ),

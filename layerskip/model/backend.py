@@ -49,7 +49,7 @@ Block = Callable[[Tensor, Any], Tensor]
 """A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
 
 
-Draw = Callable[[Tensor, float, Sequence[Tensor]], tuple[Tensor, Tensor]]
+Draw = Callable[[Tensor, float, int, float, int, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class Backend(ABC):
@@ -60,9 +60,9 @@ class Backend(ABC):
         blocks: the 2L sublayers, with norms and residual add.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
-        drawn: where there is one, the native call that draws tokens: of logits (N, V), a
-            temperature and noise, N times (V,) or none, the token of the largest of logits over
-            temperature plus noise, (N,), -1 for none, and by how much it is ahead, negative, (N,).
+        drawn: where there is one, the native call that draws tokens: of logits (N, V), the numbers
+            of a `laws.Warp` and noise, N times (V,) or none, the token of the largest of scores
+            plus noise, (N,), -1 for none, and by how much it is ahead, negative, (N,).
     """
 
     name: str

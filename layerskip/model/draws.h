@@ -1,16 +1,21 @@
-// Draws from logits of a few positions in one call, on a CPU; knows no passes, rounds or noise keys.
+// Draws from logits of a few positions in one call, on a CPU.
 //
 // What a draw does to a row of numbers is little, and a dozen calls into a library for it take
-// longer than the numbers do. The arithmetic is torch's, number for number: one division, one sum.
+// longer than the numbers do. The arithmetic is that of `Law.scores` and torch, number for number:
+// one division, what top-k and top-p leave, one sum. Top-p adds up probabilities in float64, where
+// the library does in float32.
 // Letters: N positions, V vocabulary.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <queue>
 #include <tuple>
 #include <vector>
 
@@ -35,20 +40,118 @@ struct Best {
     }
     known &= !strange;
     if (!(top > second)) return;  // most parts hold neither
-    for (int64_t i = 0; i < count; ++i) {
-      if (numbers[i] > first) {
-        second = first, first = numbers[i], place = begin + i;
-      } else if (numbers[i] > second) {
-        second = numbers[i];
-      }
+    for (int64_t i = 0; i < count; ++i) see(numbers[i], begin + i);
+  }
+
+  void see(float number, int64_t at) {
+    if (number > first) {
+      second = first, first = number, place = at;
+    } else if (number > second) {
+      second = number;
     }
   }
 };
 
-// Tokens of the largest of logits (N, V) / temperature + noise, (N,), -1 where there is none or a
-// number is NaN, and by how much the second-best is behind, (N,), 0 or less, NaN where that is none.
+struct Candidate {
+  float score;
+  int64_t token;
+  double weight;  // exp(score - the largest)
+};
+
+// What is left of one position's scores (V,), none of which is NaN: by top-k those that are not
+// below the k-th largest, by top-p the most probable ones of theirs. A token stays where it and all
+// less probable ones have more than 1 - p together; of equals the higher token counts as the more
+// probable one. Tokens come in ascending order.
+class Filter {
+ public:
+  int64_t top_k = 0;   // 0: all
+  double top_p = 1.0;  // 1: all
+  int64_t least = 1;   // tokens that top-p leaves, at any rate
+
+  bool any() const { return top_k > 0 || top_p < 1.0; }
+
+  void apply(const std::vector<float>& scores, std::vector<Candidate>& kept) const {
+    const int64_t size = static_cast<int64_t>(scores.size());
+    const float top = *std::max_element(scores.begin(), scores.end());
+    const float lowest = top_k > 0 && top_k < size ? kth(scores) : LEAST;
+    kept.clear();
+    if (!(top > LEAST)) return;
+    double total = 0.0, likely = 0.0;
+    if (top_p < 1.0 && lowest == LEAST && !std::isinf(top)) {
+      total = weights(scores, top);
+      // all below this together are less than half of what is given up
+      likely = (1.0 - top_p) * total / (2.0 * static_cast<double>(size));
+    }
+    const double bound = likely > 0.0 ? top + std::log(likely) - 1e-3 : LEAST;
+    for (int64_t i = 0; i < size; ++i)
+      if (scores[i] >= lowest && scores[i] >= bound && scores[i] > LEAST)
+        kept.push_back({scores[i], i, 0.0});
+    if (!(top_p < 1.0) || std::isinf(top)) return;
+    for (Candidate& each : kept) each.weight = std::exp(static_cast<double>(each.score) - top);
+    if (lowest > LEAST)
+      for (const Candidate& each : kept) total += each.weight;
+    std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) {
+      return a.score != b.score ? a.score > b.score : a.token > b.token;
+    });
+    double above = 0.0;
+    size_t count = 0;
+    while (count < kept.size() &&
+           (static_cast<int64_t>(count) < least || total - above > (1.0 - top_p) * total))
+      above += kept[count++].weight;
+    kept.resize(count);
+    std::sort(kept.begin(), kept.end(),
+              [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+  }
+
+ private:
+  float kth(const std::vector<float>& scores) const {
+    std::priority_queue<float, std::vector<float>, std::greater<float>> best;
+    const int64_t size = static_cast<int64_t>(scores.size());
+    for (int64_t begin = 0; begin < size; begin += PART) {
+      const int64_t end = std::min(size, begin + PART);
+      if (static_cast<int64_t>(best.size()) == top_k) {
+        float top = LEAST;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = begin; i < end; ++i) top = scores[i] > top ? scores[i] : top;
+        if (!(top > best.top())) continue;
+      }
+      for (int64_t i = begin; i < end; ++i) {
+        if (static_cast<int64_t>(best.size()) < top_k) {
+          best.push(scores[i]);
+        } else if (scores[i] > best.top()) {
+          best.pop();
+          best.push(scores[i]);
+        }
+      }
+    }
+    return best.top();
+  }
+
+  // The sum of exp(score - top).
+  static double weights(const std::vector<float>& scores, float top) {
+    using Doubles = at::vec::Vectorized<double>;
+    constexpr int64_t LANES = Doubles::size();
+    const int64_t size = static_cast<int64_t>(scores.size());
+    Doubles sums(0.0);
+    double some[LANES];
+    for (int64_t i = 0; i < size; i += LANES) {
+      for (int64_t j = 0; j < LANES; ++j)
+        some[j] = i + j < size ? static_cast<double>(scores[i + j]) - top : -1e300;
+      sums = sums + Doubles::loadu(some).exp();
+    }
+    sums.store(some);
+    double total = 0.0;
+    for (double each : some) total += each;
+    return total;
+  }
+};
+
+// Tokens of the largest of scores + noise, (N,), where scores are what the filter leaves of logits
+// (N, V) / temperature; -1 where there is none or a number is NaN. And by how much the second-best
+// is behind, (N,), 0 or less, NaN where a number is NaN.
 // Noise: (V,) for every position, or nothing at all.
 inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
+                                                int64_t top_k, double top_p, int64_t least,
                                                 const std::vector<at::Tensor>& noise) {
   const auto fits = [](const at::Tensor& each) {
     return each.is_cpu() && each.scalar_type() == at::kFloat && each.is_contiguous();
@@ -63,18 +166,36 @@ inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double
   at::Tensor tokens = at::empty({positions}, logits.options().dtype(at::kLong));
   at::Tensor behind = at::empty({positions}, logits.options());
   const float divisor = static_cast<float>(temperature);
+  Filter filter;
+  filter.top_k = top_k, filter.top_p = top_p, filter.least = least;
+  std::vector<float> scores(filter.any() ? vocabulary : 0);
+  std::vector<Candidate> kept;
   for (int64_t n = 0; n < positions; ++n) {
     const float* row = logits.const_data_ptr<float>() + n * vocabulary;
     const float* luck = noise.empty() ? nullptr : noise[n].const_data_ptr<float>();
     Best best;
-    float part[PART];
-    for (int64_t begin = 0; begin < vocabulary; begin += PART) {
-      const int64_t count = std::min(PART, vocabulary - begin);
-      for (int64_t i = 0; i < count; ++i) part[i] = row[begin + i] / divisor;
-      if (luck != nullptr) {
-        for (int64_t i = 0; i < count; ++i) part[i] += luck[begin + i];
+    if (filter.any()) {
+      int strange = 0;
+#pragma omp simd reduction(| : strange)
+      for (int64_t i = 0; i < vocabulary; ++i) {
+        scores[i] = row[i] / divisor;
+        strange |= scores[i] != scores[i];
       }
-      best.see(part, begin, count);
+      best.known = !strange;
+      if (best.known) filter.apply(scores, kept);
+      for (const Candidate& each : kept)
+        best.see(luck == nullptr ? each.score : each.score + luck[each.token], each.token);
+      kept.clear();
+    } else {
+      float part[PART];
+      for (int64_t begin = 0; begin < vocabulary; begin += PART) {
+        const int64_t count = std::min(PART, vocabulary - begin);
+        for (int64_t i = 0; i < count; ++i) part[i] = row[begin + i] / divisor;
+        if (luck != nullptr) {
+          for (int64_t i = 0; i < count; ++i) part[i] += luck[begin + i];
+        }
+        best.see(part, begin, count);
+      }
     }
     const float none = std::numeric_limits<float>::quiet_NaN();
     tokens.data_ptr<int64_t>()[n] = best.known ? best.place : -1;

@@ -1,22 +1,26 @@
-"""The C++ source of the native passes as a module, built once for a machine; knows no models.
+"""Builds and loads the C++ module of the native passes, once for a machine.
 
 It is built by torch's own extension loader, on first use, into the folder where torch keeps such
 builds (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a name that is a hash of the source,
 flags, compiler and versions. A child process compiles it and tries it, so that neither a broken
 build nor a wrong instruction can take this process down. Whatever fails is a reason, not an error:
-the lean path serves without.
+the lean path serves without. A build that failed is tried again after an hour, or when asked to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import sysconfig
+import time
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -25,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 
 NAME = "layerskip_native"
@@ -35,6 +39,19 @@ _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
+
+RETRY_AFTER = 3600.0
+"""Seconds for which a build that failed is not tried again."""
+WAIT = 180.0
+"""Seconds to wait for another process that is building."""
+_AGAIN = "to try again, run layerskip env --rebuild"
+# failures that say something about the moment and nothing about the build
+_PASSING_SIGNALS = ("SIGHUP", "SIGINT", "SIGKILL", "SIGTERM", "SIGXCPU")
+_PASSING_WORDS = re.compile(
+    r"\bkilled\b|no space left|disk quota|memoryerror|cannot allocate|memory exhausted"
+    "|out of memory",
+    re.IGNORECASE,
+)
 
 
 class Unavailable(Exception):
@@ -58,15 +75,34 @@ def extension() -> Any:
     Raises:
         Unavailable: it cannot be built or loaded.
     """
+    return _opened(again=False)
+
+
+def rebuild() -> None:
+    """Build the native module anew, whatever is there or has failed before.
+
+    Raises:
+        Unavailable: it cannot be built or loaded; what was there stays.
+    """
+    _opened(again=True)
+
+
+def _opened(*, again: bool) -> Any:
     try:
         folder = _folder()
         library = folder / f"{NAME}.so"
-        if not library.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder.with_suffix(".lock")):  # other starts wait; a dead one lets go
-                if not library.exists():
-                    _build(folder)
+        if again or not library.exists():
+            _make(folder.parent)
+            with FileLock(folder.with_suffix(".lock"), timeout=WAIT):  # a dead process lets go
+                if again or not library.exists():
+                    _build(folder, again)
+        _check_owners(library)
         return load(library)
+    except Timeout as error:
+        raise Unavailable(
+            f"another process has been building the native passes for more than {WAIT:.0f} s "
+            f"({error.lock_file}); try again when it has ended"
+        ) from error
     except (OSError, ImportError) as error:
         raise Unavailable(f"native passes cannot be kept or loaded: {error}") from error
 
@@ -76,9 +112,12 @@ def status() -> str:
     vectors = torch.backends.cpu.get_cpu_capability()
     try:
         folder = _folder()
-        if (folder / f"{NAME}.so").exists():
+        library = folder / f"{NAME}.so"
+        if library.exists():
+            _check_owners(library)
             return f"built, {vectors}"
-        _check_tools(folder)
+        _check_failed(folder)
+        _check_tools()
     except (Unavailable, OSError) as reason:
         return f"none: {reason}"
     return f"not built yet, {vectors}: the first use does, in half a minute"
@@ -105,11 +144,22 @@ def flags() -> list[str]:
 
 def _key() -> str:
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
-    parts = (torch.__version__, platform.python_version(), platform.machine(), compiler, *flags())
-    digest = hashlib.sha256(repr(parts).encode())
+    version = None if compiler is None else _version(compiler)
+    versions = (torch.__version__, platform.python_version(), platform.machine())
+    digest = hashlib.sha256(repr((*versions, compiler, version, *flags())).encode())
     for source in (_SOURCE, *map(_SOURCE.with_name, _BESIDE)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str | None:
+    """The first line that a compiler says of itself: after an update the module is built anew."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
 
 
 def _folder() -> Path:
@@ -120,11 +170,54 @@ def _folder() -> Path:
     return Path(root) / NAME / _key()
 
 
-def _check_tools(folder: Path) -> None:
-    """Refuse to build what failed before, and without tools."""
+def _make(folder: Path) -> None:
+    """Have a folder that nobody else can write to, and those above it where they are missing."""
+    for each in reversed((folder, *folder.parents)):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_owners(library: Path) -> None:
+    """Refuse a library that another user could have put there, or exchanged."""
+    library = library.resolve()
+    for place, path in enumerate((library, *library.parents)):
+        found = path.stat()
+        above = place > 3  # library, folder of this build, folder of all, root
+        foreign = not above and found.st_uid not in (0, os.geteuid())
+        shared = found.st_mode & stat.S_ISVTX if above else False  # as /tmp: who owns it moves it
+        if foreign or (not shared and _others_write(found)):
+            raise Unavailable(
+                f"native passes are not loaded from where other users can write: {path} (owner "
+                f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}); run chmod go-w on it, or "
+                "set TORCH_EXTENSIONS_DIR to a folder of your own"
+            )
+
+
+def _others_write(found: os.stat_result) -> bool:
+    """Whether a mode lets others write; a group that is this user's alone is not others."""
+    import grp
+    import pwd
+
+    if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
+        return bool(found.st_mode & stat.S_IWOTH)
+    try:
+        group, user = grp.getgrgid(found.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:  # neither has a name here
+        return True
+    return group.gr_name != user.pw_name or bool({*group.gr_mem} - {user.pw_name})
+
+
+def _check_failed(folder: Path) -> None:
+    """Refuse to build what failed a while ago."""
     failed = folder.with_suffix(".failed")
-    if failed.exists():
-        raise Unavailable(f"{failed.read_text().strip()} (to try again, delete {failed})")
+    age = time.time() - failed.stat().st_mtime if failed.exists() else RETRY_AFTER
+    if age < RETRY_AFTER:
+        minutes = math.ceil((RETRY_AFTER - age) / 60)
+        raise Unavailable(f"{failed.read_text().strip()} ({_AGAIN}, or wait {minutes} minutes)")
+
+
+def _check_tools() -> None:
+    """Refuse to build without tools."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
@@ -132,9 +225,12 @@ def _check_tools(folder: Path) -> None:
         raise Unavailable("Python's headers are missing; on Debian install python3-dev")
 
 
-def _build(folder: Path) -> None:
+def _build(folder: Path, again: bool) -> None:
     """Make a folder with the library in it, whole or not at all."""
-    _check_tools(folder)
+    failed = folder.with_suffix(".failed")
+    if not again:
+        _check_failed(folder)
+    _check_tools()
     if sys.stderr.isatty():
         sys.stderr.write("building the native passes for this machine, once, half a minute ...\n")
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
@@ -146,13 +242,17 @@ def _build(folder: Path) -> None:
         )
         if done.returncode:
             reason = f"native passes could not be built: {_reason(done)}"
-            failed = folder.with_suffix(".failed")
-            failed.write_text(reason + "\n")
-            raise Unavailable(f"{reason} (to try again, delete {failed})")
+            if not _passing(done):
+                failed.write_text(reason + "\n")
+            raise Unavailable(f"{reason} ({_AGAIN})")
         made = Path(scratch, "made")
-        made.mkdir()
-        Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
+        made.mkdir(mode=0o700)
+        library = Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
+        library.chmod(0o700)
+        if folder.exists():  # whoever has loaded it keeps it
+            folder.rename(Path(scratch, "before"))
         made.rename(folder)
+    failed.unlink(missing_ok=True)
 
 
 def _path() -> str:
@@ -169,6 +269,13 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     # a compiler's, or with a capital an assembler's; not an exception's name
     told = [line for line in lines if re.search(r"\b[eE]rror:", line)] or lines[-1:]
     return " ".join((told or ["no message"])[0].split())[:300]
+
+
+def _passing(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a build failed for want of memory or disk, or because somebody ended it."""
+    if done.returncode < 0 and signal.Signals(-done.returncode).name in _PASSING_SIGNALS:
+        return True
+    return _PASSING_WORDS.search(done.stdout + done.stderr) is not None
 
 
 def _compile(folder: Path, options: list[str]) -> None:

@@ -5,6 +5,7 @@ Knows the library's configurations and modules; computes nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,8 @@ class Architecture:
             )
         if getattr(config, "use_bidirectional_attention", False):
             raise UnsupportedModelError("bidirectional attention is not supported; decoders only")
-        self.model: Any = model
+        self._held: Any = model
+        self._known = weakref.ref(model)
         self.config = config
         self.eager = attention == "eager"
         self.family = FAMILIES[kind]
@@ -120,6 +122,11 @@ class Architecture:
         ends = [decoder.norm, self.model.lm_head]
         places = {device_of(each) for each in [*ends, *(x.input_layernorm for x in self.layers)]}
         self.spread = len(places | {self.device}) > 1
+
+    @property
+    def model(self) -> Any:
+        """The model, which lives for as long as somebody holds it (see `Sublayers.handle`)."""
+        return self._known()
 
     def each_layer(self) -> Iterator[tuple[Any, int | None, str]]:
         """Every decoder layer, its sliding window and its layer type."""

@@ -896,7 +896,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
   module.def("wide_products", &wide_products);
-  module.def("drawn", &draws::drawn, py::arg("logits"), py::arg("temperature"), py::arg("noise"));
+  module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
+             py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
+             py::arg("noise"));
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),

@@ -2,7 +2,9 @@
 
 The C++ source beside this file (`native.cpp`) carries few tokens through any sublayers and a head:
 on a small model the lean path's kernels cost more than its weights, and BLAS reads a weight anew
-for every few tokens. Longer passes, a prompt's, are arithmetic and stay with the lean path.
+for every few tokens. Long prompts are arithmetic and stay with the lean path. All that follows a
+prompt is native, however long a pass: there a token's numbers do not depend on what it is verified
+beside, and a clock, which decides how long drafts are, must not decide between two arithmetics.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
@@ -31,7 +33,7 @@ from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
 LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
-"""Tokens of one pass, all rows together, up to which native passes are faster than BLAS."""
+"""Tokens of a prompt's pass, all rows together, up to which native passes are faster than BLAS."""
 LONGEST_BFLOAT16 = 32  # then BLAS has instructions of its own
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -182,7 +184,8 @@ class Native(Lean):
         rows, count, _ = hidden.shape
         # there are no native gradients, and no native way to see only some slots of a row
         chained = step is not None and not step.cache.firsts
-        if rows * count > self.longest or torch.is_grad_enabled() or chained:
+        prompt = step is None or not step.cache.settled
+        if torch.is_grad_enabled() or chained or (prompt and rows * count > self.longest):
             for block in blocks:
                 hidden = getattr(block, "lean", block)(hidden, step)
             return hidden

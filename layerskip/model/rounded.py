@@ -4,12 +4,12 @@ Rounded to 8 bits, -127 to 127, with one scale for a row, or to 4 bits, -8 to 7,
 either sign for every 32 columns of a row; scales are bfloat16 numbers. Copies are made once for a
 model and kept beside it for as long as it lives: all its decodings share them, whoever opens it.
 
-A copy belongs to the numbers it was made from. Whenever the model is opened, its weights are
-compared with what they were: by identity, shape, dtype, device and version, which changes in place
-raise, and by some of their numbers, since changes through `.data` leave no trace. What has changed
-is rounded anew when it is next used. A change through `.data` to none of those numbers goes
-unnoticed, and so does any while the model stays opened. It costs drafts acceptance and nothing
-else: no text depends on a copy, since the exact weights verify whatever a draft proposes.
+A copy belongs to the numbers it was made from. At every call its weight is compared with what it
+was: by place, shape, dtype, device and version, which changes in place raise, and by some of its
+numbers, since changes through `.data` leave no trace. What has changed is rounded anew when it is
+next used. A change through `.data` to none of those numbers goes unnoticed. It costs drafts
+acceptance and nothing else: no text depends on a copy, since the exact weights verify whatever a
+draft proposes.
 A copy may be healed: then a trained delta of low rank is in what was rounded (see `healed`).
 Letters: R rows, C columns, G groups of 32 columns, U units of 64, r rank.
 """
@@ -210,13 +210,48 @@ def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
 # The copies of a model.
 
 
+class _Origin:
+    """What a weight was when its copies were made, and they by bits, layout and healing."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.facts = _facts(weight)
+        self._look(weight)
+        self.before = self.sample.clone()
+        self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
+
+    def _look(self, weight: Tensor) -> None:
+        flat = weight.detach().reshape(-1)
+        step = max(1, len(flat) // _SAMPLES)
+        self.place = weight.data_ptr()
+        self.sample = flat[step // 2 :: step]  # of the weight's own memory, if that is contiguous
+
+    def holds(self, weight: Tensor) -> bool:
+        if self.facts != _facts(weight):
+            return False
+        if self.place != weight.data_ptr() or not weight.is_contiguous():  # moved: joined, say
+            self._look(weight)
+        if torch.equal(self.sample, self.before):
+            return True
+        same = (self.sample == self.before) | (self.sample.isnan() & self.before.isnan())
+        return bool(same.all())  # NaN is not itself
+
+
+def _facts(weight: Tensor) -> tuple[Any, ...]:
+    version = 0 if weight.is_inference() else weight._version
+    return version, weight.shape, weight.dtype, weight.device
+
+
 class Copies:
-    """The rounded weights of a model, each made when it is first asked for."""
+    """The rounded weights of a model, each made when it is first asked for.
+
+    Attributes:
+        changes: how often copies were dropped, for those who keep what they make of them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # a weight -> what it was when its copies were made, and they by bits, layout, healing
-        self._made: Any = WeakTensorKeyDictionary()
+        self._made: Any = WeakTensorKeyDictionary()  # a weight -> its `_Origin`
+        self.changes = 0
 
     def of(
         self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
@@ -230,11 +265,12 @@ class Copies:
         """
         delta = None if deltas is None else deltas.within(weight, bits)
         healing = None if delta is None or deltas is None else deltas.hash
+        key = (bits, packed, healing)
         with self._lock:
             if weight not in self._made:
-                self._made[weight] = (_state(weight), {})
-            kept = self._made[weight][1]
-            key = (bits, packed, healing)
+                with torch.inference_mode(False), torch.no_grad():
+                    self._made[weight] = _Origin(weight)
+            kept = self._made[weight].copies
             if key not in kept:
                 whole = weight if delta is None else weight.detach() + delta[1] @ delta[0]  # (R, C)
                 kept[key] = rounded(whole, bits, packed=packed)
@@ -243,15 +279,22 @@ class Copies:
     def forget_changed(self) -> None:
         """Drop the copies of weights that are not what they were."""
         with self._lock:
-            for weight, (state, _) in list(self._made.items()):
-                if not _same(state, _state(weight)):
-                    del self._made[weight]
+            changed = [w for w, origin in self._made.items() if not origin.holds(w)]
+            for weight in changed:
+                del self._made[weight]
+            self.changes += bool(changed)
+
+    def forget_all(self) -> None:
+        """Drop all copies."""
+        with self._lock:
+            self._made.clear()
+            self.changes += 1
 
     @property
     def nbytes(self) -> int:
         """Of all copies."""
         with self._lock:
-            return sum(copy.nbytes for _, kept in self._made.values() for copy in kept.values())
+            return sum(c.nbytes for origin in self._made.values() for c in origin.copies.values())
 
 
 _copies: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
@@ -259,25 +302,11 @@ _lock = threading.Lock()
 
 
 def copies_of(model: nn.Module) -> Copies:
-    """The copies of a model that is being opened, those of changed weights forgotten."""
+    """The copies of a model, those of changed weights forgotten."""
     with _lock:
         copies = _copies.setdefault(model, Copies())
     copies.forget_changed()
     return copies
-
-
-def _state(weight: Tensor) -> tuple[Any, Tensor]:
-    """What differs when a weight's numbers are others, as far as can be told for nearly nothing."""
-    version = 0 if weight.is_inference() else weight._version
-    places = max(1, weight.numel() // _SAMPLES)
-    with torch.no_grad():
-        sample = weight.detach().reshape(-1)[places // 2 :: places].clone()
-    return (version, weight.shape, weight.dtype, weight.device), sample
-
-
-def _same(old: tuple[Any, Tensor], new: tuple[Any, Tensor]) -> bool:
-    # as bytes: NaN is not itself
-    return old[0] == new[0] and torch.equal(*(each[1].view(torch.uint8) for each in (old, new)))
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

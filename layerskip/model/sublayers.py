@@ -7,8 +7,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
@@ -17,20 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import SkipConfig, Trained
 from layerskip.model import compiled, extension, lean, native
 from layerskip.model.backend import Backend, Block, Rotary
-from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
-from layerskip.model.draft_head import TrimmedHead, trimmed_head
-from layerskip.model.families import Architecture, read_bytes
-from layerskip.model.healed import Deltas, paired
+from layerskip.model.families import Architecture
 from layerskip.model.lean import Lean
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
-from layerskip.model.rounded import linears, rounded_bytes
-from layerskip.model.trained import trained_weights
+from layerskip.model.weights import DraftWeights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
 ASKED = "as asked for"
@@ -87,9 +81,9 @@ class Sublayers(Architecture):
         execution: the one taken, any of those but "auto".
         reason: why it is not a faster one; None where it is the fastest.
         blocks: the sublayers.
+        head: final norm, head and softcap.
         drawn: draws tokens in one native call, where there is one (see `Backend`).
-        head, draft_head: final norm, head and softcap; the draft's may have few rows.
-        draft_vocabulary: how many tokens a draft can draw; `vocabulary` unless `trimmed`.
+        weights: what drafts compute with.
 
     Raises:
         UnsupportedModelError: naming what is not supported and what is.
@@ -104,14 +98,21 @@ class Sublayers(Architecture):
         self.blocks = self.backend.blocks
         self.drawn = self.backend.drawn
         self.head: Block = self.backend.head()
-        self.draft_head = self.head
-        self.draft_vocabulary = self.vocabulary
-        self._rows: TrimmedHead | None = None
-        # by sublayer (or None: head), bits and hash of what heals it (or whose head it is)
-        self._low: dict[tuple[int | None, int | None, str | None], Block] = {}
-        self._opened: dict[str, Deltas] = {}  # by hash
-        self._modules: dict[Hashable, OpenBlock] = {}
-        self._drafts: dict[SkipConfig, tuple[tuple[int, bool], ...]] = {}
+        self.weights = DraftWeights(self, self.backend, [*self.blocks, self.head])
+
+    @property
+    def exact(self) -> bool:
+        """Whether a token's numbers are the same, bit by bit, whatever it is verified beside.
+
+        Elsewhere kernels of libraries compute, which sum in another order beside other tokens.
+        """
+        return self.execution == "native"
+
+    def handle(self, held: bool = True) -> Sublayers:
+        """The same opened model, which keeps the model alive, or does not."""
+        other = copy(self)
+        other._held = self.model if held else None
+        return other
 
     def describe(self) -> str:
         """How passes are computed here and why not faster, in words."""
@@ -159,165 +160,21 @@ class Sublayers(Architecture):
         """`run`, and `logits` of what comes out: (B, T, H) to (B, T, V)."""
         return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), self.head])
 
-    def finish_draft(self, hidden: Tensor, step: Pass, skip: SkipConfig) -> Tensor:
-        """Logits of a draft, of hidden states at the end of its shared prefix: (B, T, V)."""
-        return self.backend.run(hidden, step, self.draft(skip))
+    def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V)."""
-        return self.head(hidden, None)
+        Of a pass that verifies or decodes, `step` says so: its numbers are of one arithmetic.
+        """
+        return self.backend.run(hidden, step, [self.head])  # type: ignore[arg-type]
 
     def trimmed(self, tokens: Sequence[int]) -> Sublayers:
-        """The same opened model, with drafts that can draw these tokens only, but for less.
-
-        A head that is not a plain weight stays whole, with a warning.
-
-        Args:
-            tokens: ids, each once; their rows are copied, once for each model and list.
-
-        Raises:
-            ValueError: the model does not have one of them.
-        """
-        if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
-            beyond = max(tokens) if min(tokens) >= 0 else min(tokens)
-            raise ValueError(
-                f"draft_vocabulary must hold tokens in 0..{self.vocabulary - 1} for this model, "
-                f"got {beyond}; rank this model's own, or leave draft_vocabulary out"
-            )
-        if len(tokens) == self.vocabulary:
+        """The same opened model, with `DraftWeights.trimmed`."""
+        weights = self.weights.trimmed(tokens)
+        if weights is self.weights:
             return self
-        head: Any = self.model.get_submodule("lm_head")
-        reason = lean.head_refusal(head)
-        if reason is not None:
-            warnings.warn(
-                f"draft_vocabulary has no effect: lm_head {reason}; drafts use the whole head",
-                UserWarning,
-                stacklevel=2,
-            )
-            return self
-        opened = copy(self)
-        opened._rows = trimmed_head(head, tuple(tokens))
-        opened._low = {key: block for key, block in self._low.items() if key[0] is not None}
-        opened.draft_head = self.head_of(opened._rows)
-        opened.draft_vocabulary = len(tokens)
-        return opened
-
-    def draft(self, skip: SkipConfig) -> list[Block]:
-        """What a draft runs behind its shared prefix: sublayers, exact or rounded, and its head.
-
-        Raises:
-            ValueError: the model cannot run in low precision, and why.
-        """
-        if skip not in self._drafts:  # asked for at every step
-            low, prefix = skip.rounded(self.num_layers), skip.shared_prefix(self.num_layers)
-            behind = (index for index in skip.kept(self.num_layers) if index >= prefix)
-            self._drafts[skip] = tuple((index, index in low) for index in behind)
-        blocks: list[Block] = []
-        for index, rounded in self._drafts[skip]:
-            blocks.append(self._rounded(index, skip) if rounded else self.blocks[index])
-        return [*blocks, self.head_for(skip)]
-
-    def head_for(self, skip: SkipConfig) -> Block:
-        """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
-        few = self.head_rows(skip) is not self._rows
-        return self._rounded(None, skip) if few or skip.head_bits else self.draft_head
-
-    def head_rows(self, skip: SkipConfig) -> TrimmedHead | None:
-        """The rows of the head that a draft reads, None for all: a module may have few tokens."""
-        if skip.trained is None or not skip.trained.module:
-            return self._rows
-        head: Any = self.model.get_submodule("lm_head")
-        tokens = self.module(skip).tokens
-        if tokens is not None and self._rows is not None:
-            tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
-        return trimmed_head(head, tokens) if tokens and not lean.head_refusal(head) else self._rows
-
-    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer in low precision, or a head of the draft's own."""
-        trained, backend = skip.trained, self.backend
-        key: tuple[int | None, int | None, str | None]
-        if sublayer is None:
-            rows = self.head_rows(skip)
-            of = trained.hash if trained is not None and rows is not self._rows else None
-            key = (None, skip.head_bits, of)
-            if key not in self._low:
-                self._low[key] = backend.head(rows, skip.head_bits)
-            return self._low[key]
-        assert skip.low is not None
-        if trained is not None and trained.module:
-            trained = None  # modules beside rounded sublayers
-        bits = skip.low.bits
-        key = (sublayer, bits, None if trained is None else trained.hash)
-        if key not in self._low:
-            deltas = None if trained is None else self.deltas(trained)
-            self._low[key] = backend.low(sublayer, bits, deltas)
-        return self._low[key]
-
-    def deltas(self, trained: Trained) -> Deltas:
-        """What heals the linears of the sublayers, checked once for each opening.
-
-        Raises:
-            ValueError: the file is not the one that is named, or heals another model.
-        """
-        if trained.hash not in self._opened:
-            weights = {
-                name: linear.weight
-                for name, linear in self.named_linears(range(self.num_sublayers))
-            }
-            found = trained_weights(self.model, trained)
-            self._opened[trained.hash] = paired(found, weights, trained.hash)
-        return self._opened[trained.hash]
-
-    def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names.
-
-        Opened and checked once for each opening.
-
-        Raises:
-            ValueError: it is none of this model's (see `open_block`).
-        """
-        trained, bits = skip.trained, skip.module_bits
-        assert trained is not None
-        key = trained.kind, trained.hash, bits
-        if key not in self._modules:
-            self._modules[key] = open_block(self, self.backend, trained, bits)
-        return self._modules[key]
-
-    def named_linears(
-        self, sublayers: Iterable[int] | None = None
-    ) -> Iterator[tuple[str, nn.Linear]]:
-        """The linears that can be rounded, of some sublayers or all, and their names."""
-        for index in range(self.num_sublayers) if sublayers is None else sublayers:
-            part = "mlp" if index % 2 else "self_attn"
-            for name, linear in linears(getattr(self.layers[index // 2], part)):
-                yield f"layers.{index // 2}.{part}.{name}", linear
-
-    def low_bytes(self, skip: SkipConfig) -> int:
-        """Memory that a draft's own weights take, or would take: rounded and trained ones."""
-        skip = skip.resolve(self.num_layers)
-        own = 0
-        if skip.trained is not None and skip.trained.module:
-            own = read_bytes(self.module(skip).block, skip.module_bits)
-        if skip.low is None:
-            return own
-        weights = [linear.weight for _, linear in self.named_linears(skip.rounded())]
-        bits, packed = skip.low.bits, self.backend.packed
-        nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
-        head_bits = skip.head_bits
-        whole = [linear.weight for _, linear in linears(self.model.lm_head)]
-        rows = self.head_rows(skip)
-        heads = whole if rows is None else [rows.weight]
-        if head_bits is not None:
-            nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
-        if skip.trained is not None and not skip.trained.module:
-            deltas = self.deltas(skip.trained)
-            apart = [deltas.beside(weight, bits) for weight in weights]
-            nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)
-        return nbytes
-
-    def head_of(self, rows: TrimmedHead) -> Block:
-        """`head` of some rows: -inf elsewhere."""
-        return self.backend.head(rows)
+        other = copy(self)
+        other.weights = weights
+        return other
 
 
 def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:

@@ -17,11 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
-from layerskip.decoding.followers import Drafter
-from layerskip.decoding.laws import gumbel_noise
+from layerskip.decoding.noise import gumbel_noise
+from layerskip.decoding.sources.base import Source
 from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
-from layerskip.replay.steps import steps_of
 from layerskip.replay.trace import Text, Trace
 
 Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
@@ -53,7 +51,7 @@ class Chains:
     """Drafts that run on from given tokens, through the model together.
 
     Args:
-        draft: a skip config for the model's number of layers, or a `Drafter`.
+        source: what drafts.
         chains: C of them.
         steps: tokens that each drafts, J.
         vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
@@ -64,7 +62,7 @@ class Chains:
     def __init__(
         self,
         trace: Trace,
-        draft: SkipConfig | Drafter,
+        source: Source,
         chains: Sequence[Chain],
         steps: int,
         vocabularies: Vocabularies,
@@ -73,7 +71,7 @@ class Chains:
     ) -> None:
         self.trace, self.chains = trace, chains
         self.vocabularies, self.follow = vocabularies, follow
-        self.draft = steps_of(trace, draft, follow=follow)
+        self.draft = source.steps(trace, follow=follow)
         self.steps = min(steps, self.draft.longest or steps)
         facts = [
             (

@@ -1,6 +1,6 @@
-"""What any draft would have drafted from every place of a trace; decodes nothing, knows no clock.
+"""What any source would have drafted from every place of a trace, without decoding anything.
 
-`replay` drafts to the full length, as decoding would, and so does `look_up`, without a model.
+`replay` drafts to the full length, as decoding would.
 `follow` leaves each draft at its first wrong token, which is all that a fixed draft length needs,
 at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
 Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
@@ -9,14 +9,16 @@ Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.followers import Drafter
-from layerskip.decoding.lookup import Lookup
+from layerskip.decoding.acceptance import PRIOR
+from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.chains import Chain, Chains, Drafts, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
 from layerskip.replay.trace import Text, Trace
@@ -30,7 +32,7 @@ class Replay:
     controller would have kept of these drafts is for `simulation.py` to say.
 
     Attributes:
-        skip: whose sublayers drafted, or what it names; None of a `Lookup` and a `Drafter`.
+        skip, prior: of the source.
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
@@ -52,6 +54,7 @@ class Replay:
     ends: Tensor
     found: Tensor | None = None
     longest: int | None = None
+    prior: float = PRIOR
 
     @property
     def draft_length(self) -> int:
@@ -67,7 +70,7 @@ class Replay:
 @torch.no_grad()
 def replay(
     trace: Trace,
-    draft: SkipConfig | Drafter,
+    draft: SkipConfig | Source,
     draft_length: int | None = None,
     *,
     allowed: Tensor | None = None,
@@ -75,7 +78,7 @@ def replay(
     """Draft from every start of a trace with one draft, as decoding would.
 
     Args:
-        draft: a skip config, also of a trained module, or a second model as an `Assistant`.
+        draft: a source, or a skip config.
         draft_length: tokens drafted from each start; the trace's by default.
         allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
 
@@ -83,19 +86,20 @@ def replay(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    draft, length = _checked(trace, draft, draft_length)
-    layer = _exit_layer(draft)
-    if layer is not None:
-        assert isinstance(draft, SkipConfig)
-        return _assembled(trace, draft, _exit(trace, draft, layer, length, allowed), length)
-    chains = Chains(trace, draft, _all_starts(trace), length, [allowed])
-    return _assembled(trace, draft, chains.run()[0], length)
+    source, length = source_of(trace.model, draft), _length(trace, draft_length)
+    if source.known:
+        return _look_up(trace, source, length)
+    if source.exit_layer is not None:
+        drafts = _exit(trace, source, source.exit_layer, length, allowed)
+        return _assembled(trace, source, drafts, length)
+    chains = Chains(trace, source, _all_starts(trace), length, [allowed])
+    return _assembled(trace, source, chains.run()[0], length)
 
 
 @torch.no_grad()
 def follow(
     trace: Trace,
-    draft: SkipConfig | Drafter,
+    draft: SkipConfig | Source,
     vocabularies: Vocabularies = (None,),
     draft_length: int | None = None,
     *,
@@ -120,44 +124,41 @@ def follow(
         ValueError: a draft length that the trace does not know all places for, or a skip config
             that does not fit the model.
     """
-    draft, length = _checked(trace, draft, draft_length)
-    chains = Chains(trace, draft, _all_starts(trace), length, vocabularies, follow=True)
+    source, length = source_of(trace.model, draft), _length(trace, draft_length)
+    chains = Chains(trace, source, _all_starts(trace), length, vocabularies, follow=True)
     most = length if chains.steps < length and enough is None else 0
-    return [_followed(_assembled(trace, draft, each, most)) for each in chains.run(enough)]
+    return [_followed(_assembled(trace, source, each, most)) for each in chains.run(enough)]
 
 
-def look_up(trace: Trace, lookup: Lookup, draft_length: int | None = None) -> Replay:
-    """Look drafts up from every start of a trace, as decoding would.
+class _OneRow:
+    """A text of a trace as the batch of a state that knows its tokens."""
 
-    Args:
-        draft_length: tokens looked up at each start; the trace's by default.
+    def __init__(self, trace: Trace, text: Text) -> None:
+        self.model, self.emitted = trace.model, [list[int]()]
+        self.prompts = [text.tokens[: text.prompt]]
+        self.prompt_lengths, self.rows, self.lengths = [text.prompt], {0: 0}, [text.prompt]
+        self.total = self.slots = len(text.tokens)
 
-    Raises:
-        ValueError: a draft length that the trace does not know all places for.
-    """
-    length = _length(trace, draft_length)
+    def emit(self, token: int) -> list[int]:
+        self.emitted[0].append(token)
+        return [token]
+
+
+def _look_up(trace: Trace, source: Source, length: int) -> Replay:
+    """What a source of known tokens drafts from every start, as decoding would."""
     found = []
     for text in trace.texts:
-        tokens = text.tokens.tolist()
-        row = lookup.open(tokens[: text.prompt])
-        for token in tokens[text.prompt :][: text.starts]:
-            row.extend([token])
-            found.append(row.find(length))
-    missing = [[NOTHING] * (length - len(each.tokens)) for each in found]
-    tokens = [each.tokens + rest for each, rest in zip(found, missing, strict=True)]
+        row = _OneRow(trace, text)
+        state = source.open(cast(Batch, row))
+        for token in text.tokens.tolist()[text.prompt :][: text.starts]:
+            state.commit(0, row.emit(token), 0)
+            proposal = state.offer(0, length)
+            found.append((list(proposal.tokens or ()), proposal.match or 0))
+            row.lengths[0] += 1
+    tokens = [known + [NOTHING] * (length - len(known)) for known, _ in found]
     sure = torch.ones(len(found), length)  # nobody asks
-    drafts = Drafts(torch.tensor(tokens), sure, sure)
-    played = _assembled(trace, None, drafts)
-    return replace(played, found=torch.tensor([each.match for each in found]))
-
-
-def _checked(
-    trace: Trace, draft: SkipConfig | Drafter, draft_length: int | None
-) -> tuple[SkipConfig | Drafter, int]:
-    """A draft, of a skip config resolved for the trace's model, and the draft length asked for."""
-    if isinstance(draft, SkipConfig):
-        draft = draft.resolve(trace.model.num_layers)
-    return draft, _length(trace, draft_length)
+    played = _assembled(trace, source, Drafts(torch.tensor(tokens), sure, sure))
+    return replace(played, found=torch.tensor([match for _, match in found]))
 
 
 def _length(trace: Trace, draft_length: int | None) -> int:
@@ -171,16 +172,6 @@ def _length(trace: Trace, draft_length: int | None) -> int:
     return length
 
 
-def _exit_layer(skip: SkipConfig | Drafter) -> int | None:
-    """How many whole layers a resolved config's draft is, if it is nothing but shared prefix."""
-    if not isinstance(skip, SkipConfig):
-        return None
-    prefix = skip.shared_prefix()
-    if skip.low is not None or skip.trained is not None:
-        return None
-    return prefix // 2 if prefix == len(skip.kept()) and prefix % 2 == 0 else None
-
-
 def _all_starts(trace: Trace) -> list[Chain]:
     """A chain from every start, N of them."""
     return [
@@ -191,9 +182,7 @@ def _all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(
-    trace: Trace, draft: SkipConfig | Drafter | None, drafts: Drafts, longest: int = 0
-) -> Replay:
+def _assembled(trace: Trace, source: Source, drafts: Drafts, longest: int = 0) -> Replay:
     """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
     most = drafts.tokens.shape[1]
     length = max(most, longest)
@@ -201,20 +190,28 @@ def _assembled(
         rest = (0, length - most)
         nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
         drafts = Drafts(nothing, F.pad(drafts.confidences, rest), F.pad(drafts.margins, rest))
-    slices, wanted, first = [], [], 0
+    texts, wanted, first = [], [], 0
     for text in trace.texts:
-        slices.append(slice(first, first + text.starts))
+        texts.append(slice(first, first + text.starts))
         first += text.starts
         following = F.pad(text.following, (0, length), value=NOTHING)
         wanted.append(following.unfold(0, length, 1)[: text.starts])  # (starts, J)
     own = torch.cat(wanted)  # (N, J)
     matches = (drafts.tokens == own) & (own != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
-    skip = draft if isinstance(draft, SkipConfig) else None
     limit = most if most < length else None
     tokens, confidences, margins = drafts
     return Replay(
-        trace, skip, tuple(slices), tokens, matches, confidences, margins, ends, longest=limit
+        trace=trace,
+        skip=source.skip,
+        texts=tuple(texts),
+        tokens=tokens,
+        matches=matches,
+        confidences=confidences,
+        margins=margins,
+        ends=ends,
+        longest=limit,
+        prior=source.prior,
     )
 
 
@@ -243,9 +240,7 @@ def _followed(played: Replay) -> Replay:
     )
 
 
-def _exit(
-    trace: Trace, skip: SkipConfig, layer: int, length: int, allowed: Tensor | None
-) -> Drafts:
+def _exit(trace: Trace, source: Source, layer: int, length: int, allowed: Tensor | None) -> Drafts:
     """Drafts (N, J) that are nothing but shared prefix.
 
     While it agrees with the text, such a draft computes what the target did there, so that the
@@ -264,7 +259,7 @@ def _exit(
             (text, text.prompt + place + 1, token)
             for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
         ]
-    left = Chains(trace, skip, chains, length - 1, [allowed]).run()[0]
+    left = Chains(trace, source, chains, length - 1, [allowed]).run()[0]
     # one row and column more, so that there is something to look up where nothing is wrong
     rest = [F.pad(table, (0, 1, 0, 1)) for table in left]  # (C + 1, J) each
     parts, first = [], 0

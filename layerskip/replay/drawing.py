@@ -18,18 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.decoding.laws import (
-    DRAFT,
-    Law,
-    accept_uniform,
-    acceptance_probability,
-    gumbel_noise,
-    largest,
-    residual,
-    softmax_law,
-    stream_key,
-    with_margin,
-)
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream_key
+from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
 
 NOTHING = -1
 """Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""

@@ -1,4 +1,4 @@
-"""The target's texts and what every exit would draft along them; knows no clock, no skip config.
+"""The target's texts, and what every exit would draft along them.
 
 Prompts are decoded once by the target alone. Then one whole pass over each text leaves the target's
 keys and values, from which any draft is replayed (`replay.py`), and gives, for every exit layer at
@@ -24,8 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, gumbel_noise, softmax_law, stream_key
+from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.decoding.sources.steps import joined
 from layerskip.model.cache import RowCache
+from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.replay.drawing import (
     NOTHING,
@@ -230,7 +233,7 @@ def take_trace(
         ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
             model cannot hold, another accept rule, or no text with a token to draft.
     """
-    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    opened = sublayers_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
     if not rows or not all(len(row) for row in rows):
         raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")
@@ -295,18 +298,6 @@ def _decode(
     for _ in decoder.rounds():
         pass
     return decoder.emitted
-
-
-def joined(caches: list[RowCache]) -> RowCache:
-    """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
-    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
-    for layer in list(caches[0].keys):
-        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
-            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
-            mine[layer] = torch.cat(
-                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
-            )
-    return joint
 
 
 def _read(

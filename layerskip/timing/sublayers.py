@@ -1,4 +1,4 @@
-"""What every sublayer costs on this machine, by tokens of a pass and by context; the only clock.
+"""What every sublayer costs on this machine, by tokens of a pass and by context.
 
 One measurement prices every skip config. Sublayers are timed inside whole passes in layer order,
 within rounds of the engine itself: one sublayer repeated would stay in the processor's caches and
@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import low_facts
-from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import Round
-from layerskip.model.backend import Block
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.model.backend import Backend, Block
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.lean import head_refusal
+from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import Stopwatch, machine, typical
 
@@ -48,60 +51,37 @@ _SWEEPS = 40  # at most, of every context; the first one warms up
 _FEWEST = 3
 
 
-class _Probe:
-    """A copy of an opened model, `model`, that can note when its sublayers and heads begin and end.
+class _Noting:
+    """A backend that can note when each block begins and ends."""
 
-    Attributes:
-        heads: of the next draft steps, in place of the model's.
-    """
-
-    def __init__(self, model: Sublayers, now: Callable[[], float]) -> None:
-        self.model = copy(model)
-        self.now = now
-        self.on_gpu = model.device.type == "cuda"
-        self.plain = (model.blocks, model.head)
-        self.timed = (tuple(map(self._noting, model.blocks)), self._noting(model.head))
-        self.heads: Iterator[Block] = iter(())
-        self.marks: list[Any] = []  # two for each sublayer and for each head, as they ran
-        self.model.draft_head = lambda *pass_: next(self.heads, self.model.head)(*pass_)
+    def __init__(self, backend: Backend, now: Callable[[], float], *, on_gpu: bool) -> None:
+        self.backend, self.now, self.on_gpu = backend, now, on_gpu
+        self.marks: list[Any] = []  # two for each block, as they ran
         self.on = False
-        # what notes, by its own id or that of the block it notes
-        self.known = {id(each): each for each in (*self.timed[0], self.timed[1])}
-        self.known[id(self.model.draft_head)] = self.model.draft_head
-        self.model.draft = self._draft  # type: ignore[method-assign]
 
-    def note(self, on: bool, heads: Iterable[Block] = ()) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def run(self, hidden: Tensor, step: Any, blocks: Sequence[Block]) -> Tensor:
+        if not self.on:
+            return self.backend.run(hidden, step, blocks)
+        for block in blocks:
+            self._mark()
+            hidden = self.backend.run(hidden, step, [block])
+            self._mark()
+        return hidden
+
+    def note(self, on: bool) -> None:
         """Begin another round, with or without notes."""
         self.on = on
-        self.model.blocks, self.model.head = self.timed if on else self.plain
         self.marks.clear()
-        self.heads = map(self._noting, heads)
 
     def seconds(self) -> list[float]:
-        """What each sublayer and each head took, in the order they ran."""
+        """What each block took, in the order they ran."""
         pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
         if self.on_gpu:
             return [start.elapsed_time(end) / 1000 for start, end in pairs]
         return [end - start for start, end in pairs]
-
-    def _draft(self, skip: SkipConfig) -> list[Block]:
-        """As the model's own; what is low notes, too."""
-        blocks = Sublayers.draft(self.model, skip)
-        return [self._noted(block) for block in blocks] if self.on else blocks
-
-    def _noted(self, block: Block) -> Block:
-        if id(block) not in self.known:
-            self.known[id(block)] = self._noting(block)
-        return self.known[id(block)]
-
-    def _noting(self, block: Block) -> Block:
-        def noted(hidden: Tensor, step: Any) -> Tensor:
-            self._mark()
-            out = block(hidden, step)
-            self._mark()
-            return out
-
-        return noted
 
     def _mark(self) -> None:
         if self.on_gpu:  # an event, since waiting for the device would be timed too
@@ -110,6 +90,33 @@ class _Probe:
             self.marks.append(event)
         else:
             self.marks.append(self.now())
+
+
+class _HeadSteps(Source):
+    """Steps of one MLP and one of some heads each, in turn."""
+
+    key = "heads"
+
+    def __init__(self, heads: Sequence[Block]) -> None:
+        self.heads = heads
+
+    def step_bytes(self) -> Sequence[float]:
+        return (1.0,)
+
+    def open(self, batch: Batch) -> State:
+        return _HeadState(batch, self.heads)
+
+
+class _HeadState(State):
+    def __init__(self, batch: Batch, heads: Sequence[Block]) -> None:
+        super().__init__(batch)
+        self.heads = heads
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Any, offset: int) -> Tensor:
+        model = self.batch.model
+        # a round has one step more than is asked for
+        head = self.heads[offset] if offset < len(self.heads) else model.head
+        return model.backend.run(hidden, step, [model.blocks[1], head])[:, 0]
 
 
 @torch.no_grad()
@@ -153,7 +160,7 @@ def measure(
         ValueError: no prompt tokens, counts without 1, no budget, no context that fits the model,
             or a draft that is not low as a whole.
     """
-    opened = model if isinstance(model, Sublayers) else Sublayers(model)
+    opened = sublayers_of(model)
     counts = sorted(set(counts))
     if not counts or counts[0] != 1:
         raise ValueError(f"counts must be at least 1 and hold 1, a plain step; got {counts}")
@@ -254,7 +261,9 @@ class _Sweeps:
         self.heads = heads
         self.now = now
         self.layers = model.num_layers
-        self.probe = _Probe(model, now)
+        self.probe = _Noting(model.backend, now, on_gpu=model.device.type == "cuda")
+        self.model = copy(model)
+        self.model.backend = cast(Backend, self.probe)
         # A draft of one MLP: no prefix is shared, so that verification runs every sublayer over
         # all tokens, and drafting them takes hardly any time.
         every = tuple(range(self.layers))
@@ -281,7 +290,8 @@ class _Sweeps:
     def run(self, number: int) -> None:
         """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
         watch = Stopwatch(self.now)
-        rounds = self._rounds(self.skip, watch, max(*self.counts, len(self.heads[0]) + 1))
+        drafts: list[Draft] = [self.skip, *map(_HeadSteps, self.heads)]
+        rounds = self._rounds(drafts, watch, max(*self.counts, len(self.heads[0]) + 1))
         turn = number % len(self.counts)
         for count in (*self.counts[turn:], *self.counts[:turn]):
             watch.length = drafted = count - 1
@@ -303,15 +313,17 @@ class _Sweeps:
                     in_steps = sum(seconds[:-verified])
                     self.draft_rests.append((watch.drafted - start - in_steps) / drafted)
 
-        for heads, times in zip(self.heads, self.trimmed, strict=True):
-            if heads:
-                self._run_heads(rounds, watch, heads, times if number else [])
+        for draft, times in enumerate(self.trimmed, 1):
+            if times:
+                watch.draft = draft
+                self._run_heads(rounds, watch, len(times), times if number else [])
+        watch.draft = 0
         if self.low is not None:
             self._run_low(watch, kept=number > 0)
         watch.length = _TYPICAL_LENGTH
         for layer in self.exits:
             skip = SkipConfig.early_exit(layer).resolve(self.layers)
-            rounds = self._rounds(skip, watch, _TYPICAL_LENGTH + 1)
+            rounds = self._rounds([skip], watch, _TYPICAL_LENGTH + 1)
             start = self.now()
             next(rounds)
             if number:
@@ -321,12 +333,12 @@ class _Sweeps:
         self,
         rounds: Iterator[Round],
         watch: Stopwatch,
-        heads: Sequence[Block],
+        heads: int,
         times: Sequence[list[float]],
     ) -> None:
-        """A round with a draft step for each trimmed head: one MLP, and that head."""
-        watch.length = len(heads)
-        self.probe.note(True, heads)
+        """A round with a draft step for each of some trimmed heads: one MLP, and that head."""
+        watch.length = heads
+        self.probe.note(True)
         next(rounds)
         drafted = self.probe.seconds()[: -2 * self.layers - 1]  # before the pass that verifies
         for of_head, seconds in zip(times, drafted[1::2], strict=False):
@@ -340,7 +352,7 @@ class _Sweeps:
         """
         assert self.low is not None
         watch.length = _TYPICAL_LENGTH
-        rounds = self._rounds(self.low, watch, _TYPICAL_LENGTH + 1)
+        rounds = self._rounds([self.low], watch, _TYPICAL_LENGTH + 1)
         for noting in (False, True, False):
             watch.length = _TYPICAL_LENGTH
             self.probe.note(noting)
@@ -359,9 +371,9 @@ class _Sweeps:
             if kept:
                 self.low_shares.append(step / (self.now() - start))
 
-    def _rounds(self, skip: SkipConfig, watch: Stopwatch, longest: int) -> Iterator[Round]:
+    def _rounds(self, drafts: Sequence[Draft], watch: Stopwatch, longest: int) -> Iterator[Round]:
         self.probe.note(False)
-        decoder = Decoder(self.probe.model, skip, watch, self.request, max_draft_length=longest)
+        decoder = Decoder(self.model, drafts, watch, self.request, max_draft_length=longest)
         rounds = decoder.rounds()
         next(rounds)
         next(rounds)  # untimed: a round that follows a prefill finds other things in the caches

@@ -138,7 +138,9 @@ class Training:
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
         if self.skip.trained is not None:
-            self.opened.deltas(self.skip.trained)  # a wrong file is told now, not in an hour
+            self.opened.weights.deltas(
+                self.skip.trained
+            )  # a wrong file is told now, not in an hour
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None

@@ -44,12 +44,12 @@ class Healing(Student):
         assert skip.low is not None
         self.opened = [model]  # in a list, so that its weights are not this module's
         self.bits = skip.low.bits
-        known = {} if skip.trained is None else model.deltas(skip.trained).by_weight
+        known = {} if skip.trained is None else model.weights.deltas(skip.trained).by_weight
         generator = torch.Generator().manual_seed(seed)
         self.inner, self.outer = nn.ParameterDict(), nn.ParameterDict()
         self._names: dict[int, str] = {}
         self._weights: dict[str, Tensor] = {}
-        for name, linear in model.named_linears(skip.rounded()):
+        for name, linear in model.weights.linears(skip.rounded()):
             rows, columns = linear.weight.shape
             key = name.replace(".", "/")
             bound = 1 / math.sqrt(columns)

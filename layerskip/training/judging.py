@@ -27,7 +27,8 @@ from layerskip.config import DecodingOptions, SkipConfig, Trained
 from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law, stream_key
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
 from layerskip.defaults import unprepared
 from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
@@ -83,7 +84,7 @@ def judge(
             **acceptance[name],
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
             "formula": formula(acceptance[name]["coupled"], cost),
-            "bytes": opened.low_bytes(each),
+            "bytes": opened.weights.nbytes(each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }

@@ -1,9 +1,8 @@
-"""Trials, switches and finalists as a search file has them: JSON values; writes nothing."""
+"""What a search found as JSON values, as a search file holds them: trials, switches, finalists."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from optuna import Study
@@ -12,36 +11,35 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.config import SkipConfig
 from layerskip.search.finalists import Finalist, winner
-from layerskip.search.sampler import claim
+from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
 from layerskip.search.study import quiet
 
 if TYPE_CHECKING:
-    from layerskip.search.finding import Search
+    from layerskip.search.pipeline import Search
 
 _KNOWN = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
 
 
-def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
+def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
     """The trials that ended, as a search file has them."""
     rows = []
-    for trial in ledger.get_trials(deepcopy=False):
-        known, mask = trial.user_attrs, claim(trial, space)
+    for trial in study.get_trials(deepcopy=False):
+        known, mask = trial.user_attrs, claimed(trial)
         row: dict[str, Any] = {"number": trial.number, "origin": known.get("origin")}
         if trial.state is TrialState.FAIL:
             rows.append({**row, "state": "failed"})
-        if trial.state is not TrialState.COMPLETE or mask is None or trial.value is None:
+        if trial.state is not TrialState.COMPLETE or mask is None:
             continue
-        skip, guide = space.skip_config(mask), known.get("guide")
+        skip, value, guide = space.skip_config(mask), value_of(trial), known.get("guide")
         rows.append(
             {
                 **row,
                 "state": "complete",
-                "skipped": _skipped(skip),
-                "low": skip.to_dict().get("low"),
-                "value": trial.value,
+                **_sets(skip),
+                "value": value,
                 "guide": guide,
-                "speedup": trial.value * step_seconds,
+                "speedup": value * step_seconds,
                 "forced_speedup": None if guide is None else guide * step_seconds,
                 "draft_cost": known["draft_cost"],
                 "controller": known.get("controller", "plain"),
@@ -52,7 +50,7 @@ def trial_rows(ledger: Study, space: Space, step_seconds: float) -> list[dict[st
     return rows
 
 
-def importance(ledger: Study) -> dict[str, float] | None:
+def _importance(study: Study) -> dict[str, float] | None:
     """How much each switch decides whether a trial is among the best; None for too few trials.
 
     PED-ANOVA, on what configs are worth when they draft: where drafting turns itself off all are
@@ -60,29 +58,27 @@ def importance(ledger: Study) -> dict[str, float] | None:
     """
 
     def loss(trial: FrozenTrial) -> float:
-        assert trial.value is not None
-        return -min(trial.value, float(trial.user_attrs.get("guide", trial.value)))
+        value = value_of(trial)
+        return -min(value, float(trial.user_attrs.get("guide", value)))
 
-    trials = ledger.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(trials) < 20 or len(set(map(loss, trials))) < 2:
         return None
     with quiet(), warnings.catch_warnings():
         # Optuna cannot know that `loss` is smaller for better trials, as PED-ANOVA wants it
         warnings.filterwarnings("ignore", message="PedAnovaImportanceEvaluator computes")
         return dict(
-            get_param_importances(ledger, evaluator=PedAnovaImportanceEvaluator(), target=loss)
+            get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(), target=loss)
         )
 
 
-def finalist_row(finalist: Finalist) -> dict[str, Any]:
-    """A finalist, as a search file has it."""
+def _finalist_row(finalist: Finalist) -> dict[str, Any]:
     skip, decoding = finalist.skip, finalist.choice.decoding
     names = ("controller", "max_draft_length", "threshold")
     return {
         "name": finalist.name,
         "trial": finalist.trial,
-        "skipped": _skipped(skip),
-        "low": skip.to_dict().get("low"),
+        **_sets(skip),
         "trained": None if skip.trained is None else skip.trained.words,
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
@@ -98,11 +94,9 @@ def finalist_row(finalist: Finalist) -> dict[str, Any]:
     }
 
 
-def _skipped(skip: SkipConfig) -> dict[str, list[int]]:
-    """What of the model a draft leaves out: all of it where a module drafts alone."""
-    if skip.trained is not None and skip.trained.alone:
-        skip = replace(skip, attention=(every := tuple(range(skip.num_layers or 0))), mlp=every)
-    return {"attention": list(skip.attention), "mlp": list(skip.mlp)}
+def _sets(skip: SkipConfig) -> dict[str, Any]:
+    skipped = {"attention": list(skip.attention), "mlp": list(skip.mlp)}
+    return {"skipped": skipped, "low": skip.to_dict().get("low")}
 
 
 def record(search: Search) -> dict[str, Any]:
@@ -117,14 +111,14 @@ def record(search: Search) -> dict[str, Any]:
         "trace": {
             "texts": len(search.trace.texts),
             "starts": search.trace.starts,
-            "draft_length": search.draft_length,
+            "draft_length": search.trace.draft_length,
         },
         "cost": search.objective.cost,
         "step_seconds": step,
         "bound": search.bound,
-        "trials": trial_rows(search.study, search.space, step),
-        "importance": importance(search.study),
-        "finalists": [finalist_row(finalist) for finalist in search.finalists],
+        "trials": trials_table(search.study, search.space, step),
+        "importance": _importance(search.study),
+        "finalists": [_finalist_row(finalist) for finalist in search.finalists],
         "plain": {
             "predicted_tokens_per_second": 1.0 / step,
             "confirmed_tokens_per_second": search.plain_tokens_per_second,

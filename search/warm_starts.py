@@ -1,4 +1,4 @@
-"""Sets worth trying first: exits, even spacing, near hidden states, files; knows no value.
+"""Sets worth trying first: early exits, evenly spaced ones, near hidden states, a person's own.
 
 What a hidden state shows of a layer ranks layers poorly and sets of layers worse, so that these
 are places to start a search from and never its result.
@@ -17,7 +17,7 @@ from layerskip.replay.trace import Trace
 from .space import Space
 
 SHARES = (0.2, 0.35, 0.5)
-"""Shares of a space's switches that the seeds of no natural size leave out."""
+"""Shares of a space's switches that evenly spaced sets and those near hidden states leave out."""
 LOW_EXITS = (0.125, 0.5, 0.8)
 """Shares of the layers that early exits in low precision run."""
 FEW = (1, 2, 4, 8)
@@ -27,7 +27,8 @@ FEW = (1, 2, 4, 8)
 def standard(space: Space) -> dict[str, int]:
     """Names and masks of skipping nothing, every early exit and evenly spaced sets.
 
-    With low precision also all in it, without the head, behind exact halves, and at some exits.
+    With low precision also all in it, without the head, behind exact halves, and at some exits; of
+    early exits alone all that there are.
     """
     found = {"none": 0}
     if space.bits:
@@ -39,6 +40,8 @@ def standard(space: Space) -> dict[str, int]:
         found |= {f"{bits}-exit-{e}": space.low_mask(space.exit_mask(e)) for e in depths[::-1]}
     exits = range(space.num_layers - 1, 0, -1)
     found |= {f"exit-{layer}": space.exit_mask(layer) for layer in exits}
+    if space.kind == "exit" and space.bits:
+        found |= {f"{bits}-exit-{layer}": space.low_mask(space.exit_mask(layer)) for layer in exits}
     switches = space.leaving_out
     for count in _counts(space):
         even = {round((i + 0.5) * len(switches) / count - 0.5) for i in range(count)}
@@ -145,12 +148,7 @@ def _first(switch: int) -> int:
 
 
 def _counts(space: Space) -> list[int]:
-    """How many switches to leave out: the shares, as far as the budget lets them differ."""
-    switches = space.leaving_out
-    total = len(switches)
-    if space.budget is not None:
-        total = min(total, 2 * space.budget // min((s.bit_count() for s in switches), default=1))
-    return sorted({round(share * total) for share in SHARES} - {0})
+    return sorted({round(share * len(space.leaving_out)) for share in SHARES} - {0})
 
 
 def _distinct(space: Space, found: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which set to try next, given what the sets tried so far were worth; knows no study and no clock.
+"""Which set to try next, given what the sets tried so far were worth.
 
 Every function here is a function of its arguments alone, so that a search that stopped goes on as
 if it had not.
@@ -20,7 +20,7 @@ LENGTHSCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 NOISE = 1e-4
 """Added variance: values are exact, but the model of them is not."""
 PAYS = 1.1
-"""Times the score of skipping nothing, from which on a seed is the base of single flips."""
+"""Times the score of skipping nothing, from which on a warm start is the base of single flips."""
 WIDEST = 24
 """Changes whose pairs are considered as one move: the most promising ones."""
 
@@ -45,13 +45,13 @@ def acceptance_loss(acceptance: float, saved: float) -> float:
     return (1e-3 - math.log(max(acceptance, 1e-6))) / max(saved, 1e-6)
 
 
-def base(history: History, seeds: Iterable[int]) -> int:
-    """The set that switches are tried on one by one: the best seed, or nothing.
+def base(history: History, warm_starts: Iterable[int]) -> int:
+    """The set that switches are tried on one by one: the best warm start, or nothing.
 
-    What a switch is worth beside a draft that pays, say that of an exit that was trained for, is
-    not what it is worth in a whole model. A seed that pays little teaches less than nothing does.
+    What a switch is worth in a draft that pays, say that of an exit that was trained for, is not
+    what it is worth in a whole model. A warm start that pays little teaches less than nothing does.
     """
-    tried = [mask for mask in seeds if mask in history.scores]
+    tried = [mask for mask in warm_starts if mask in history.scores]
     best = max(tried, key=lambda mask: history.scores[mask], default=0)
     return best if history.scores.get(best, 0.0) > PAYS * history.scores.get(0, math.inf) else 0
 
@@ -109,7 +109,7 @@ def next_local(space: Space, history: History, rank: int = 0, base: int = 0) -> 
     exp(-differing switches / lengthscale), has every interaction of switches in it, the fewer of
     them the stronger; the lengthscale is the likeliest of a few. None where every move was made.
     """
-    if not history.scores:
+    if not history.scores or not space.switches:
         return None
     centre = _elite(history, rank, apart=max(2, len(space.switches) // 8))
     model = _Surrogate(space, history.scores, base)

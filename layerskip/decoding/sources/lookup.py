@@ -1,45 +1,19 @@
 """Drafts that are looked up: what followed when the row's last words stood somewhere before.
 
-Knows token ids; no model, no law, no row but its own. A row's history is its prompt without pads
-and what it has emitted. The longest suffix of it that occurred before, in the history or in other
-texts, is the match, and what followed there the draft. Matches are found by suffix automata (Blumer
-et al. 1985), which cost a few microseconds a token however long the history is.
+A row's history is its prompt without pads and what it has emitted. The longest suffix of it that
+occurred before, in the history or in other texts, is the match, and what followed there the draft.
+Matches are found by suffix automata (Blumer et al. 1985), which cost a few microseconds a token
+however long the history is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+
+from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 
 _END = -1  # stands behind every other text, and is no token
 _ANCESTORS = 64  # of a match that are told where it stands; more there are in loops only
-
-
-class Found(NamedTuple):
-    """A looked-up draft.
-
-    Attributes:
-        tokens: what followed the match; empty where there is none.
-        match: the tokens it has in common with the end of the history.
-    """
-
-    tokens: list[int]
-    match: int
-
-
-NOTHING = Found([], 0)
-
-
-class Offer(NamedTuple):
-    """What one of several drafts, looked up or a model's, could draft in a round.
-
-    Attributes:
-        lengths: by row, for every row that is not finished, the most tokens; 0 for none.
-        matches: of a looked-up draft, by row, `Found.match`; None of a model's.
-    """
-
-    lengths: Mapping[int, int]
-    matches: Mapping[int, int] | None
 
 
 class Automaton:
@@ -99,7 +73,10 @@ class Automaton:
             state = link[state]
 
 
-class Lookup:
+NOTHING = Proposal.of([], match=0)
+
+
+class Lookup(Source):
     """Where drafts are looked up: in each row's own history, and in other texts, if there are any.
 
     Args:
@@ -114,11 +91,45 @@ class Lookup:
                 self.others.append(int(token), last=i == len(text))
             self.others.append(_END)
 
-    def open(self, prompt: Sequence[int]) -> LookupRow:
+    key = "lookup"
+
+    def open(self, batch: Batch) -> State:
+        return _State(batch, [self.row(prompt.tolist()) for prompt in batch.prompts])
+
+    def row(self, prompt: Sequence[int]) -> LookupRow:
         """The history of a row that begins with its prompt."""
         row = LookupRow(self)
         row.extend(prompt)
         return row
+
+    def timed(self) -> Source:
+        return _Echo()
+
+
+class _State(State):
+    def __init__(self, batch: Batch, rows: Sequence[LookupRow]) -> None:
+        super().__init__(batch)
+        self.rows = rows
+
+    def offer(self, row: int, most: int) -> Proposal:
+        return self.rows[row].find(most)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        self.rows[row].extend(emitted)
+
+
+class _Echo(Source):
+    """Always finds something: the same token, as often as asked for."""
+
+    key = "echo"
+
+    def open(self, batch: Batch) -> State:
+        return _EchoState(batch)
+
+
+class _EchoState(State):
+    def offer(self, row: int, most: int) -> Proposal:
+        return Proposal.of([0] * most, match=1)
 
 
 class LookupRow:
@@ -141,7 +152,7 @@ class LookupRow:
                 self._state = others.following[self._state][token]
                 self._match += 1
 
-    def find(self, longest: int) -> Found:
+    def find(self, longest: int) -> Proposal:
         """The draft, of so many tokens at most.
 
         In the history it runs on into itself, as a loop would; at the end of another text it ends.
@@ -156,8 +167,9 @@ class LookupRow:
             tokens = others.tokens[first : first + longest]
             if _END in tokens:
                 del tokens[tokens.index(_END) :]
-            return Found(tokens, match)
+            return Proposal.of(tokens, match)
         if not own.match:
             return NOTHING
         period = len(own.tokens) - own.behind
-        return Found([own.tokens[own.behind + i % period] for i in range(longest)], own.match)
+        tokens = [own.tokens[own.behind + i % period] for i in range(longest)]
+        return Proposal.of(tokens, own.match)

@@ -1,4 +1,4 @@
-"""A second model as the draft, and its state in a batch; knows no laws, no rounds, no tokenizers.
+"""A second model of the same vocabulary as the draft.
 
 Whatever it drafts, the text is the target's: a model of another vocabulary only drafts badly. That
 both mean the same by a token is for those to check who have the tokenizers (see
@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.decoding.followers import Drafter, Follower, in_chunks
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.steps import Steps, Texts, joined
 from layerskip.model.sublayers import Pass, Sublayers
 
-if TYPE_CHECKING:
-    from layerskip.decoding.passes import Session
 
-
-class Assistant(Drafter):
+class Assistant(Source):
     """A second model of the target's vocabulary, with its own way to compute passes.
 
     Heads may be padded differently: tokens that only one of the models has are not drafted.
@@ -35,23 +33,24 @@ class Assistant(Drafter):
         self.model = model
         self.max_positions = model.max_positions
 
-    def open(self, session: Session) -> Follower:
-        """What follows the rows of a batch.
+    def open(self, batch: Batch) -> State:
+        """Its state in a batch.
 
         Raises:
             ValueError: the second model's positions cannot hold the batch.
         """
-        return _Second(self.model, session)
+        return _State(self.model, batch)
 
     @property
     def key(self) -> Hashable:
         model = self.model
-        return (weakref.ref(model.model), model.execution, model.dtype, model.draft_vocabulary)
+        return (weakref.ref(model.model), model.execution, model.dtype, model.weights.vocabulary)
 
     def step_bytes(self) -> Sequence[float]:
-        read = self.model.weight_bytes()
-        head = read["head"] * self.model.draft_vocabulary / self.model.vocabulary
-        return [*read["sublayers"], head]
+        return [*self.model.weight_bytes()["sublayers"], self.model.weights.head_bytes()]
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _Steps(texts, self.model)
 
 
 def common(raw: Tensor, target: Sublayers) -> Tensor:
@@ -69,31 +68,32 @@ def known(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
     return tokens
 
 
-class _Second(Follower):
+class _State(Following):
     """A second model's keys and values."""
 
-    def __init__(self, model: Sublayers, session: Session) -> None:
-        super().__init__(session)
+    def __init__(self, model: Sublayers, batch: Batch) -> None:
+        super().__init__(batch)
         try:
-            model.check_lengths(session.prompt_lengths, session.total)
+            model.check_lengths(batch.prompt_lengths, batch.total)
         except ValueError as error:
             raise ValueError(f"the assistant cannot draft here: {error}") from error
         self.model = model
-        self.cache = model.new_cache(len(session.prompts), session.slots)
-        self.rotary = model.rotary(session.slots, session.total)
-        self.blocks = [*model.blocks, model.draft_head]
+        self.cache = model.new_cache(len(batch.prompts), batch.slots)
+        self.rotary = model.rotary(batch.slots, batch.total)
+        self.head = model.weights.head()
+        self.blocks = [*model.blocks, self.head]
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        session, model = self.session, self.model
+        batch, model = self.batch, self.model
         count = 1 if offset else self.missing()
         if count > 1:
-            return common(self._catch_up(count), session.model)
+            return common(self._catch_up(count), batch.model)
         if not offset:
             self.see()
-        starts = [session.lengths[row] + offset for row in session.rows]
-        embedded = model.embed(known(tokens, model, session.model)[:, None])  # (R, 1, H)
+        starts = [batch.lengths[row] + offset for row in batch.rows]
+        embedded = model.embed(known(tokens, model, batch.model)[:, None])  # (R, 1, H)
         raw = model.backend.run(embedded, self._place(starts, 1), self.blocks)
-        return common(raw[:, 0], session.model)
+        return common(raw[:, 0], batch.model)
 
     def keep(self, places: Sequence[int], length: int) -> int:
         return self.cache.keep(places, length)
@@ -107,10 +107,29 @@ class _Second(Follower):
             step = self._place([start + first for start in starts], chunk.shape[1])
             return model.run(model.embed(chunk), step, range(model.num_sublayers))
 
-        last = in_chunks(known(tokens, model, self.session.model), lasts, run)  # (R, H)
+        last = in_chunks(known(tokens, model, self.batch.model), lasts, run)  # (R, H)
         self.cache.settled = True
-        return model.draft_head(last[None], None)[0]
+        return self.head(last[None], None)[0]
 
     def _place(self, starts: Sequence[int], count: int) -> Pass:
         self.cache.place(starts, count)
         return Pass(self.model, self.cache, self.rotary)
+
+
+class _Steps(Steps):
+    """Steps of a second model, which reads the texts once."""
+
+    def __init__(self, texts: Texts, model: Sublayers) -> None:
+        caches = []
+        for text in texts.texts:
+            tokens = known(text.tokens, model, texts.model)[None]  # (1, T)
+            caches.append(model.new_cache(1, tokens.shape[1]))
+            caches[-1].place([0], tokens.shape[1])
+            step = Pass(model, caches[-1], model.rotary(tokens.shape[1], tokens.shape[1]))
+            model.run(model.embed(tokens), step, range(model.num_sublayers))
+        super().__init__(texts, model, joined(caches))
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        target = self.source.model
+        embedded = self.model.embed(known(tokens, self.model, target))
+        return common(self.run(embedded, [*self.model.blocks, self.model.weights.head()]), target)

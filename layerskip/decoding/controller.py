@@ -1,0 +1,130 @@
+"""When to stop drafting, and what to draft from.
+
+A controller serves one generate call. Each row of the batch is named by its index and its rounds
+run `limit`, then `keep_drafting` after a drafted token while fewer than the limit are drafted, then
+`update`. Rows may interleave, but a round begins for all of them before it ends for any. A drafted
+token is always verified: a stop decides about the next one only. Rows draft in lockstep, so that
+one that drafts on lets all others wait: `draft_together` weighs this before every step of the
+batch. Confidence is the probability of the drafted token under the softmax of the draft's raw
+logits at temperature 1, unless the controller has a `signal` (see `signal_of`); a confidence that
+is not a number stops drafting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from layerskip.decoding.sources.base import Offer
+
+CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
+
+
+class Controller:
+    """Decides how many tokens each row of a batch drafts in its next round.
+
+    A controller of your own inherits from this class and replaces what it has to say. As it stands,
+    it drafts as many tokens as it may in every round.
+    """
+
+    needs_confidence: bool = True
+    """False: the engine may draft `limit` tokens without reading anything back."""
+
+    def reset(self, rows: int) -> None:
+        """Starts a call with `rows` rows and forgets everything learned before."""
+
+    def limit(self, row: int, allowed: int) -> int:
+        """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
+        return allowed
+
+    def keep_drafting(self, row: int, confidence: float) -> bool:
+        """Whether to draft another token, given the confidence of the one just drafted."""
+        return not math.isnan(confidence)
+
+    def draft_together(self, rows: Sequence[int]) -> bool:
+        """Whether the batch takes another draft step, for those of its rows that may draft on.
+
+        Asked before every draft step of a round, the first one included, while there are such rows.
+        """
+        return True
+
+    def update(self, row: int, drafted: int, accepted: int) -> None:
+        """Reports the row's round, once, also where drafted is 0."""
+
+
+_PARTS = ("needs_confidence", "reset", "limit", "keep_drafting", "draft_together", "update")
+
+
+SIGNALS = ("probability", "margin")
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What a controller has, too, that chooses among several drafts.
+
+    For one without, a round takes the first that has anything to offer.
+    """
+
+    def choose(self, offers: Sequence[Offer]) -> int | None:
+        """Which draft the batch takes in its next round; None: a plain step.
+
+        Asked at the start of a round, before `limit`, with what each of the drafts offers.
+        """
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        """Tells how good a looked-up draft was that a row was offered, taken or not.
+
+        Told once for every row and lookup that had an offer, before the row's `update`.
+
+        Args:
+            known: how many of its tokens the round has shown to be right or wrong, from the first.
+            right: how many of those are what the row goes on with, up to the first that is not.
+        """
+
+
+def first_offer(offers: Sequence[Offer]) -> int | None:
+    """The first draft that has something to offer to any row; a lookup, a match of two tokens."""
+    for number, offer in enumerate(offers):
+        for row, length in offer.lengths.items():
+            if length and (offer.matches is None or offer.matches[row] >= 2):
+                return number
+    return None
+
+
+def completed(value: Any) -> Controller:
+    """An object with some parts of a `Controller`, the others added.
+
+    Raises:
+        TypeError: it has none of them.
+        ValueError: its signal is unknown.
+    """
+    found: Controller = value
+    if not isinstance(value, Controller):
+        own = {name: getattr(value, name) for name in _PARTS if hasattr(value, name)}
+        if not own:
+            raise TypeError(
+                f"a controller must have some of {', '.join(_PARTS)}; got a "
+                f"{type(value).__name__} without any: inherit from "
+                "layerskip.decoding.controllers.Controller, or name one of "
+                f"{', '.join(CONTROLLERS)}"
+            )
+        more = ("signal", "choose", "learn")
+        found = Controller()
+        vars(found).update(own | {n: getattr(value, n) for n in more if hasattr(value, n)})
+    if signal_of(found) not in SIGNALS:
+        raise ValueError(
+            f"a controller's signal must be one of {', '.join(SIGNALS)}; "
+            f"{type(value).__name__} has {signal_of(found)!r}"
+        )
+    return found
+
+
+def signal_of(controller: Controller) -> str:
+    """What a controller's confidences are of: its `signal`, by default "probability".
+
+    "margin": of 1 - exp(-m), m the margin between the two best scores that the token was drawn by,
+    noise included where draft and target share it. Under the rejection rule it, too, is told the
+    probability.
+    """
+    return getattr(controller, "signal", "probability")

@@ -1,0 +1,75 @@
+"""From scores to tokens: the largest one, and the rejection rule (Leviathan et al. 2023,
+Algorithm 1; Chen et al. 2023).
+
+Letters: N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.noise import TILE
+
+
+def largest(scores: Tensor) -> Tensor:
+    """Token of the first largest of scores (N, V), (N,); -1 where all are -inf, or one is NaN."""
+    best, token = _best(scores)[0]
+    return torch.where(best > float("-inf"), token, -1)[:, 0]
+
+
+def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`largest` of scores (N, V), and 1 - exp(-m), m its margin over the second-best, (N,) each."""
+    (best, token), *searched = _best(scores)
+    # the second-best is among those that the largest was found among, here or there
+    others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
+    behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
+    return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
+
+
+def ahead(behind: Tensor) -> Tensor:
+    """1 - exp(-m) of the margins -m by which second-best scores are behind, overwritten, (N,)."""
+    return behind.expm1_().neg_()
+
+
+def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Largest of scores (N, V) and its token, (N, 1) each; then among what and where it was found.
+
+    Of many numbers first which part of a row has it: a maximum without its place is several times
+    faster on a CPU.
+    """
+    part = math.gcd(scores.shape[-1], 1024)
+    if scores.numel() <= TILE or part < 64 or scores.device.type != "cpu":
+        best, token = scores.max(-1, keepdim=True)
+        return [(best, token), (scores, token)]
+    parts = scores.unflatten(-1, (-1, part))  # (N, V / part, part)
+    tops = parts.amax(-1)  # (N, V / part)
+    best, where = tops.max(-1, keepdim=True)  # (N, 1) each
+    inside = parts.gather(1, where[:, :, None].expand(-1, 1, part))[:, 0]  # (N, part)
+    here = inside.argmax(-1, keepdim=True)  # (N, 1)
+    return [(best, where * part + here), (tops, where), (inside, here)]
+
+
+def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p/q) for every token, (..., V); tokens the draft cannot draw (q = 0) get 1."""
+    return torch.where(q > 0, (p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp(max=1), 1.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+ normalised, (..., V): the law of the correction after a rejection.
+
+    Where p = q no rejection can happen; rounding can leave no mass there, and p is returned.
+    """
+    excess = (p - q).clamp_min(0)  # (..., V)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(p.dtype).tiny), p)
+
+
+def without(p: Tensor, tokens: Tensor) -> Tensor:
+    """`residual` of drafts that are one token each, (N, 1), for certain: p but for it, (N, V)."""
+    rest = p.scatter(-1, tokens, 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

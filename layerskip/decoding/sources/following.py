@@ -1,0 +1,91 @@
+"""States with keys and values of their own, which follow a batch lazily.
+
+A second model has keys and values of all tokens, and so have modules that were trained to draft.
+The first step of a round that they draft in catches up with what each row has emitted since they
+drafted last, at first with its prompt. So they cost nothing where others draft, drafts that fell
+are overwritten before anything reads them, and rolling back is to lower a number.
+Letters: R rows of a pass, T tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.sources.base import Batch, State
+from layerskip.model.cache import on_device
+
+# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
+# enough that their activations are small beside the weights.
+_CHUNK = 512
+
+
+class Following(State):
+    """A state that has seen some tokens of every row.
+
+    Attributes:
+        seen: per row, how many tokens of its history the state holds, from the first one on.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.seen = [0] * len(batch.prompts)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        if steps:  # the last token emitted was fed to nobody
+            self.seen[row] = self.batch.lengths[row] + min(len(emitted), steps)
+
+    def missing(self) -> int:
+        """Tokens that the first step of a round has to see, the last emitted one among them."""
+        lengths = self.batch.lengths
+        return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.batch.rows))
+
+    def see(self) -> None:
+        """Where the last emitted token of every row is all that is missing: it is seen."""
+        for row in self.batch.rows:
+            self.seen[row] = self.batch.lengths[row] + 1
+
+    def latest(self, count: int) -> tuple[list[int], list[int], Tensor]:
+        """The last `count` tokens of every row, or all of a row that has fewer; all are seen then.
+
+        Rows that miss fewer see some again, which changes nothing.
+
+        Returns:
+            Of each row of a pass the place of the first of them and which of them is the last;
+            and the tokens, (R, T), of short rows with others behind the last.
+        """
+        batch = self.batch
+        starts, lasts, tokens = [], [], []
+        for row in batch.rows:
+            end = self.seen[row] = batch.lengths[row] + 1
+            first, prompt = max(0, end - count), batch.prompt_lengths[row]
+            known = batch.prompts[row][first:].tolist()
+            known += batch.emitted[row][max(0, first - prompt) : end - prompt]
+            starts.append(first)
+            lasts.append(end - first - 1)
+            tokens.append(known + known[-1:] * (count - len(known)))
+        return starts, lasts, on_device(tokens, batch.model.device)
+
+
+def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Carry many tokens (R, T) through a model, some of them at a time.
+
+    Args:
+        lasts: which token of each row is the last.
+        run: takes some tokens (R, t) and which the first one is, gives hidden states (R, t, H).
+
+    Returns:
+        The hidden states of those last tokens, (R, H).
+    """
+    count = max(1, _CHUNK // len(tokens))
+    if tokens.shape[1] <= count and min(lasts) == tokens.shape[1] - 1:
+        return run(tokens, 0)[:, -1]
+    for first in range(0, tokens.shape[1], count):
+        hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
+        if first == 0:
+            found = torch.empty_like(hidden[:, 0])  # (R, H)
+        here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]
+        found[here] = hidden[here, [lasts[row] - first for row in here]]
+    return found

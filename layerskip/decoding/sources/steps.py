@@ -1,0 +1,146 @@
+"""What the steps of a source compute for many chains at once, for replays; nothing is drawn here.
+
+A chain begins at a place of a text and feeds its own tokens. It sees what a draft would have there:
+the text's keys and values before its start, and its own from there on, of every cache that the
+source has.
+Letters: B groups, G chains of a group, P places of all texts, T tokens of a text, H hidden width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.decoding.sources.chain_cache import ChainCache
+from layerskip.model.backend import Block
+from layerskip.model.cache import RowCache
+from layerskip.model.sublayers import Pass, Sublayers
+
+
+class Text(Protocol):
+    """A recorded text: token ids (T,), and the target's states behind every layer, (L, T', H)."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def states(self) -> Tensor: ...
+
+
+class Texts(Protocol):
+    """Recorded texts of a model, and its keys and values of all their tokens, a row each."""
+
+    @property
+    def model(self) -> Sublayers: ...
+    @property
+    def texts(self) -> Sequence[Text]: ...
+    @property
+    def cache(self) -> RowCache: ...
+
+    def rotary(self, slots: int, model: Sublayers) -> Any:
+        """Angles of so many places, for drafts of any text by a model."""
+
+
+class Steps(ABC):
+    """A source's steps, and how far a pass of chains is.
+
+    Args:
+        source: the texts that chains begin in.
+        model: what computes.
+        caches: keys and values of the texts, of every cache that it writes.
+
+    Attributes:
+        longest: tokens that it drafts at most, if there is a limit.
+    """
+
+    longest: int | None = None
+
+    def __init__(self, source: Texts, model: Sublayers, *caches: RowCache) -> None:
+        self.source, self.model, self.texts = source, model, caches
+        self.caches: list[ChainCache] = []
+        self.carried: list[Tensor] = []  # (B, G, H) each, from step to step
+
+    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
+        """Begin with chains of some texts (B,) at places (B, G), of so many steps at most."""
+        texts, starts = (each.to(self.model.device) for each in (texts, starts))
+        self.caches = [ChainCache(each, texts, starts, steps) for each in self.texts]
+        self.rotary = self.source.rotary(int(starts.max()) + steps, self.model)
+
+    def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Raw logits (B, G, V) of a step.
+
+        Args:
+            tokens: those fed, (B, G).
+            rows: while a chain follows its text, which of the P places they are, (B, G).
+        """
+        for cache in self.caches:
+            cache.advance(step)
+        return self.compute(step, tokens.to(self.model.device), rows.to(self.model.device))
+
+    @abstractmethod
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        """`raw`, with caches that are placed."""
+
+    def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
+        """Go on with some chains in other groups, as `ChainCache.regrouped`."""
+        chosen = chosen.to(self.model.device)
+        self.caches = [cache.regrouped(chosen, steps, fed) for cache in self.caches]
+        self.carried = [each.flatten(0, 1)[chosen] for each in self.carried]
+
+    def run(self, hidden: Tensor, blocks: Sequence[Block], cache: int = 0) -> Tensor:
+        """Carry hidden states (B, G, H) through blocks that write a cache."""
+        step = Pass(self.model, self.caches[cache], self.rotary)
+        return self.model.backend.run(hidden, step, blocks)
+
+
+def states_behind(source: Texts, tap: int) -> list[Tensor]:
+    """The target's states of all tokens of every text behind so many sublayers, (T, H) each."""
+    model, found = source.model, []
+    for text in source.texts:
+        tokens = text.tokens.to(model.device)[None]  # (1, T)
+        cache = model.new_cache(1, tokens.shape[1])
+        cache.place([0], tokens.shape[1])
+        step = Pass(model, cache, model.rotary(tokens.shape[1], tokens.shape[1]))
+        found.append(model.run(model.embed(tokens), step, range(tap))[0])
+    return found
+
+
+def read(
+    source: Texts,
+    states: Sequence[Tensor],
+    blocks: Sequence[Block],
+    window: int | None,
+    fed: Callable[[Tensor, Tensor], Tensor],
+) -> RowCache:
+    """Read all texts through blocks with a cache of their own.
+
+    Args:
+        states: those of the target that the blocks read, (T, H) of each text.
+        fed: from tokens (1, T) and states (1, T, H) to what the blocks are fed with.
+    """
+    model, caches = source.model, []
+    for text, each in zip(source.texts, states, strict=True):
+        tokens = text.tokens.to(model.device)[None]  # (1, T)
+        count = tokens.shape[1]
+        caches.append(RowCache(1, count, (window,)))
+        caches[-1].place([0], count)
+        step = Pass(model, caches[-1], model.rotary(count, count))
+        model.backend.run(fed(tokens, each[None]), step, blocks)
+    return joined(caches)
+
+
+def joined(caches: list[RowCache]) -> RowCache:
+    """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
+    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
+    for layer in list(caches[0].keys):
+        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
+            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
+            mine[layer] = torch.cat(
+                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
+            )
+    return joint

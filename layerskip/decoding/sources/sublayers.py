@@ -1,0 +1,88 @@
+"""Drafts by the model's own sublayers: some of them left out, some in low precision.
+
+Letters: B groups of chains, G chains of a group, P places of all texts, R rows of a pass, H hidden
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.steps import Steps, Texts
+from layerskip.model.backend import Block
+from layerskip.model.sublayers import Pass, Sublayers
+
+
+class SublayerDraft(Source):
+    """The sublayers that a resolved skip config keeps, and the head that drafts read."""
+
+    skip: SkipConfig
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        self.model, self.skip = model, skip
+        self.prefix = skip.shared_prefix()
+        # rounding to 8 bits alone hardly changes what a model says
+        rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
+        self.prior = PRIOR_ROUNDED if rounded else PRIOR
+        whole = self.prefix == len(skip.kept()) and self.prefix % 2 == 0
+        if whole and skip.low is None and skip.trained is None:
+            self.exit_layer = self.prefix // 2
+
+    @property
+    def key(self) -> Hashable:
+        return key_of(self.skip)
+
+    def step_bytes(self) -> Sequence[float]:
+        return self.model.weights.read_by(self.skip)
+
+    def open(self, batch: Batch) -> State:
+        return _State(batch, self, self.model.weights.blocks(self.skip))
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return SharedSteps(texts, self.prefix, self.model.weights.blocks(self.skip), follow=follow)
+
+
+def key_of(skip: SkipConfig) -> str:
+    """What tells drafts of one model apart."""
+    known = skip.to_dict()
+    return json.dumps({k: known[k] for k in ("attention", "mlp", "low", "trained") if k in known})
+
+
+class _State(State):
+    def __init__(self, batch: Batch, source: SublayerDraft, blocks: Sequence[Block]) -> None:
+        super().__init__(batch)
+        self.prefix, self.kept = source.prefix, len(source.skip.kept())
+        self.blocks = blocks
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        return self.batch.model.backend.run(hidden, step, self.blocks)[:, 0]
+
+
+class SharedSteps(Steps):
+    """Steps through a prefix that is shared with the target, and some blocks behind it.
+
+    Args:
+        follow: whether chains follow their texts: what they would compute in whole layers of the
+            prefix, the texts know then.
+    """
+
+    def __init__(self, texts: Texts, prefix: int, behind: Sequence[Block], *, follow: bool) -> None:
+        super().__init__(texts, texts.model, texts.cache)
+        layers = prefix // 2  # whole ones, which the texts have been through
+        self.blocks = [*texts.model.blocks[2 * layers if follow else 0 : prefix], *behind]
+        self.before: Tensor | None = None
+        if follow and layers:
+            states = [text.states[layers - 1] for text in texts.texts]
+            self.before = torch.cat(states)  # (P, H)
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        hidden = self.model.embed(tokens) if self.before is None else self.before[rows]
+        # (B, G, H), or logits
+        return self.run(hidden, self.blocks) if self.blocks else hidden

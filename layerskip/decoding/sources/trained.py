@@ -1,0 +1,327 @@
+"""Trained modules as drafts.
+
+They read what the target computes on its way (see `Batch.tapped`): a block behind an exit the
+states there, which are exact for every token that stays; the others the target's last states, which
+they have of no token that they draft themselves.
+Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.acceptance import PRIOR_MODULE
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.steps import Steps, Texts, read, states_behind
+from layerskip.decoding.sources.sublayers import SharedSteps, key_of
+from layerskip.model.backend import Block
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
+from layerskip.model.cache import RowCache
+from layerskip.model.families import read_bytes
+from layerskip.model.sublayers import Pass, Sublayers
+
+_TOGETHER = 64  # tokens that streams see in the pass that drafts, at most
+
+
+def trained_draft(model: Sublayers, skip: SkipConfig) -> TrainedDraft:
+    """The module that a resolved skip config names, as a source.
+
+    Raises:
+        ValueError: it is none of this model's, or does not fit its skip config.
+    """
+    block = model.weights.module(skip).block
+    kinds: list[tuple[type, type[TrainedDraft]]] = [
+        (Heads, _HeadsDraft),
+        (Streams, _StreamsDraft),
+        (FeatureBlock, _FeatureDraft),
+        (ExitBlock, _ExitDraft),
+    ]
+    return next(draft for kind, draft in kinds if isinstance(block, kind))(model, skip)
+
+
+class TrainedDraft(Source):
+    """A trained module of a model, by the skip config that names it.
+
+    Attributes:
+        block: the module.
+        own: what a step runs of it and behind it, in one cache: its layer, if it has one, and the
+            draft's head.
+        prefix: sublayers of the target that a step goes through before it.
+    """
+
+    prior = PRIOR_MODULE
+    prefix = 0
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        self.model, self.skip = model, skip
+        self.block, sublayers, _ = model.weights.module(skip)
+        self.own: list[Block] = [*sublayers, model.weights.head(skip)]
+        self.max_positions = model.max_positions
+
+    @property
+    def key(self) -> Hashable:
+        assert self.skip is not None
+        return key_of(self.skip)
+
+    def step_bytes(self) -> Sequence[float]:
+        assert self.skip is not None
+        own = float(read_bytes(self.block, self.skip.module_bits))
+        before = self.model.weight_bytes()["sublayers"][: self.prefix]
+        steps = self.longest or 1  # of one pass
+        return [*before, own / steps, self.model.weights.head_bytes(self.skip) / steps]
+
+
+class _Layered(Following):
+    """A module with a decoder layer, whose keys and values lie in a cache of their own."""
+
+    def __init__(self, batch: Batch, draft: TrainedDraft, layer: Layer) -> None:
+        super().__init__(batch)
+        slots = batch.model.backend.capacity(batch.slots)
+        self.cache = RowCache(len(batch.prompts), slots, (layer.window,))
+        self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
+
+    @abstractmethod
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        """What the layer is fed with for tokens (R, T) from those places on, (R, T, H)."""
+
+    def catch_up(self) -> Tensor:
+        """See all tokens that are known, (R, H) behind the last ones."""
+        starts, lasts, tokens = self.latest(self.missing())
+
+        def run(chunk: Tensor, first: int) -> Tensor:
+            places = [start + first for start in starts]
+            return self.advance(self.inputs(places, chunk), places, self.blocks)
+
+        last = in_chunks(tokens, lasts, run)  # (R, H)
+        self.cache.settled = True
+        return last
+
+    def advance(self, inputs: Tensor, starts: Sequence[int], blocks: Sequence[Block]) -> Tensor:
+        """Carry inputs (R, T, H) of tokens from those places on through the layer, or all of it."""
+        batch = self.batch
+        self.cache.place(starts, inputs.shape[1])
+        step = Pass(batch.model, self.cache, batch.rotary)
+        return batch.model.backend.run(inputs, step, blocks)
+
+    def places(self, offset: int) -> list[int]:
+        """Where the token of a step so numbered lies in each row."""
+        return [self.batch.lengths[row] + offset for row in self.batch.rows]
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        return self.cache.keep(places, length)
+
+
+class _ExitDraft(TrainedDraft):
+    block: ExitBlock
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        super().__init__(model, skip)
+        self.prefix = skip.shared_prefix()
+        if len(skip.kept()) > self.prefix:
+            raise ValueError(
+                "an exit block stands behind an early exit: its skip config must have an "
+                "exit_layer, and leave out or round nothing before it"
+            )
+
+    def open(self, batch: Batch) -> State:
+        return _Exit(batch, self, self.block)
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _ExitSteps(texts, self, follow=follow)
+
+
+class _ExitSteps(SharedSteps):
+    def __init__(self, texts: Texts, draft: _ExitDraft, *, follow: bool) -> None:
+        super().__init__(texts, draft.prefix, (), follow=follow)
+        self.own, states = draft.own, states_behind(texts, draft.prefix)
+        window = draft.block.layer.window
+        own = read(texts, states, self.own[:-1], window, lambda tokens, states: states)
+        self.texts = (*self.texts, own)
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        return self.run(super().compute(step, tokens, rows), self.own, cache=1)
+
+
+class _Exit(_Layered):
+    def __init__(self, batch: Batch, draft: TrainedDraft, block: ExitBlock) -> None:
+        super().__init__(batch, draft, block.layer)
+        self.prefix = self.tap = self.kept = draft.prefix
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        return self.batch.tapped(self.prefix, starts, tokens.shape[1])
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            if self.missing() > 1:
+                return self.head(self.catch_up()[None], None)[0]
+            self.see()
+        return self.advance(hidden, self.places(offset), self.own)[:, 0]
+
+
+class _FeatureDraft(TrainedDraft):
+    block: FeatureBlock
+
+    def open(self, batch: Batch) -> State:
+        return _Features(batch, self, self.block)
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _FeatureSteps(texts, self)
+
+
+class _FedSteps(Steps):
+    """Steps over the target's last state of the token before each chain's first."""
+
+    def __init__(self, texts: Texts, states: Sequence[Tensor], *caches: RowCache) -> None:
+        super().__init__(texts, texts.model, *caches)
+        # zeros before the first token
+        before = pad_sequence([torch.cat([s.new_zeros(1, s.shape[1]), s]) for s in states])
+        self.before = before.transpose(0, 1)  # (texts, T + 1, H)
+
+    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
+        super().begin(texts, starts, steps)
+        at = (each.to(self.before.device) for each in (texts[:, None], starts))
+        self.carried = [self.before[tuple(at)]]  # (B, G, H)
+
+
+class _FeatureSteps(_FedSteps):
+    def __init__(self, texts: Texts, draft: _FeatureDraft) -> None:
+        self.block, (*self.own, self.head) = draft.block, draft.own
+        model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
+
+        def fed(tokens: Tensor, states: Tensor) -> Tensor:
+            features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+            return self.block.join(features, model.embed(tokens))
+
+        window = self.block.layer.window
+        super().__init__(texts, states, read(texts, states, self.own, window, fed))
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.own)
+        self.carried = [out]
+        return self.head(out, None)
+
+
+class _Features(_Layered):
+    def __init__(self, batch: Batch, draft: TrainedDraft, block: FeatureBlock) -> None:
+        super().__init__(batch, draft, block.layer)
+        self.block = block
+        self.tap: int = batch.model.num_sublayers
+        self.feature: Tensor  # of the last token, (R, H)
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
+        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1)
+        return self.block.join(features, self.batch.model.embed(tokens))
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if offset:
+            inputs = self.block.join(self.feature[:, None], hidden)  # (R, 1, H)
+            self.feature = self.advance(inputs, self.places(offset), self.blocks)[:, 0]
+        else:
+            self.feature = self.catch_up()  # (R, H)
+        return self.head(self.feature[None], None)[0]
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        # what it saw of its own drafts was fed with its own features
+        super().commit(row, emitted, min(steps, 1))
+
+
+class _StreamsDraft(_FeatureDraft):
+    block: Streams
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        super().__init__(model, skip)
+        self.longest = self.block.count
+
+    def open(self, batch: Batch) -> State:
+        return _Streams(batch, self, self.block)
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _StreamSteps(texts, self)
+
+
+class _StreamSteps(_FeatureSteps):
+    """Step by step what decoding has in one pass."""
+
+    block: Streams
+
+    def __init__(self, texts: Texts, draft: _StreamsDraft) -> None:
+        super().__init__(texts, draft)
+        self.longest = draft.longest
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        if not step:  # (B, G, K, H)
+            self.carried = [self.block.fed(self.carried[0], self.model.embed(tokens))]
+        return self.head(self.run(self.carried[0][:, :, step], self.own), None)
+
+
+class _Streams(_Features):
+    def __init__(self, batch: Batch, draft: TrainedDraft, block: Streams) -> None:
+        super().__init__(batch, draft, block)
+        # a place behind the longest draft has no slot, and nobody asks for what stands there
+        self.longest = self.count = min(block.count, batch.slots - batch.total - 1)
+        self.streams = block.streams
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
+            if not self.cache.settled or self.missing() > min(shortest, _TOGETHER):
+                self.catch_up()
+            starts, _, known = self.latest(self.missing())
+            features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
+            ahead = self.streams(features, hidden)[:, 0, : self.count - 1]  # (R, up to K - 1, H)
+            inputs = torch.cat([self.inputs(starts, known), ahead], 1)
+            out = self.advance(inputs, starts, self.blocks)
+            self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
+        # the last step of a round may be asked for nothing that is drafted
+        return self.raw[:, min(offset, self.count - 1)]
+
+
+class _HeadsDraft(TrainedDraft):
+    block: Heads
+
+    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+        super().__init__(model, skip)
+        self.longest = self.block.count
+
+    def open(self, batch: Batch) -> State:
+        return _Heads(batch, self, self.block)
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _HeadSteps(texts, self)
+
+
+class _HeadSteps(_FedSteps):
+    def __init__(self, texts: Texts, draft: _HeadsDraft) -> None:
+        super().__init__(texts, states_behind(texts, texts.model.num_sublayers))
+        self.block, (self.head,), self.longest = draft.block, draft.own, draft.longest
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        if not step:  # (B, G, K, H)
+            self.carried = [self.block(self.carried[0], self.model.embed(tokens))]
+        return self.head(self.carried[0][:, :, step], None)
+
+
+class _Heads(State):
+    def __init__(self, batch: Batch, draft: TrainedDraft, block: Heads) -> None:
+        super().__init__(batch)
+        self.block, self.longest = block, draft.longest
+        (self.project,) = draft.own
+        self.tap: int = batch.model.num_sublayers
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        batch = self.batch
+        if not offset:
+            places = [batch.lengths[row] for row in batch.rows]
+            features = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            # none of them knows what is drafted: one pass for all
+            self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
+        # the last step of a round may be asked for nothing that is drafted
+        return self.raw[:, min(offset, self.raw.shape[1] - 1)]

@@ -1,0 +1,83 @@
+"""Opens a model once and remembers it: what was built serves every call until the model changes.
+
+At every call it is looked whether modules, hooks, forwards or the places of weights are others than
+they were, in about a millisecond; changed numbers in the same place need no new opening, since
+passes read weights where they lie, and copies of them notice for themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from layerskip.model.rounded import copies_of
+from layerskip.model.sublayers import Sublayers
+from layerskip.model.wrappers import unwrapped
+
+_CONFIG = (
+    *("_attn_implementation", "num_hidden_layers", "sliding_window", "max_position_embeddings"),
+    *("final_logit_softcapping", "vocab_size"),
+)
+
+_known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
+    """A model as `Sublayers`, built anew only where it is not what it was at the last call."""
+    if isinstance(model, Sublayers):
+        return model
+    model = unwrapped(model)
+    state = _state(model)
+    with _lock:
+        before, found = _known.get(model, {}).get(execution, (None, None))
+    if found is None or before != state:
+        found = Sublayers(model, execution).handle(held=False)
+        with _lock:
+            _known.setdefault(model, {})[execution] = (state, found)
+    found.weights.refresh()
+    return found.handle()
+
+
+def release(model: Any) -> int:
+    """Give back the memory that copies of a model's weights take, and all else that is kept of it.
+
+    What decodes at the moment goes on with what it holds; the next call makes its copies anew.
+
+    Returns:
+        The bytes of the copies.
+    """
+    model = unwrapped(model.model if isinstance(model, Sublayers) else model)
+    with _lock:
+        _known.pop(model, None)
+    copies = copies_of(model)
+    nbytes = copies.nbytes
+    copies.forget_all()
+    return nbytes
+
+
+def _state(model: Any) -> list[Any]:
+    """What an opening depends on, as far as it can be told for nearly nothing."""
+    config = getattr(model, "config", None)
+    found: list[Any] = [getattr(config, name, None) for name in _CONFIG]
+    found += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    found.append(tuple(map(len, hooks)))
+    modules = [model]
+    while modules:
+        own = vars(modules[-1])
+        kind = type(modules.pop())
+        found += (kind, kind.forward, own.get("forward"), own["training"])
+        found += (*own["_forward_hooks"], *own["_forward_pre_hooks"])  # by number
+        found.append(own.get("_hf_hook"))
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                plain = type(weight) is nn.Parameter and not weight.is_meta
+                found += (id(weight), weight.data_ptr() if plain else 0)
+        modules += (part for part in own["_modules"].values() if part is not None)
+    return found

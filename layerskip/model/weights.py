@@ -1,0 +1,218 @@
+"""The weights that drafts compute with: rounded, healed, trained, or fewer rows of the head.
+
+Everything here is made when it is first asked for and kept for as long as the model stays opened;
+copies are shared by all openings of a model (see `rounded`). No text depends on any of it: the
+exact weights verify whatever a draft proposes.
+Letters: B rows, T tokens of a pass, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
+
+from torch import nn
+
+from layerskip.config import SkipConfig, Trained
+from layerskip.model.backend import Backend, Block
+from layerskip.model.blocks import OpenBlock, open_block
+from layerskip.model.draft_head import TrimmedHead, trimmed_head
+from layerskip.model.families import Architecture, read_bytes
+from layerskip.model.healed import Deltas, paired
+from layerskip.model.lean import head_refusal
+from layerskip.model.rounded import copies_of, linears, rounded_bytes
+from layerskip.model.trained import trained_weights
+
+_Key = tuple[int | None, int | None, str | None]
+
+
+class DraftWeights:
+    """What drafts of an opened model run.
+
+    Args:
+        model: the opened model.
+        backend: computes with it.
+        exact: its own sublayers and its own head, as blocks.
+
+    Attributes:
+        vocabulary: how many tokens drafts can draw; the model's, unless `trimmed`.
+    """
+
+    def __init__(self, model: Architecture, backend: Backend, exact: Sequence[Block]) -> None:
+        self.model, self.backend = model, backend
+        *self._exact, self._head = exact
+        self.vocabulary = model.vocabulary
+        self._rows: TrimmedHead | None = None
+        self.copies = copies_of(model.model)
+        self._seen = self.copies.changes
+        # by sublayer (or None: head), bits and hash of what heals it (or whose head it is)
+        self._low: dict[_Key, Block] = {}
+        self._deltas: dict[str, Deltas] = {}  # by hash
+        self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
+
+    def refresh(self) -> None:
+        """Forget what was made of weights that have changed since."""
+        self.copies.forget_changed()
+        if self._seen != self.copies.changes:
+            self._seen = self.copies.changes
+            self._low.clear()
+            self._deltas.clear()
+            self._modules.clear()
+
+    def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
+        """The same for drafts that can draw these tokens only, but for less.
+
+        A head that is not a plain weight stays whole, with a warning.
+
+        Args:
+            tokens: ids, each once; their rows are copied, once for each model and list.
+
+        Raises:
+            ValueError: the model does not have one of them.
+        """
+        vocabulary = self.model.vocabulary
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            beyond = max(tokens) if min(tokens) >= 0 else min(tokens)
+            raise ValueError(
+                f"draft_vocabulary must hold tokens in 0..{vocabulary - 1} for this model, "
+                f"got {beyond}; rank this model's own, or leave draft_vocabulary out"
+            )
+        if len(tokens) == vocabulary:
+            return self
+        head: Any = self.model.model.get_submodule("lm_head")
+        reason = head_refusal(head)
+        if reason is not None:
+            warnings.warn(
+                f"draft_vocabulary has no effect: lm_head {reason}; drafts use the whole head",
+                UserWarning,
+                stacklevel=3,
+            )
+            return self
+        few = copy(self)
+        few._rows = trimmed_head(head, tuple(tokens))
+        few._low = {key: block for key, block in self._low.items() if key[0] is not None}
+        few._head = self.backend.head(few._rows)
+        few.vocabulary = len(tokens)
+        return few
+
+    def blocks(self, skip: SkipConfig) -> list[Block]:
+        """What a draft runs behind its shared prefix, its head last.
+
+        Raises:
+            ValueError: the skip config does not fit the model, or the model cannot run in low
+                precision, and why.
+        """
+        skip = skip.resolve(self.model.num_layers)
+        low, prefix = skip.rounded(), skip.shared_prefix()
+        behind = [index for index in skip.kept() if index >= prefix]
+        found = [self._rounded(i, skip) if i in low else self._exact[i] for i in behind]
+        return [*found, self.head(skip)]
+
+    def head(self, skip: SkipConfig | None = None) -> Block:
+        """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
+        if skip is None or (self._rows_of(skip) is self._rows and not skip.head_bits):
+            return self._head
+        return self._rounded(None, skip)
+
+    def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
+        """The rows of the head that a draft reads, None for all: a module may have few tokens."""
+        if skip.trained is None or not skip.trained.module:
+            return self._rows
+        head: Any = self.model.model.get_submodule("lm_head")
+        tokens = self.module(skip).tokens
+        if tokens is not None and self._rows is not None:
+            tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
+        return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
+
+    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
+        """A sublayer in low precision, or a head of the draft's own."""
+        trained, backend = skip.trained, self.backend
+        key: _Key
+        if sublayer is None:
+            rows = self._rows_of(skip)
+            of = trained.hash if trained is not None and rows is not self._rows else None
+            key = (None, skip.head_bits, of)
+            if key not in self._low:
+                self._low[key] = backend.head(rows, skip.head_bits)
+            return self._low[key]
+        assert skip.low is not None
+        if trained is not None and trained.module:
+            trained = None  # modules beside rounded sublayers
+        bits = skip.low.bits
+        key = (sublayer, bits, None if trained is None else trained.hash)
+        if key not in self._low:
+            deltas = None if trained is None else self.deltas(trained)
+            self._low[key] = backend.low(sublayer, bits, deltas)
+        return self._low[key]
+
+    def deltas(self, trained: Trained) -> Deltas:
+        """What heals the linears of the sublayers, checked once for each opening.
+
+        Raises:
+            ValueError: the file is not the one that is named, or heals another model.
+        """
+        if trained.hash not in self._deltas:
+            weights = {name: linear.weight for name, linear in self.linears()}
+            found = trained_weights(self.model.model, trained)
+            self._deltas[trained.hash] = paired(found, weights, trained.hash)
+        return self._deltas[trained.hash]
+
+    def module(self, skip: SkipConfig) -> OpenBlock:
+        """The module that a skip config names, opened and checked once for each opening.
+
+        Raises:
+            ValueError: it is none of this model's (see `open_block`).
+        """
+        trained, bits = skip.trained, skip.module_bits
+        assert trained is not None
+        key = trained.kind, trained.hash, bits
+        if key not in self._modules:
+            self._modules[key] = open_block(self.model, self.backend, trained, bits)
+        return self._modules[key]
+
+    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
+        """The linears of some sublayers, or all, that can be rounded, and their names."""
+        for index in range(self.model.num_sublayers) if sublayers is None else sublayers:
+            part = "mlp" if index % 2 else "self_attn"
+            for name, linear in linears(getattr(self.model.layers[index // 2], part)):
+                yield f"layers.{index // 2}.{part}.{name}", linear
+
+    def nbytes(self, skip: SkipConfig) -> int:
+        """Memory that a draft's own weights take, or would take: rounded and trained ones."""
+        skip = skip.resolve(self.model.num_layers)
+        own = 0
+        if skip.trained is not None and skip.trained.module:
+            own = read_bytes(self.module(skip).block, skip.module_bits)
+        if skip.low is None:
+            return own
+        weights = [linear.weight for _, linear in self.linears(skip.rounded())]
+        bits, packed = skip.low.bits, self.backend.packed
+        nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
+        head_bits = skip.head_bits
+        whole = [linear.weight for _, linear in linears(self.model.model.lm_head)]
+        rows = self._rows_of(skip)
+        heads = whole if rows is None else [rows.weight]
+        if head_bits is not None:
+            nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
+        if skip.trained is not None and not skip.trained.module:
+            deltas = self.deltas(skip.trained)
+            apart = [deltas.beside(weight, bits) for weight in weights]
+            nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)
+        return nbytes
+
+    def read_by(self, skip: SkipConfig) -> list[float]:
+        """Bytes of the weights that a step of a resolved config's sublayers and head reads."""
+        model, low = self.model, skip.low
+        whole, rounded = model.weight_bytes(), set(skip.rounded())
+        lower = whole if low is None else model.weight_bytes(low.bits)
+        read = [(lower if i in rounded else whole)["sublayers"][i] for i in skip.kept()]
+        return [*read, self.head_bytes(skip)]
+
+    def head_bytes(self, skip: SkipConfig | None = None) -> float:
+        """Bytes of the rows of the head that a draft reads."""
+        rows = self._rows if skip is None else self._rows_of(skip)
+        count = self.model.vocabulary if rows is None else len(rows.tokens)
+        whole = self.model.weight_bytes(None if skip is None else skip.head_bits)["head"]
+        return float(whole * count / self.model.vocabulary)

@@ -1,0 +1,126 @@
+"""The promise in the dtypes of checkpoints: whatever is drafted, the text is plain decoding's.
+
+Constants are those that ship, batches have 1 to 16 rows, drafts are as long as they can get.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
+from torch import Tensor
+
+from layerskip import SkipConfig
+from layerskip.decoding.passes import Session
+from layerskip.generation import LONGEST_DRAFT, generate
+from layerskip.model import extension, native
+from layerskip.model.sublayers import Sublayers
+
+DTYPES = (torch.float32, torch.bfloat16)
+WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    reason = extension.refusal()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def verified(opened: Sublayers, rows: int, lengths: list[int]) -> Tensor:
+    """Logits of what follows ragged prompts, fed in passes of so many tokens, (B, T, V)."""
+    prompts = [torch.arange(2 + row, 9 + 3 * row) % (VOCABULARY - 2) + 2 for row in range(rows)]
+    total = sum(lengths)
+    texts = torch.randint(2, VOCABULARY, (rows, total), generator=torch.Generator().manual_seed(3))
+    session = Session(opened, [], prompts, max_new_tokens=total, max_draft_length=LONGEST_DRAFT)
+    with torch.no_grad():
+        session.prefill()
+        pieces, start = [], 0
+        for count in lengths:
+            positions = [(row, offset) for row in range(rows) for offset in range(count)]
+            logits = session.verify(texts[:, start : start + count], positions)
+            pieces.append(logits.clone().view(rows, count, -1))
+            for row in range(rows):
+                session.commit(row, count)
+            start += count
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_logits_of_verified_tokens_are_those_of_single_steps(
+    family: str, rows: int, dtype: torch.dtype
+) -> None:
+    opened = Sublayers(lively_model(family, dtype=dtype, **WIDE))
+    assert opened.execution == "native"
+    longest = LONGEST_DRAFT + 1
+    alone = verified(opened, rows, [1] * (longest + 6))
+    # a limit that passes used to have would lie between the two
+    assert rows < 16 or rows * longest > native.LONGEST
+    assert torch.equal(verified(opened, rows, [longest, 1, 5]), alone)
+    assert torch.equal(verified(opened, rows, [2, 3, 8, 14]), alone)
+
+
+def test_passes_of_the_library_would_be_seen() -> None:
+    """What the test above is for: BLAS sums a token in another order beside others."""
+    opened = Sublayers(lively_model("llama", dtype=torch.float32, **WIDE), "fused")
+    assert not torch.equal(verified(opened, 1, [7]), verified(opened, 1, [1] * 7))
+
+
+def texts_apart(number: int, counts: Counter[str]) -> int:
+    """Rows of a random case whose drafted text is not the plain one."""
+    chance = random.Random(number)
+    dtype = DTYPES[number % 2]
+    rows = chance.choice([1, 2, 4, 8, 11, 16])
+    model = MODELS[chance.choice(["llama", "gemma3"]), dtype]
+    ids, mask = ragged(tuple(chance.randint(1, 40) for _ in range(rows)), seed=number)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": chance.randint(10, 60)}
+    if chance.random() < 0.5:
+        how |= {"do_sample": True, "temperature": 0.8, "seed": number}
+        how |= chance.choice([{}, {"top_k": 0}, {"top_p": 0.9, "top_k": 20}])
+    else:
+        how["do_sample"] = False
+    drafts: dict[str, Any] = chance.choice(
+        [
+            {},
+            {"lookup": True},
+            {"skip": SkipConfig.low_precision(4)},
+            {"skip": SkipConfig(mlp=(2,))},
+        ]
+    )
+    drafts = drafts | chance.choice(
+        [
+            {"controller": "fixed", "max_draft_length": LONGEST_DRAFT},
+            {"controller": Fickle(number)},
+            {"controller": Erratic(number)},
+            {},
+        ]
+    )
+    plain = generate(model, ids, enabled=False, **how).sequences
+    out = generate(model, ids, **drafts, **how)
+    counts["drafted"] += out.stats.num_draft_tokens
+    counts["accepted"] += out.stats.num_accepted_tokens
+    counts["long passes"] += any(
+        rows * (1 + max(each.drafted)) > native.LONGEST_BFLOAT16 for each in out.rounds
+    )
+    return int((out.sequences != plain).any(-1).sum())
+
+
+MODELS = {
+    (family, dtype): lively_model(family, dtype=dtype, vocab_size=VOCABULARY)
+    for family in ("llama", "gemma3")
+    for dtype in DTYPES
+}
+
+
+@pytest.mark.parametrize("cases", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_no_text_depends_on_what_was_drafted(cases: int) -> None:
+    counts: Counter[str] = Counter()
+    assert sum(texts_apart(number, counts) for number in range(cases)) == 0
+    assert 0 < counts["accepted"] < counts["drafted"]
+    assert counts["long passes"] > cases / 4
