@@ -1,4 +1,4 @@
-"""Knows how a report is laid out, as one HTML page; computes and draws nothing.
+"""The report as one HTML page: headings, tables and plots; nothing outside it is needed.
 
 All text is escaped here. That of records has its invisible characters (line breaks, control and
 bidirectional ones) as code points already, from when it was read.
@@ -7,14 +7,24 @@ bidirectional ones) as code points already, from when it was read.
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerskip.analysis.canvas import INK, LINE, MUTED, PAPER
-from layerskip.analysis.columns import LONG, SHOWN, Table, columns_of
+import pandas as pd
+
+from layerskip.analysis.plots import INK, LINE, MUTED, PAPER
 from layerskip.analysis.tables import ALL
 from layerskip.analysis.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: all of it goes to a CSV file, the columns of SHOWN onto the page."""
+
+    name: str
+    frame: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """One run or search, a comparison of drafts, all trainings, or all runs side by side."""
+    """One run or search, all trainings, or all runs side by side."""
 
     title: str
     slug: str
@@ -38,31 +48,127 @@ class Section:
     tables: Sequence[Table]
 
 
-GLOSSARY = (
-    ("target, draft", "The whole model, and the model with some sublayers left out."),
-    ("sublayer", "One attention or one MLP block with its norms; a layer has one of each."),
-    ("round", "Draft some tokens, verify them in one target pass, emit those accepted and one of "
-     "the target's own."),
-    ("alpha", "Probability that one drafted token is accepted, each independent of the others."),
-    ("r, acceptance rate", "Accepted / drafted tokens; falls with the draft length, as tokens "
-     "behind a rejected one count as drafted."),
-    ("mean acceptance length", "1 + accepted tokens / rounds that drafted: tokens per verify that "
-     "followed a draft, the target's own included."),
-    ("tokens per target pass", "Emitted tokens / rounds, those that drafted nothing included."),
-    ("c", "Cost of one draft step / cost of one target step."),
-    ("v(n)", "Cost of verifying n positions in one pass / cost of one target step."),
-    ("bound", "1/c: what no draft can exceed, however often it is right."),
-    ("efficiency", "Measured / predicted speedup."),
-    ("priced, forced", "What counted rounds would take by a table of costs, no clock involved; "
-     "forced: without turning off a draft that does not pay."),
-    ("overlap", "What two laws have in common, 1 - their total variation distance: the highest "
-     "acceptance any accept rule can reach."),
-    ("plain", "This engine without drafting; generate: the transformers library's own decoding."),
-    ("coupled", "Draft and target share their random noise, so that sampled text is the same "
-     "whether one drafts or not."),
-    ("near-tie", "A place where two scores differ by less than the arithmetic resolves, so that "
-     "another order of sums may pick either."),
-)  # fmt: skip
+HEADINGS = {
+    "acceptance_rate": "r",
+    "accepted_1": "accepted",
+    "accepted_2": "2nd",
+    "accepted_3": "3rd",
+    "accepted_4": "4th",
+    "batch_size": "batch",
+    "bound": "bound 1/c",
+    "category": "prompts",
+    "decode_high": "decode to",
+    "decode_low": "decode from",
+    "draft_cost": "c",
+    "first_ms": "first token, ms",
+    "gigabytes_per_second": "GB/s",
+    "high": "to",
+    "low": "from",
+    "megabytes": "MB of a target pass",
+    "memory": "memory, GB/s",
+    "mlp": "MLP",
+    "near_ties": "near-ties",
+    "own_megabytes": "MB",
+    "prompts": "n",
+    "tokens_per_pass": "tokens per target pass",
+    "tokens_per_second": "tokens/s",
+}
+"""Headings that say more than the column's name; the others are the name's words."""
+
+SHOWN: Mapping[str, tuple[str, str, str]] = {
+    "comparison": (
+        "All runs",
+        "Ratio of totals over the run's baseline, all prompts.",
+        "run batch_size method prompts tokens_per_second speedup low high mean_of_ratios",
+    ),
+    "speedup": (
+        "Speedup",
+        "Tokens a second are all tokens over all seconds, a prompt counting with the medians of "
+        "its repeats; the speedup is their ratio, with a 95% bootstrap interval over prompts (both "
+        "methods of a prompt drawn together). The mean of the prompts' own ratios stands beside "
+        "it. Prefill: the time to the first token alone; decode: what comes after it.",
+        "batch_size category method over prompts tokens_per_second speedup low high "
+        "mean_of_ratios prefill_speedup decode_speedup decode_low decode_high first_ms",
+    ),
+    "losslessness": (
+        "Losslessness",
+        "Texts compared with the baseline's, all repeats. A near-tie is a difference at a place "
+        "where two scores are closer than the arithmetic resolves; anything else is a fault.",
+        "method compared equal near_ties faults",
+    ),
+    "acceptance": (
+        "Acceptance",
+        "alpha = accepted / (accepted + rejected); r = accepted / drafted tokens.",
+        "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
+        "tokens_per_pass mean_draft_length",
+    ),
+    "sources": (
+        "Sources of drafts",
+        "One a round, chosen for what it promises. Share: of all rounds; none: a plain step.",
+        "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
+        "mean_draft_length",
+    ),
+    "weights-read": (
+        "Weights read",
+        "By plain passes behind the first token, each weight once, beside what sweeps over memory "
+        "read. What a cache keeps between passes can make the share exceed 1.",
+        "batch_size method megabytes gigabytes_per_second memory share",
+    ),
+    "predictions": (
+        "Predicted and measured",
+        "Decode speedup over the baseline. Predicted: the rounds, priced with the cost table. "
+        "Efficiency = measured / predicted.",
+        "batch_size category method predicted measured low high efficiency draft_cost bound",
+    ),
+    "exits": (
+        "Exits",
+        "Agreement of an exit's most likely token with the target's, match under the law, and what "
+        "its simulated rounds would gain at their best draft length and threshold.",
+        "exit agreement match speedup draft_length threshold acceptance",
+    ),
+    "search-finalists": (
+        "Finalists",
+        "Speedup over plain decoding. Predicted: replayed rounds, priced; on the traced prompts, "
+        "and on those held out. Measured: on the clock, interleaved with plain decoding, with its "
+        "95% interval. Efficiency = measured / predicted, held out where known.",
+        "name role predicted held_out measured low high efficiency alpha draft_cost bound "
+        "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp rounded "
+        "lookup controller max_draft_length threshold",
+    ),
+    "search-trials": (
+        "Best trials",
+        "By priced speedup over plain decoding. Forced: without turning off a draft that does not "
+        "pay. Acceptance: alpha.",
+        "number origin left_out attention mlp rounded speedup forced_speedup acceptance "
+        "draft_cost bound copy_of",
+    ),
+    "trainings": (
+        "Trainings",
+        "Overlap with the target's law: of the first drafted token, before training and after it, "
+        "on windows kept apart. Accepted: share of all places of held-out texts whose first 1, 2, "
+        "3, 4 drafted tokens are accepted with shared noise. Predicted by the formula at the best "
+        "draft length; measured beside lookups, with its 95% interval; before: measured, what "
+        "drafted before. It pays where it is faster by more than prompts differ.",
+        "draft of pays measured low high before predicted draft_cost accepted_1 accepted_2 "
+        "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
+        "own_megabytes",
+    ),
+}
+"""By table: title, note, and the columns shown, in order; tables not named here are files only."""
+
+MOST = 20  # rows of a table on the page; all are in its CSV file
+
+GLOSSARY = {
+    "target, draft": "The whole model, and the model with some sublayers left out.",
+    "round": "Draft some tokens, verify them in one target pass, emit those accepted and one more.",
+    "alpha": "Probability that one drafted token is accepted, each independent of the others.",
+    "r": "Accepted / drafted tokens; those behind a rejected one count as drafted.",
+    "c": "Cost of one draft step / cost of one target step; no draft gains more than 1/c.",
+    "priced": "What counted rounds would take by a table of costs, no clock involved.",
+    "overlap": "1 - total variation distance of two laws: the most that any rule can accept.",
+    "plain": "This engine without drafting; generate: the transformers library's own decoding.",
+    "near-tie": "A place where two scores differ by less than the arithmetic resolves.",
+}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --muted: #59636e;
@@ -110,34 +216,32 @@ def escape(text: str) -> str:
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
-    """The whole page: nothing outside it is needed to show it."""
-    faults = [(s, text) for s in sections if s.verdict for text in s.verdict.faults]
-    verdicts = [section for section in sections if section.verdict is not None]
+    """The whole page, verdicts first."""
+    verdicts = [(section, section.verdict) for section in sections if section.verdict]
+    several = len(verdicts) > 1
     parts = [f"<h1>{escape(title)}</h1>"]
-    for section, fault in faults:
-        where = f"{section.title}: " if len(verdicts) > 1 else ""
-        parts.append(f'<p class="lead fault">{escape(where + fault)}</p>')
-    for section in verdicts:
-        assert section.verdict is not None
-        if len(verdicts) > 1:
+    for section, verdict in verdicts:
+        where = f"{section.title}: " if several else ""
+        parts += [f'<p class="lead fault">{escape(where + each)}</p>' for each in verdict.faults]
+    for section, verdict in verdicts:
+        if several:
             parts.append(f'<p><a href="#{section.slug}">{escape(section.title)}</a></p>')
-        parts.append(f'<p class="lead">{escape(" ".join(section.verdict.result))}</p>')
-        parts.append(f"<p>{escape(' '.join(section.verdict.reasons))}</p>")
-        if section.verdict.advice:
-            items = "".join(f"<li>{escape(text)}</li>" for text in section.verdict.advice)
-            parts.append(f"<p>What to do next:</p><ul>{items}</ul>")
+        headline, *others = verdict.lines
+        parts.append(f'<p class="lead">{escape(headline)}</p>')
+        parts.append(f"<p>{escape(' '.join(others))}</p>")
+        if verdict.advice:
+            parts.append(f"<p>What to do next:</p>{_items(map(escape, verdict.advice))}")
     links = [(section.slug, section.title) for section in sections]
     links += [("words", "Words"), ("files", "Files")]
-    items = "".join(f'<li><a href="#{slug}">{escape(name)}</a></li>' for slug, name in links)
-    parts.append(f'<nav aria-label="Contents"><h2>Contents</h2><ul>{items}</ul></nav>')
+    items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
+    parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
     parts += [_section(section, number) for number, section in enumerate(sections)]
-    terms = "".join(f"<dt>{escape(w)}</dt><dd>{escape(means)}</dd>" for w, means in GLOSSARY)
-    parts.append(f'<section id="words"><h2>Words</h2><dl class="glossary">{terms}</dl></section>')
-    items = "".join(f"<li>{escape(name)}</li>" for name in files)
+    terms = _terms(GLOSSARY, "glossary")
+    parts.append(f'<section id="words"><h2>Words</h2>{terms}</section>')
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
         "every table as CSV in <code>tables/</code> and every plot as SVG in <code>plots/</code>."
-        f"</p><ul>{items}</ul></section>"
+        f"</p>{_items(map(escape, files))}</section>"
     )
     body = "\n".join(parts)
     return (
@@ -146,6 +250,15 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def _items(elements: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{each}</li>' for each in elements)}</ul>"
+
+
+def _terms(meanings: Mapping[str, str], kind: str) -> str:
+    terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in meanings.items())
+    return f'<dl class="{kind}">{terms}</dl>'
 
 
 def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
@@ -177,10 +290,7 @@ def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
 def _section(section: Section, number: int) -> str:
     parts = [f'<section id="{section.slug}"><h2>{escape(section.title)}</h2>']
     if section.facts:
-        facts = "".join(
-            f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in section.facts.items()
-        )
-        parts.append(f'<dl class="facts">{facts}</dl>')
+        parts.append(_terms(section.facts, "facts"))
     if section.pictures:
         parts.append('<div class="pictures">')
         for index, picture in enumerate(section.pictures):
@@ -190,40 +300,65 @@ def _section(section: Section, number: int) -> str:
                 f"</summary><figcaption>{escape(picture.alt)}</figcaption></details></figure>"
             )
         parts.append("</div>")
-    parts += [_shown(table) for table in section.tables if len(table.frame)]
+    parts += [
+        _html_table(table) for table in section.tables if table.name in SHOWN and len(table.frame)
+    ]
     parts.append("</section>")
     return "\n".join(parts)
 
 
-def _shown(table: Table) -> str:
-    """A table; of a long one the lines over all prompts, the whole of it folded away."""
-    frame, title = table.frame, SHOWN[table.name][0]
-    brief = frame[frame["category"] == ALL] if "category" in frame else frame.iloc[:0]
-    if len(frame) <= max(LONG, len(brief)):
-        return _html_table(table)
-    head = _html_table(Table(table.name, brief)) if len(brief) else f"<h3>{escape(title)}</h3>"
-    summary = f"<summary>{escape(title)}: all {len(frame)} rows</summary>"
-    return f"{head}<details>{summary}{_html_table(table, heading=False)}</details>"
-
-
-def _html_table(table: Table, *, heading: bool = True) -> str:
+def _html_table(table: Table) -> str:
+    """A table; of a long one the lines over all prompts, or the first ones."""
     title, note, _ = SHOWN[table.name]
-    columns = columns_of(table)
+    frame = table.frame
+    if len(frame) > MOST:
+        frame = frame[frame["category"] == ALL] if "category" in frame else frame.head(MOST)
+        note += f" {len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
+    columns = columns_of(table.name, frame)
     aligned = [' class="t"' if words else "" for _, words, _ in columns]
     head = "".join(
         f'<th scope="col"{a}>{escape(heading)}</th>'
         for a, (heading, _, _) in zip(aligned, columns, strict=True)
     )
-    rows = zip(*(cells for _, _, cells in columns), strict=True)
     body = "\n".join(
         "<tr>"
         + "".join(f"<td{a}>{escape(cell)}</td>" for a, cell in zip(aligned, row, strict=True))
         + "</tr>"
-        for row in rows
+        for row in zip(*(cells for _, _, cells in columns), strict=True)
     )
-    grid = (
+    return (
+        f'<h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
         f'<div class="box" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-    words = f'<p class="note">{escape(note)}</p>'
-    return f"<h3>{escape(title)}</h3>{words}{grid}" if heading else grid
+
+
+def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str]]]:
+    """Of each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
+
+    Columns in which nothing is known are left out.
+    """
+    return [
+        (HEADINGS.get(column, column.replace("_", " ")), *_cells(frame[column].tolist()))
+        for column in SHOWN[name][2].split()
+        if column in frame and frame[column].notna().any()
+    ]
+
+
+def _cells(values: list[object]) -> tuple[bool, list[str]]:
+    """Fractions of a column have equally many decimals, so that its largest shows 3 digits."""
+    words = any(isinstance(value, str) for value in values)
+    numbers = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    digits = 0
+    if any(not number.is_integer() for number in numbers):
+        digits = max(0, 2 - math.floor(math.log10(max(map(abs, numbers)))))
+    return words, [
+        "–" if pd.isna(v) else f"{v:,.{digits}f}" if isinstance(v, float) else _whole(v)  # noqa: RUF001
+        for v in values
+    ]
+
+
+def _whole(value: object) -> str:
+    """A cell that is no fraction: words, or a count with its thousands apart."""
+    counted = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if counted else str(value)

@@ -1,46 +1,64 @@
-"""Knows how a run's tables look as pictures, and says each in words too; computes nothing anew.
+"""The plots of a report, each with what it shows in words.
 
-Every function takes a run (or all of them) and returns a `Plot`, or None where there is nothing to
-draw. Its `alt` says what it shows, with the numbers.
+Every function returns a `Plot`, or None where there is nothing to draw. Colours are Okabe and Ito's
+and a grey, safe for colour-blind readers; markers and hatches say the same without colour.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from layerskip.analysis import predictions, shared_plots, tables
-from layerskip.analysis.canvas import (
-    BLACK,
-    BLUE,
-    INK,
-    LINE,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    RED,
-    SKY,
-    WHITE,
-    Plot,
-    add_legend,
-    clipped,
-    colour_of,
-    error_bars,
-    listed,
-    marker_of,
-    new_figure,
-    note_at_the_side,
-)
+from layerskip.analysis import searches, tables, trainings
+from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import Run
+from layerskip.analysis.searches import Search
+from layerskip.analysis.trainings import Trainings
 
-WITH_INTERVAL = "{speedup:.2f} ({low:.2f} to {high:.2f})"
+INK, PAPER, MUTED, LINE = "#222222", "#ffffff", "#666666", "#cccccc"
+"""Colours that a page may exchange for its own, light or dark; no data has them."""
+
+STYLE: Any = {
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.edgecolor": LINE,
+    "legend.facecolor": PAPER,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "layerskip",
+    "text.color": INK,
+    "text.parse_math": False,  # names in records are nobody's formulas
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+}
+WIDTH = 6.2  # inches; a phone shows two thirds of it, with the letters still readable
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#d55e00", "#7f7f7f")
+MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
+
 PHASES = {
     "prefill": ("prefill", SKY, ""),
     "draft": ("drafting", ORANGE, "///"),
@@ -49,99 +67,124 @@ PHASES = {
     "rest": ("not told apart", LINE, ""),
 }
 """How a phase looks: its word, colour and hatch."""
+MANY = 200  # trials from which on points are small
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture: file name without ending, title, and what it shows in words and numbers."""
+
+    name: str
+    title: str
+    alt: str
+    figure: Figure
 
 
 def run_plots(run: Run) -> list[Plot]:
     """All plots of one run that its records have data for."""
-    drawn = [speedups(run, batch_size) for batch_size in run.batch_sizes]
-    drawn += [maker(run) for maker in (phases, forecasts, surface, what_if, skip_map)]
+    return _known(
+        [*(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
+         run_skip_map(run)]
+    )  # fmt: skip
+
+
+def search_plots(search: Search) -> list[Plot]:
+    """All plots of one search that its file has data for."""
+    return _known([search_front(search), search_skip_map(search)])
+
+
+def training_plots(of: Trainings) -> list[Plot]:
+    """All plots of trainings."""
+    return [training_curve(of)]
+
+
+def _known(drawn: Iterable[Plot | None]) -> list[Plot]:
     return [plot for plot in drawn if plot is not None]
 
 
 def speedups(run: Run, batch_size: int) -> Plot | None:
-    """Every method's speedup over the baseline with its interval, by category."""
-    table = _over_baseline(tables.speedup(run))
+    """Every method's speedup over the baseline with its interval, by category.
+
+    Speedups without an interval are drawn hollow.
+    """
+    table = tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["batch_size"] == batch_size)]
+    table = table[table["method"] != run.baseline]
     if not len(table):
         return None
-    figure, axes = _in_groups(table, "method", "category")
-    lanes = table["category"].nunique() + 1
-    for number, words in enumerate(table[table["category"] == tables.ALL]["words"]):
-        note_at_the_side(axes, words, number * lanes)
+    methods, categories = (list(table[name].unique()) for name in ("method", "category"))
+    lanes = len(categories) + 1
+    figure, axes = _new_figure(1.3 + 0.16 * lanes * len(methods))
+    for place, category in enumerate(categories):
+        rows = table[table["category"] == category]
+        colour = _colour_of(place)
+        axes.errorbar(
+            rows["speedup"],
+            [methods.index(name) * lanes + place for name in rows["method"]],
+            xerr=_error_bars(rows, "speedup"),
+            fmt=_marker_of(place),
+            color=colour,
+            markerfacecolor=PAPER if rows["low"].isna().any() else colour,
+            markersize=6.5,
+            elinewidth=1.6,
+            capsize=2.5,
+            label=category,
+        )
+    words = [
+        f"{row['speedup']:.2f}"
+        + ("" if pd.isna(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})")
+        for _, row in table.iterrows()
+    ]
+    table = table.assign(words=words)
+    for number, text in enumerate(table[table["category"] == tables.ALL]["words"]):
+        _note_at_the_side(axes, text, number * lanes)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    middle = (len(categories) - 1) / 2
+    labels = [textwrap.fill(_clipped(name, 80), 22) for name in methods]
+    axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
+    axes.set_ylim(len(methods) * lanes - 1, -1)
+    axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"times as fast as {run.baseline} (95% interval over prompts)")
+    _add_legend(figure, axes)
     where = f", batch size {batch_size}" if len(run.batch_sizes) > 1 else ""
+    by_group = table.groupby("category", sort=False)
+    said = "; ".join(f"{name}: {_listed(rows, '{method} {words}')}" for name, rows in by_group)
     return Plot(
         f"speedup-batch-{batch_size}" if where else "speedup",
         f"Speedup over {run.baseline}{where}",
-        f"Speed relative to {run.baseline}: {_in_words(table, 'category', 'method')}.",
+        f"Speed relative to {run.baseline}: {said}.",
         figure,
     )
 
 
-def overview_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Methods over their runs' baselines, all prompts, at the smallest batch size."""
-    table = _over_baseline(tables.comparison(runs))
-    table = table.groupby(["run", "method"], sort=False).head(1)
+def positions(run: Run) -> Plot | None:
+    """Acceptance by place in the draft, of tokens with all before them accepted."""
+    table = tables.positions(run)
+    table = table[table["tried"] > 0] if len(table) else table
     if not len(table):
-        return []
-    figure, axes = _in_groups(table, "run", "method")
-    axes.set_xlabel("times as fast as the baseline")
-    alt = f"Speed relative to each run's baseline. {_in_words(table, 'run', 'method')}."
-    return [Plot("overview", "All runs side by side", alt, figure)]
-
-
-def _over_baseline(table: pd.DataFrame) -> pd.DataFrame:
-    """Without the lines that compare a method with itself; `words`: speedup and interval."""
-    table = table[table["method"] != table["over"]]
-    words = [
-        listed(row.to_frame().T, "{speedup:.2f}" if pd.isna(row["low"]) else WITH_INTERVAL)
-        for _, row in table.iterrows()
-    ]
-    return table.assign(words=words)
-
-
-def _in_words(table: pd.DataFrame, group: str, series: str) -> str:
-    parts = table.groupby(group, sort=False)
-    return "; ".join(f"{name}: {listed(rows, f'{{{series}}} {{words}}')}" for name, rows in parts)
-
-
-def _in_groups(table: pd.DataFrame, group: str, series: str) -> tuple[Figure, Axes]:
-    """Speedups with their intervals; one group of lines for each value of a column.
-
-    Lines without an interval are drawn hollow.
-    """
-    groups, members = (list(table[name].unique()) for name in (group, series))
-    lanes = len(members) + 1
-    figure, axes = new_figure(1.3 + 0.16 * lanes * len(groups))
-    for place, member in enumerate(members):
-        rows = table[table[series] == member]
-        axes.errorbar(
-            rows["speedup"],
-            [groups.index(name) * lanes + place for name in rows[group]],
-            xerr=error_bars(rows, "speedup"),
-            fmt=marker_of(place),
-            color=colour_of(place),
-            markerfacecolor=PAPER if rows["low"].isna().any() else colour_of(place),
-            markersize=6.5,
-            elinewidth=1.6,
-            capsize=2.5,
-            label=member,
-        )
-    axes.axvline(1, color=INK, linewidth=1.2)
-    middle = (len(members) - 1) / 2
-    labels = [textwrap.fill(clipped(name, 80), 22) for name in groups]
-    axes.set_yticks([n * lanes + middle for n in range(len(groups))], labels)
-    axes.set_ylim(len(groups) * lanes - 1, -1)
-    axes.grid(axis="y", visible=False)
-    add_legend(figure, axes)
-    return figure, axes
+        return None
+    figure, axes = _new_figure(3.6)
+    words = []
+    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
+        axes.plot(
+            rows["position"], rows["acceptance"], marker=_marker_of(number), markersize=5,
+            linewidth=1.6, color=_colour_of(number), label=str(method), clip_on=False,
+        )  # fmt: skip
+        words.append(f"{method} {_listed(rows.head(4), '{acceptance:.2f}')}")
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("place in the draft")
+    axes.set_ylabel("accepted, if all before it were")
+    _add_legend(figure, axes)
+    alt = f"Acceptance of the first, second, ... drafted token: {'; '.join(words)}."
+    return Plot("positions", "Acceptance by position", alt, figure)
 
 
 def phases(run: Run) -> Plot:
     """Where a token's time goes, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
-    figure, axes = new_figure(1.3 + 0.38 * len(table))
+    figure, axes = _new_figure(1.3 + 0.38 * len(table))
     places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
     for phase, (word, colour, hatch) in PHASES.items():
@@ -152,11 +195,11 @@ def phases(run: Run) -> Plot:
                 linewidth=0.5,
             )  # fmt: skip
         left += values
-    axes.set_yticks(places, [clipped(method, 30) for method in table["method"]])
+    axes.set_yticks(places, [_clipped(method, 30) for method in table["method"]])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("milliseconds per new token")
-    add_legend(figure, axes)
+    _add_legend(figure, axes)
     parts = []
     for _, row in table.iterrows():
         known = [
@@ -167,82 +210,7 @@ def phases(run: Run) -> Plot:
     return Plot("phases", "Where the time goes", alt, figure)
 
 
-def forecasts(run: Run) -> Plot | None:
-    """Predicted against measured decode speedups."""
-    table = predictions.predictions(run)
-    if not len(table):
-        return None
-    table = table.rename(columns={"predicted": "forecast"})
-    return shared_plots.forecasts(
-        "predicted-measured", "Predicted and measured speedup", table, "method"
-    )
-
-
-def surface(run: Run) -> Plot | None:
-    """Where drafts lie between the best speedups over (c, alpha), at the smallest batch size."""
-    table = predictions.predictions(run)
-    if len(table):
-        table = table[table["batch_size"] == run.batch_sizes[0]].dropna(subset=["alpha"])
-    if not len(table):
-        return None
-    whole = table[table["category"] == tables.ALL]
-    costs = run.cost_table(whole["method"].iloc[0], run.batch_sizes[0])
-    assert costs is not None  # there is no prediction without
-    figure, axes = new_figure(4.4)
-    axes.set_xlim(0, max(1.0, table["draft_cost"].max()) * 1.02)
-    axes.set_ylim(0, 1)
-    shared_plots.equal_speedups(axes, costs, predictions.LONGEST)
-    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
-        for part, size in ((rows, 4), (rows[rows["category"] == tables.ALL], 9)):
-            axes.plot(
-                part["draft_cost"], part["alpha"], marker_of(number), color=colour_of(number),
-                markersize=size, clip_on=False, label=str(method) if size > 4 else None,
-            )  # fmt: skip
-    shared_plots.name_plane(axes)
-    add_legend(figure, axes)
-    form = (
-        "{method} lies at c {draft_cost:.2f}, alpha {alpha:.2f}: measured {measured:.2f}, best "
-        "fixed length {best_length:.0f} by formula {best_formula:.2f}, bound {bound:.1f}"
-    )
-    words = listed(whole, form, "; ")
-    alt = f"Curves of the best speedup a fixed draft length can give. {words}."
-    return Plot("surface", "Cost and acceptance (small: kinds of prompts)", alt, figure)
-
-
-def what_if(run: Run) -> Plot | None:
-    """Speedup by exit and draft length, at each cell's best threshold."""
-    table = predictions.what_if(run)
-    if len(table):
-        table = table[table["trace"] == 0].dropna(subset=["speedup"])
-    if not len(table):
-        return None
-    cells = table.pivot_table(index="exit", columns="draft_length", values="speedup", aggfunc="max")
-    values = cells.to_numpy()
-    figure, axes = new_figure(1.5 + 0.27 * len(cells))
-    mesh = axes.pcolormesh(values, cmap="cividis", edgecolors=PAPER, linewidth=0.8)
-    for (i, j), value in np.ndenumerate(values):
-        shade = mpl.colors.rgb_to_hsv(mesh.cmap(mesh.norm(value))[:3])[2]
-        colour = BLACK if shade > 0.55 else WHITE
-        middle = (j + 0.5, i + 0.5)
-        axes.text(*middle, f"{value:.2f}", ha="center", va="center", fontsize=8.5, color=colour)
-    i, j = (int(n) for n in np.unravel_index(np.nanargmax(values), values.shape))
-    axes.add_patch(Rectangle((j, i), 1, 1, fill=False, edgecolor=RED, linewidth=2.5))
-    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, [f"{n:g}" for n in cells.columns])
-    axes.set_yticks(np.arange(len(cells)) + 0.5, [f"{n:g}" for n in cells.index])
-    axes.grid(visible=False)
-    axes.set_xlabel("most tokens drafted in a round (at its best threshold)")
-    axes.set_ylabel("exit after layer")
-    best = table.loc[table["speedup"].idxmax()]
-    by_exit = (f"exit {e} {row.max():.2f}" for e, row in cells.iterrows())
-    alt = (
-        f"Priced speedup by exit layer and draft length. Best: exit {best['exit']:.0f}, length "
-        f"{best['draft_length']:.0f}, threshold {best['threshold']:g}, {best['speedup']:.2f} "
-        f"(boxed). Best by exit: {', '.join(by_exit)}."
-    )
-    return Plot("what-if", "What if: priced speedup by exit and draft length", alt, figure)
-
-
-def skip_map(run: Run) -> Plot | None:
+def run_skip_map(run: Run) -> Plot | None:
     """What the skip configs leave out or round, with the best speedup of their methods."""
     table = tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["category"] == tables.ALL)]
@@ -252,7 +220,7 @@ def skip_map(run: Run) -> Plot | None:
         settings = run.methods[method]
         owners.setdefault(str((settings["skipped"], settings.get("low"))), []).append(method)
     rows = [
-        shared_plots.Row(
+        Draft(
             ", ".join(names),
             run.methods[names[0]]["skipped"],
             run.methods[names[0]].get("low"),
@@ -260,6 +228,206 @@ def skip_map(run: Run) -> Plot | None:
         )
         for names in owners.values()
     ]
-    if not rows:
+    return skip_map("skip-map", rows, run.num_layers) if rows else None
+
+
+def search_skip_map(search: Search) -> Plot | None:
+    """What finalists leave out or round, with what was measured of them, or their price."""
+    lines = searches.finalists(search).to_dict("records")
+    rows = [
+        Draft(
+            _name(line),
+            finalist["skipped"],
+            finalist.get("low"),
+            line["forecast"] if np.isnan(line["measured"]) else line["measured"],
+        )
+        for finalist, line in zip(search.finalists, lines, strict=True)
+    ]
+    return skip_map("search-skip-map", rows, search.num_layers) if rows else None
+
+
+class Draft(NamedTuple):
+    """A draft on a skip map."""
+
+    name: str
+    skipped: Mapping[str, Sequence[int]]
+    """Layers left out, by kind of sublayer."""
+    low: Mapping[str, Any] | None
+    """Layers run in low precision, likewise, with `bits`, and `head`: whether that is, too."""
+    speedup: float
+    """NaN where unknown."""
+
+    def words(self) -> str:
+        left_out, low = (
+            f"attention {ranges(of['attention'])} and MLP {ranges(of['mlp'])}"
+            for of in (self.skipped, self.low or self.skipped)
+        )
+        rounded = f", runs {low} in {self.low['bits']} bits" if self.low else ""
+        return f"{self.name} leaves out {left_out}{rounded}, speedup {self.speedup:.2f}"
+
+
+_KINDS = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
+
+
+def skip_map(name: str, rows: Sequence[Draft], layers: int) -> Plot:
+    """What drafts leave out, and what they run in low precision, a row each."""
+    figure, axes = _new_figure(1.3 + 0.21 * (len(rows) + 1))
+    any_low = any(row.low for row in rows)
+    head = 2 * layers + 0.025 * layers  # where its column begins
+    column = max(1.0, 0.04 * layers)
+    edge = 0.5 if layers <= 32 else 0.0
+    for height, row in enumerate(rows):
+        for left, width in [(0.0, 2.0 * layers), *([(head, column)] if any_low else [])]:
+            axes.add_patch(
+                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=LINE)
+            )
+        if not np.isnan(row.speedup):
+            _note_at_the_side(axes, f"{row.speedup:.2f}", height)
+        for kind, colour, place in _KINDS:
+            axes.broken_barh(
+                [(2 * layer + place, 1) for layer in row.skipped[kind]], (height - 0.4, 0.8),
+                facecolor=colour, edgecolor=PAPER, linewidth=edge,
+            )  # fmt: skip
+            if row.low:
+                axes.broken_barh(
+                    [(2 * layer + place, 1) for layer in row.low[kind]], (height + 0.1, 0.3),
+                    facecolor=GREEN, edgecolor=PAPER, linewidth=edge,
+                )  # fmt: skip
+        if row.low and row.low["head"]:
+            axes.broken_barh([(head, column)], (height + 0.1, 0.3), facecolor=GREEN)
+    for kind, colour, _ in _KINDS:
+        axes.bar([0], [0], color=colour, label=f"{kind} left out")
+    shown = range(0, layers, -(-layers // 16))  # a dozen ticks or so
+    ticks = {2 * layer + 1.0: str(layer) for layer in shown}
+    if any_low:
+        bits = " or ".join(map(str, sorted({row.low["bits"] for row in rows if row.low})))
+        axes.bar([0], [0], color=GREEN, label=f"low bar: in {bits} bits; right: the head")
+    axes.set_xlim(0, head + column if any_low else 2 * layers)
+    axes.set_ylim(len(rows) - 0.3, -0.7)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_yticks(range(len(rows)), [_clipped(row.name, 28) for row in rows], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.set_xlabel("layer (right: speedup, measured where it was)")
+    _add_legend(figure, axes)
+    alt = f"{len(rows)} drafts, among them: {'; '.join(row.words() for row in rows[:5])}."
+    return Plot(name, "What the drafts leave out" + " or round" * any_low, alt, figure)
+
+
+def search_front(search: Search) -> Plot | None:
+    """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
+    table = search.complete.dropna(subset=["acceptance"])
+    if not len(table):
         return None
-    return shared_plots.skip_map("skip-map", rows, run.num_layers, told=len(rows))
+    known = searches.finalists(search)
+    known = known.dropna(subset=["alpha"]) if len(known) else known
+    figure, axes = _new_figure(4.6)
+    points = axes.scatter(
+        table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
+        c=table["score"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
+    )  # fmt: skip
+    figure.colorbar(points, ax=axes, label="priced speedup over plain")
+    front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
+    axes.step(
+        front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
+        label="not dominated",
+    )  # fmt: skip
+    for number, row in enumerate(known.to_dict("records")):
+        axes.plot(
+            row["draft_cost"], row["alpha"], _marker_of(number), color=_colour_of(number),
+            markersize=9, markeredgecolor=INK, label=_name(row), zorder=4,
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.set_xlabel("c: draft step / target step")
+    axes.set_ylabel("alpha: a draft token is accepted")
+    _add_legend(figure, axes)
+    names = _listed(known, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
+    alt = (
+        f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
+        f"dominated; the best has a priced speedup of {table['score'].max():.2f}. "
+        f"{names or 'No finalist drafts'}."
+    )
+    return Plot("search-front", "Acceptance against cost", alt, figure)
+
+
+def _name(finalist: Any) -> str:
+    """A finalist's name, the winner's with a word."""
+    return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
+
+
+def training_curve(of: Trainings) -> Plot:
+    """Overlap of the first step with the target's law against tokens, a line each."""
+    table = trainings.curves(of).query("step == 1")
+    names = list(table["draft"].unique())
+    figure, axes = _new_figure(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
+    words = []
+    for number, name in enumerate(names):
+        rows = table[table["draft"] == name]
+        axes.plot(
+            rows["tokens"], rows["overlap"], marker=_marker_of(number), color=_colour_of(number),
+            markersize=5, linewidth=1.6, label=name, clip_on=False,
+        )  # fmt: skip
+        ends = rows.iloc[[0, -1]]
+        said = _listed(ends, "{overlap:.3f}", " to ")
+        words.append(f"{name} {said} after {ends['tokens'].iloc[-1]:,} tokens")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel("overlap with the target's law")
+    _add_legend(figure, axes)
+    alt = f"Overlap of the first drafted token by tokens of training. {'; '.join(words)}."
+    return Plot("training-curve", "Overlap against tokens of training", alt, figure)
+
+
+def short(count: float) -> str:
+    """A count of tokens for an axis: 50k, 1.5M."""
+    for size, word in ((1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:g}{word}"
+    return f"{count:g}"
+
+
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """Below the plot, where it hides no data; not for a single series."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
+        labels = [textwrap.fill(_clipped(label, 120), 56) for label in labels]
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def _error_bars(rows: pd.DataFrame, name: str) -> Any:
+    """(2, n): how far `low` and `high` are from a column's values; 0 where they are unknown."""
+    low, value, high = (rows[column].to_numpy(dtype=float) for column in ("low", name, "high"))
+    return np.nan_to_num(np.stack([value - low, high - value])).clip(0)
+
+
+def _note_at_the_side(axes: Axes, text: str, height: float) -> None:
+    """A text in the right margin, at a height of the data."""
+    axes.annotate(
+        text, (1.0, height), xycoords=("axes fraction", "data"), xytext=(4, 0),
+        textcoords="offset points", va="center", fontsize=9,
+    )  # fmt: skip
+
+
+def _listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:
+    """The rows in words, each by a format string over its columns."""
+    return between.join(form.format_map(row) for row in rows.to_dict("records"))
+
+
+def _clipped(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _colour_of(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _marker_of(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]

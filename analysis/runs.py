@@ -1,4 +1,4 @@
-"""Knows run files as records and as frames of calls; refuses to know what the numbers mean.
+"""The files of runs as a report reads them: methods, records, rounds, and times by prompt.
 
 A *unit* is what one record timed: a prompt at batch size 1, a batch of prompts otherwise. Medians
 are taken over a unit's repeats, means and intervals over units.
@@ -7,16 +7,16 @@ are taken over a unit's repeats, means and intervals over units.
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from layerskip.analysis.labels import labels_of, printable, slug_of
+from layerskip.costs.ratios import Totals
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 
@@ -32,7 +32,7 @@ class Round:
     accepted: int
     emitted: int
     source: int | None = None
-    """The number of the method's source that it drafted from; None: none, or the file is silent."""
+    """The number of the method's source that it drafted from; None: it drafted nothing."""
 
     @property
     def rejected(self) -> bool:
@@ -70,8 +70,8 @@ class Run:
         return [name for name in self.measured if self.methods[name]["kind"] == "self"]
 
     def sources(self, method: str) -> list[str]:
-        """What a drafting method drafts from, as its rounds number them; none in older files."""
-        return list(self.methods[method].get("sources") or ())
+        """What a drafting method drafts from, as its rounds number them."""
+        return list(self.methods[method]["sources"])
 
     def looks_up(self, method: str) -> bool:
         """Whether drafts of a method may be looked up, which no cost of a draft step bounds."""
@@ -149,67 +149,16 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     ]
 
 
-def visible(text: str) -> str:
-    """The text with characters that do not print, line breaks too, as their code points."""
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
-
-
-def printable(value: Any) -> Any:
-    """A JSON value with its strings visible: they end up in plots, pages and terminals."""
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, list):
-        return [printable(item) for item in value]
-    if isinstance(value, dict):
-        return {name: printable(item) for name, item in value.items()}
-    return value
-
-
-def law_words(law: Mapping[str, Any]) -> str:
-    """Sampling settings in words."""
-    if not law["do_sample"]:
-        return "greedy"
-    words = f"sampled at T={law['temperature']:g}" if law.get("temperature") else "sampled"
-    for name in ("top_p", "top_k"):
-        if law.get(name):
-            words += f", {name} {law[name]:g}"
-    return words + (" by rejection" if law.get("acceptance") == "rejection" else "")
-
-
-def machine_words(header: Mapping[str, Any]) -> str:
-    """Device, dtype and threads in words."""
-    words = f"{header['dtype']} on {header['device']}"
-    threads = header.get("threads")
-    if header["device"] == "cpu" and threads:
-        words += f", {threads} thread{'s' * (threads != 1)}"
-    return words
-
-
-def count_words(number: int) -> str:
-    """A count of any size in words."""
-    return f"{number:,}" if number < 10**9 else f"about 10^{len(str(number)) - 1}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Whole numbers in words: 0-3, 6."""
-    known = sorted(set(numbers))
-    starts = [n for n in known if n - 1 not in known]
-    ends = [n for n in known if n + 1 not in known]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
-
-
 def typical(run: Run) -> pd.DataFrame:
     """One row per (batch size, method, unit): medians over the unit's repeats.
 
-    Columns: `category`, `total` (seconds per new token, prefill included), `first` (seconds to the
-    first tokens), `decode` (seconds per token after them; NaN for texts of one token), `prefill`,
-    `draft`, `verify`, `other` (seconds per new token).
+    Columns: `category`; `tokens` and `seconds`, of the whole call; `first` (seconds to the first
+    tokens), `decode_tokens` and `decode_seconds` (of what came after them); `draft`, `verify`,
+    `other` (seconds).
     """
     rows = []
     for record in run.records:
         seconds, tokens = record["seconds"], sum(record["new_tokens"])
-        later = tokens - sum(record["first_tokens"])
         spent = {name: _known(seconds.get(name)) for name in ("first", *PHASES)}
         rows.append(
             {
@@ -217,16 +166,22 @@ def typical(run: Run) -> pd.DataFrame:
                 "method": record["method"],
                 "unit": "\n".join(record["prompts"]),
                 "category": record["category"] or "other",
-                "total": seconds["total"] / tokens,
-                "first": spent["first"],
-                "decode": (seconds["total"] - spent["first"]) / later if later > 0 else math.nan,
-                "prefill": spent["first"] / tokens,
-                **{phase: spent[phase] / tokens for phase in PHASES},
+                "tokens": tokens,
+                "seconds": seconds["total"],
+                "decode_tokens": tokens - sum(record["first_tokens"]),
+                "decode_seconds": seconds["total"] - spent["first"],
+                **spent,
             }
         )
     grouped = pd.DataFrame(rows).groupby(["batch_size", "method", "unit"], sort=False)
     medians = grouped.median(numeric_only=True)
     return medians.join(grouped["category"].first()).reset_index()
+
+
+def totals(frame: pd.DataFrame, part: str = "") -> Totals:
+    """Of rows of `typical`: the whole calls, or their part "decode_"."""
+    names = (f"{part}tokens", f"{part}seconds")
+    return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
 
 
 def _known(seconds: float | None) -> float:
@@ -241,7 +196,7 @@ def rounds_of(record: dict[str, Any]) -> list[Round]:
     counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
     rows = (
         Round(*row, source)
-        for round_, source in zip(counts, _sources_of(rounds), strict=True)
+        for round_, source in zip(counts, rounds["sources"], strict=True)
         for row in zip(*round_, strict=True)
     )
     return [row for row in rows if row.emitted > 0]
@@ -252,16 +207,11 @@ def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple
 
     Rows draft in lockstep, so that a round costs what its longest draft does.
     """
-    names = method.get("sources") or ()
+    names = method.get("sources")
     return [
-        (max(row), source is not None and names[source] == LOOKUP)
-        for row, source in zip(rounds["drafted"], _sources_of(rounds), strict=True)
+        (max(row), source is not None and names is not None and names[source] == LOOKUP)
+        for row, source in zip(rounds["drafted"], rounds["sources"], strict=True)
     ]
-
-
-def _sources_of(rounds: dict[str, Any]) -> list[int | None]:
-    """The number of the method's source that each round drafted from; older files do not say."""
-    return rounds.get("sources") or [None] * len(rounds["drafted"])
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
@@ -277,7 +227,7 @@ def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]
             "there is no speedup; measure it with the others (--method)"
         )
     for method in header["methods"]:
-        needed = {"skipped", "num_kept", "controller"} - method.keys()
+        needed = {"skipped", "num_kept", "controller", "sources"} - method.keys()
         if method["kind"] == "self" and needed:
             raise ValueError(
                 f"run file {path} does not say {', '.join(sorted(needed))} of its method "
@@ -289,26 +239,3 @@ def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]
                 f"run file {path} has a record of method {record['method']!r} (prompts "
                 f"{', '.join(record['prompts'])}) without new tokens; speeds per token need one"
             )
-
-
-def slug_of(label: str, number: int) -> str:
-    """A label as a file name."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
-
-
-def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
-    """Model and law; the machine, then the file too where those do not tell runs apart."""
-    labels = [
-        f"{header['model']['name']}, {law_words(header['law'])}"
-        + (", synthetic acceptance" if header.get("synthetic") else "")
-        for header in headers
-    ]
-    further = [machine_words(header) for header in headers]
-    stems = [visible(Path(file).stem) for file in files]
-    for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
-        times = Counter(labels)
-        labels = [
-            f"{label}, {extra}" if times[label] > 1 else label
-            for label, extra in zip(labels, more, strict=True)
-        ]
-    return labels

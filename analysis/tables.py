@@ -1,20 +1,24 @@
-"""Knows what was measured: speedups with intervals, acceptance, phases, losslessness; no forecasts.
+"""The tables of a report on runs: speedups, acceptance, phases, losslessness, predictions.
 
-Every function takes one run and returns one table. Seconds per token of a method are the mean over
-units (prompts at batch size 1) of the unit's median over repeats of seconds / new tokens.
+Every function takes one run and returns one table. Tokens a second of a method are all its tokens
+over all its seconds, a unit (a prompt at batch size 1) counting with the medians of its repeats.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, typical
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, totals, typical
+from layerskip.config import SkipConfig
+from layerskip.costs.pricing import cost_table
+from layerskip.costs.ratios import measured_speedup
+from layerskip.costs.speculation import CostTable, speedup_bound
 
 ALL = "all"
 
@@ -29,10 +33,10 @@ def speedup(run: Run) -> pd.DataFrame:
     """Speedups by batch size, category and method, over every method of `comparisons`.
 
     Over units that both methods have. Columns: `prompts` (units), `tokens_per_second` (of the whole
-    call, 1 / mean seconds per token), `speedup` with `low` and `high` (ratio of totals, see
-    `ratio_of_totals`), `mean_of_ratios` (mean of the units' own ratios), `decode_speedup` with
-    `decode_low` and `decode_high` (the same without the time to the first token and that token),
-    `first_ms` (mean milliseconds to the first token).
+    call), `speedup` with `low` and `high` (ratio of totals, see `measured_speedup`),
+    `mean_of_ratios` (mean of the units' own ratios), `prefill_speedup` (of the time to the first
+    token alone), `decode_speedup` with `decode_low` and `decode_high` (of the tokens behind the
+    first and the time after it), `first_ms` (mean milliseconds to the first token).
     """
     frame = typical(run)
     rows = []
@@ -47,9 +51,11 @@ def speedup(run: Run) -> pd.DataFrame:
                 if not units:
                     continue
                 a, b = theirs.loc[units], ours.loc[units]
-                total = ratio_of_totals(a["total"].to_numpy(), b["total"].to_numpy())
-                both = (a["decode"].notna() & b["decode"].notna()).to_numpy()
-                decode = ratio_of_totals(a["decode"].to_numpy()[both], b["decode"].to_numpy()[both])
+                own, others = totals(b), totals(a)
+                whole = measured_speedup(own, others)
+                later = ((a["decode_tokens"] > 0) & (b["decode_tokens"] > 0)).to_numpy()
+                decode = measured_speedup(totals(b[later], "decode_"), totals(a[later], "decode_"))
+                rates = [each.tokens / each.seconds for each in (own, others)]
                 rows.append(
                     {
                         "batch_size": batch_size,
@@ -57,11 +63,12 @@ def speedup(run: Run) -> pd.DataFrame:
                         "method": method,
                         "over": over,
                         "prompts": len(units),
-                        "tokens_per_second": 1 / b["total"].mean(),
-                        "speedup": total[0],
-                        "low": total[1],
-                        "high": total[2],
-                        "mean_of_ratios": float((a["total"] / b["total"]).mean()),
+                        "tokens_per_second": own.rate,
+                        "speedup": whole[0],
+                        "low": whole[1],
+                        "high": whole[2],
+                        "mean_of_ratios": float((rates[0] / rates[1]).mean()),
+                        "prefill_speedup": _share(a["first"].sum(), b["first"].sum()),
                         "decode_speedup": decode[0],
                         "decode_low": decode[1],
                         "decode_high": decode[2],
@@ -98,9 +105,8 @@ def acceptance_of(rounds: Iterable[Round]) -> dict[str, float]:
     }
 
 
-def acceptance(run: Run) -> pd.DataFrame:
-    """`acceptance_of` by batch size, category and drafting method, over all repeats."""
-    rows = []
+def _rounds_by_category(run: Run) -> Iterator[tuple[dict[str, Any], list[Round]]]:
+    """Rounds by batch size, drafting method and category, all repeats together."""
     for batch_size in run.batch_sizes:
         for method in run.drafting:
             by_category: dict[str, list[Round]] = defaultdict(list)
@@ -108,11 +114,13 @@ def acceptance(run: Run) -> pd.DataFrame:
                 by_category[ALL] += rounds
                 if run.categories:
                     by_category[record["category"] or "other"] += rounds
-            rows += [
-                {"batch_size": batch_size, "category": category, "method": method}
-                | acceptance_of(rounds)
-                for category, rounds in by_category.items()
-            ]
+            for category, rounds in by_category.items():
+                yield {"batch_size": batch_size, "category": category, "method": method}, rounds
+
+
+def acceptance(run: Run) -> pd.DataFrame:
+    """`acceptance_of` by batch size, category and drafting method, over all repeats."""
+    rows = [place | acceptance_of(rounds) for place, rounds in _rounds_by_category(run)]
     return pd.DataFrame(rows)
 
 
@@ -123,22 +131,12 @@ def sources(run: Run) -> pd.DataFrame:
     `acceptance_of`.
     """
     rows = []
-    for batch_size in run.batch_sizes:
-        for method in run.drafting:
-            names = run.sources(method)
-            if len(names) < 2:
-                continue
-            by_category: dict[str, list[Round]] = defaultdict(list)
-            for record, rounds in run.rounds(method, batch_size):
-                by_category[ALL] += rounds
-                if run.categories:
-                    by_category[record["category"] or "other"] += rounds
-            for category, rounds in by_category.items():
-                for number, name in [*enumerate(names), (None, "none")]:
-                    own = [each for each in rounds if each.source == number]
-                    place = {"batch_size": batch_size, "category": category, "method": method}
-                    counted = {"source": name, "share": _share(len(own), len(rounds))}
-                    rows.append(place | counted | acceptance_of(own))
+    for place, rounds in _rounds_by_category(run):
+        names = run.sources(place["method"])
+        for number, name in [*enumerate(names), (None, "none")] if len(names) > 1 else ():
+            own = [each for each in rounds if each.source == number]
+            counted = {"source": name, "share": _share(len(own), len(rounds))}
+            rows.append(place | counted | acceptance_of(own))
     return pd.DataFrame(rows)
 
 
@@ -183,12 +181,13 @@ def phases(run: Run) -> pd.DataFrame:
     rows = []
     for batch_size in run.batch_sizes:
         for method in run.measured:
-            mean = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)][
-                ["total", "prefill", *PHASES]
-            ].mean()
-            if pd.isna(mean["total"]):
+            own = frame[(frame["batch_size"] == batch_size) & (frame["method"] == method)]
+            if not len(own):
                 continue
-            parts = {name: 1000 * mean[name] for name in ("prefill", *PHASES)}
+            spent = own[["seconds", "first", *PHASES]].sum(min_count=1) / own["tokens"].sum()
+            parts = {"prefill": 1000 * spent["first"]} | {
+                name: 1000 * spent[name] for name in PHASES
+            }
             known = sum(value for value in parts.values() if not pd.isna(value))
             rows.append(
                 {
@@ -196,76 +195,46 @@ def phases(run: Run) -> pd.DataFrame:
                     "method": method,
                     **parts,
                     # medians of parts need not add up to the median of the whole; 0 is exact
-                    "rest": max(0.0, round(1000 * mean["total"] - known, 9)),
-                    "total": 1000 * mean["total"],
+                    "rest": max(0.0, round(1000 * spent["seconds"] - known, 9)),
+                    "total": 1000 * spent["seconds"],
                 }
             )
     return pd.DataFrame(rows)
 
 
 def weights_read(run: Run) -> pd.DataFrame:
-    """Bytes of weights that passes read, beside what memory gives; medians over calls.
+    """Weights that plain decoding and `generate()` read a second, beside what memory gives.
 
-    Counted are the passes behind the first token, each with every weight it needs once: a draft
-    step with the sublayers and the rows of the head that it keeps, a verify pass and a plain step
-    with all, as is a token of the library's own `generate()`. Not counted are the key-value cache
-    and activations. Methods whose passes are not known are left out, as are runs that say nothing
-    of weights. Columns: `megabytes` a pass of the target reads, `gigabytes_per_second`, `memory`
-    (the same of sweeps between the calls), `share` (the one over the other).
+    Every pass behind the first token reads each weight once; key-value cache and activations are
+    not counted. Medians over calls. Columns: `megabytes` of a pass, `gigabytes_per_second`,
+    `memory` (the same of sweeps between the calls), `share` (the one over the other).
     """
-    rows: list[dict[str, Any]] = []
-    weights = run.header.get("weights") or {}
-    for batch_size in run.batch_sizes if weights else ():
-        for method in run.measured:
-            rates, sweeps = [], []
-            for record in run.records:
-                if (record["method"], record["batch_size"]) != (method, batch_size):
-                    continue
-                read = _bytes_read(run.methods[method], record, weights)
-                seconds = record["seconds"]["total"] - record["seconds"]["first"]
-                if read and seconds > 0 and record.get("read_bandwidth"):
-                    rates.append(read / seconds / 1e9)
-                    sweeps.append(record["read_bandwidth"] / 1e9)
-            if rates:
-                rate, memory = float(np.median(rates)), float(np.median(sweeps))
-                rows.append(
-                    {
-                        "batch_size": batch_size,
-                        "method": method,
-                        "megabytes": (sum(weights["sublayers"]) + weights["head"]) / 1e6,
-                        "gigabytes_per_second": rate,
-                        "memory": memory,
-                        "share": rate / memory,
-                    }
-                )
+    weights: dict[str, Any] = run.header.get("weights") or {}
+    rows = []
+    plain = [m for m in run.measured if run.methods[m]["kind"] in ("plain", "generate")]
+    for batch_size, method in product(run.batch_sizes, plain if weights else ()):
+        whole = sum(weights["sublayers"]) + weights["head"]
+        rates, sweeps = [], []
+        for record in run.records:
+            seconds = record["seconds"]["total"] - record["seconds"]["first"]
+            passes = max(record["new_tokens"]) - max(record["first_tokens"])
+            known = record.get("read_bandwidth") and seconds > 0 and passes
+            if known and (record["method"], record["batch_size"]) == (method, batch_size):
+                rates.append(whole * passes / seconds / 1e9)
+                sweeps.append(record["read_bandwidth"] / 1e9)
+        if rates:
+            rate, memory = float(np.median(rates)), float(np.median(sweeps))
+            rows.append(
+                {
+                    "batch_size": batch_size,
+                    "method": method,
+                    "megabytes": whole / 1e6,
+                    "gigabytes_per_second": rate,
+                    "memory": memory,
+                    "share": rate / memory,
+                }
+            )
     return pd.DataFrame(rows)
-
-
-def _bytes_read(method: dict[str, Any], record: dict[str, Any], weights: dict[str, Any]) -> float:
-    """Of weights, by the passes of a record behind its first token; 0 where they are not known."""
-    sublayers, head = weights["sublayers"], weights["head"]
-    whole = sum(sublayers) + head
-    if method["kind"] == "generate":
-        return float(whole * (max(record["new_tokens"]) - max(record["first_tokens"])))
-    if record["rounds"] is None:
-        return 0.0
-    draft = 0.0
-    if method["kind"] == "self":
-        skipped, low = method["skipped"], method.get("low")
-        rounded = weights.get("low", {}).get(str(low["bits"])) if low else weights
-        if rounded is None:
-            return 0.0
-        for i, size in enumerate(sublayers):
-            kind, layer = ("mlp" if i % 2 else "attention"), i // 2
-            if layer not in skipped[kind]:
-                draft += rounded["sublayers"][i] if low and layer in low[kind] else size
-        kept = method.get("draft_vocabulary") or weights["vocabulary"]
-        if low and low["head"]:  # as the rest, or in bits of its own
-            bits = low["bits"] if low["head"] is True else low["head"]
-            head = weights["low"].get(str(bits), rounded)["head"]
-        draft += head * kept / weights["vocabulary"]
-    drafts = longest_drafts(method, record["rounds"])
-    return float(sum(whole + (not looked_up) * drafted * draft for drafted, looked_up in drafts))
 
 
 def losslessness(run: Run) -> pd.DataFrame:
@@ -322,47 +291,111 @@ def repetition(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def exits(run: Run) -> pd.DataFrame:
-    """The traces' exits: agreement, match under the law, and calibration error.
+def predictions(run: Run) -> pd.DataFrame:
+    """Decode speedups of drafting methods over the baseline: what rounds promised, and the clock.
 
-    `calibration_error` is the mean over tokens of |confidence - share matched| by bin.
+    Columns: `predicted` (the steps that plain decoding takes over the rounds' price by the header's
+    cost table), `measured` with `low` and `high`, `efficiency` (measured / predicted), `draft_cost`
+    (c), and `bound` (1 / c; NaN where drafts may be looked up, which costs nothing).
     """
-    rows = []
-    for number, trace in enumerate(run.traces):
-        for entry in trace["exits"]:
-            bins = [bin_ for bin_ in entry["confidence"] if bin_["count"]]
-            gap = sum(abs(b["mean"] * b["count"] - b["matched"]) for b in bins)
+    table, rows = speedup(run), []
+    for line in table[table["over"] == run.baseline].to_dict("records"):
+        place = {name: line[name] for name in ("batch_size", "category", "method")}
+        method, batch_size = line["method"], line["batch_size"]
+        costs = run.cost_table(method, batch_size) if method in run.drafting else None
+        if costs is None:
+            continue
+        paid, plain = price(run, method, batch_size, costs, line["category"])
+        if paid:
+            bound = float("nan") if run.looks_up(method) else speedup_bound(costs.draft)
             rows.append(
                 {
-                    "trace": number,
-                    "exit": entry["exit"],
-                    "agreement": entry["agreement"],
-                    "match": entry["match"],
-                    "calibration_error": _share(gap, sum(b["count"] for b in bins)),
+                    **place,
+                    "predicted": plain / paid,
+                    "measured": line["decode_speedup"],
+                    "low": line["decode_low"],
+                    "high": line["decode_high"],
+                    "efficiency": line["decode_speedup"] * paid / plain,
+                    "draft_cost": costs.draft,
+                    "bound": bound,
                 }
             )
     return pd.DataFrame(rows)
 
 
+def price(
+    run: Run, method: str, batch_size: int, costs: CostTable, category: str = ALL
+) -> tuple[float, int]:
+    """What a method's rounds cost, in target steps, and the steps that plain decoding would take.
+
+    A round costs what its longest draft does, and plain decoding takes as many steps as its longest
+    row has tokens after the first.
+    """
+    paid, plain = 0.0, 0
+    for record in run.records:
+        rounds = record["rounds"]
+        if rounds is None or (record["method"], record["batch_size"]) != (method, batch_size):
+            continue
+        if category in (ALL, record["category"] or "other"):
+            plain += max(map(sum, zip(*rounds["emitted"], strict=True)), default=0)
+            paid += sum(
+                costs.verify_cost(drafted + 1) if looked_up else costs.round_cost(drafted)
+                for drafted, looked_up in longest_drafts(run.methods[method], rounds)
+            )
+    return paid, plain
+
+
+def exits(run: Run) -> pd.DataFrame:
+    """The traces' exits: how often each is right, and what it would gain at its best settings.
+
+    Columns: `agreement` (of its most likely token with the target's), `match` (under the law), and
+    of the draft length and threshold with the highest price: `speedup` (tokens over the cost of the
+    simulated rounds by the run's cost line at batch size 1; NaN without one), `draft_length`,
+    `threshold`, `acceptance` (r).
+    """
+    parts = next((cost for cost in run.costs if cost["batch_size"] == 1), None)
+    rows = []
+    for number, trace in enumerate(run.traces):
+        best = {}
+        for i, layer in enumerate(trace["what_if"]["exits"]):
+            if parts is not None:
+                costs = cost_table(parts, SkipConfig.early_exit(layer))
+                cells = _simulated(trace["what_if"], i, costs)
+                best[layer] = max(cells, key=lambda cell: cell["speedup"], default={})
+        for entry in trace["exits"]:
+            known = {name: entry[name] for name in ("exit", "agreement", "match")}
+            rows.append({"trace": number, **known, **best.get(entry["exit"], {})})
+    columns = ("speedup", "draft_length", "threshold", "acceptance")
+    frame = pd.DataFrame(rows)
+    return frame.reindex(columns=[*frame.columns.difference(columns, sort=False), *columns])
+
+
+def _simulated(what_if: dict[str, Any], exit_: int, costs: CostTable) -> Iterator[dict[str, float]]:
+    """Simulated rounds of an exit at every draft length and threshold, priced."""
+    for j, length in enumerate(what_if["draft_lengths"]):
+        for k, threshold in enumerate(what_if["thresholds"]):
+            rounds, drafted, emitted, counts = (
+                what_if[name][exit_][j][k] for name in ("rounds", "drafted", "emitted", "lengths")
+            )
+            if rounds:
+                paid = sum(n * costs.round_cost(d) for d, n in enumerate(counts) if n)
+                yield {
+                    "speedup": emitted / paid,
+                    "draft_length": length,
+                    "threshold": threshold,
+                    "acceptance": _share(emitted - rounds, drafted),
+                }
+
+
 def comparison(runs: Sequence[Run]) -> pd.DataFrame:
     """All runs' speedups over their baselines, all categories together, one below the other."""
-    table = together(runs, speedup)
-    baselines = table["run"].map({run.label: run.baseline for run in runs})
-    wanted = (table["category"] == ALL) & (table["over"] == baselines)
-    return table[wanted].reset_index(drop=True)
-
-
-def together(
-    things: Iterable[Any], table: Callable[[Any], pd.DataFrame], column: str = "run"
-) -> pd.DataFrame:
-    """One table of all runs (or searches), with their labels in the first column."""
-    frames = []
-    for thing in things:
-        frame = table(thing)
-        if len(frame):
-            frame.insert(0, column, thing.label)
-            frames.append(frame)
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    parts = []
+    for run in runs:
+        table = speedup(run)
+        table = table[(table["category"] == ALL) & (table["over"] == run.baseline)]
+        table.insert(0, "run", run.label)
+        parts.append(table)
+    return pd.concat(parts, ignore_index=True)
 
 
 def _groups(run: Run, frame: pd.DataFrame) -> Iterable[tuple[tuple[int, str], pd.DataFrame]]:

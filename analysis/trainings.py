@@ -1,4 +1,4 @@
-"""Knows what trainings and comparisons of drafts measured, as tables; no sentences, no pictures.
+"""The tables of a report on trainings: what each draft is worth, and how its training went.
 
 Speedups are over plain decoding. Overlap is the share of two laws that is common (1 - TV), on
 windows of texts that nothing was trained on; acceptance is of tokens drafted along held-out texts.
@@ -7,6 +7,7 @@ windows of texts that nothing was trained on; acceptance is of tokens drafted al
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,51 +15,23 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis.runs import labels_of, printable, slug_of, visible
+from layerskip.analysis.labels import printable
 from layerskip.config import SkipConfig
-from layerskip.files.comparisons import read_comparison
 from layerskip.files.trainings import read_training
 
 DEPTHS = 4
-"""Drafted tokens whose acceptance tables show."""
-_TEXTS = ("compared", "equal", "near_ties", "faults")
+"""Drafted tokens whose acceptance the table shows."""
 _TOLD_BY = ("loss", "optimizer", "rank", "rate", "temperature", "tokens", "minutes", "seed")
-"""Settings of a recipe that tell trainings of one kind apart, the first that differ."""
-_DEFAULTS = {"optimizer": "adamw"}  # what older files do not say
-
-
-@dataclass(frozen=True)
-class Training:
-    """One file of a training."""
-
-    label: str
-    """What tells this training from the others of a report, in words."""
-    but_for_seed: str
-    """The same without its seed."""
-    record: Mapping[str, Any]
+"""Settings of a recipe that may tell one training from another."""
 
 
 @dataclass(frozen=True)
 class Trainings:
-    """All files of trainings of a report: they are there to be compared."""
+    """All files of trainings of a report, by label: they are there to be compared."""
 
-    each: Sequence[Training]
+    each: Mapping[str, Mapping[str, Any]]
     label = "Trainings"
     slug = "trainings"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One file of a comparison of drafts: one model, one machine."""
-
-    label: str
-    slug: str
-    document: Mapping[str, Any]
-
-    @property
-    def law(self) -> str:
-        """What the file calls the sampling that the clock was run on."""
-        return f"{self.document['law']['temperature']:g}"
 
 
 def load_trainings(files: Sequence[Path]) -> Trainings:
@@ -69,33 +42,25 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     """
     records = [printable(read_training(file)) for file in files]
     recipes = [record["recipe"] for record in records]
-    told: dict[str, list[Any]] = {"of": [base_of(each) for each in recipes]}
-    told |= {name: [each.get(name, _DEFAULTS.get(name)) for each in recipes] for name in _TOLD_BY}
-    told["folder"] = [visible(Path(file).absolute().parent.name) for file in files]
-    told["file"] = [number + 1 for number in range(len(files))]
-    labels: list[list[str]] = [[recipe["kind"]] for recipe in recipes]
-    for name, values in told.items():
-        apart = [
-            len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
-            for label in labels
-        ]
-        bare = name in ("of", "loss", "optimizer", "folder")
-        words = [f"{v}" if bare else f"{name} {v}" for v in values]
-        labels = [
-            [*label, word] if more and value is not None else label
-            for label, word, value, more in zip(labels, words, values, apart, strict=True)
-        ]
+    told = {"of": [base_of(recipe) for recipe in recipes]}
+    told |= {name: [recipe.get(name) for recipe in recipes] for name in _TOLD_BY}
+    differing = {name: values for name, values in told.items() if len(set(values)) > 1}
+    labels = []
+    for number, recipe in enumerate(recipes):
+        known = {name: values[number] for name, values in differing.items()}
+        words = [_word(name, value) for name, value in known.items() if value not in (None, "")]
+        labels.append(f"{recipe['kind']} ({', '.join(words)})" if words else recipe["kind"])
+    times = Counter(labels)
     return Trainings(
-        [
-            Training(_named(label), _named([w for w in label if not w.startswith("seed ")]), record)
-            for label, record in zip(labels, records, strict=True)
-        ]
+        {
+            f"{label}, file {number}" if times[label] > 1 else label: record
+            for number, (label, record) in enumerate(zip(labels, records, strict=True), 1)
+        }
     )
 
 
-def _named(label: Sequence[str]) -> str:
-    kind, *more = label
-    return f"{kind} ({', '.join(more)})" if more else kind
+def _word(name: str, value: Any) -> str:
+    return f"{value}" if name in ("of", "loss", "optimizer") else f"{name} {value}"
 
 
 def base_of(recipe: Mapping[str, Any]) -> str:
@@ -116,20 +81,6 @@ def base_of(recipe: Mapping[str, Any]) -> str:
     return ", ".join([*words, "trained before"] if skip.trained is not None else words)
 
 
-def load_comparisons(files: Sequence[Path]) -> list[Comparison]:
-    """Read and check comparisons of drafts, and name each by what tells it from the others.
-
-    Raises:
-        ValueError: a file is not what it must be; says which and why, in one line.
-    """
-    documents = [printable(read_comparison(file)) for file in files]
-    labels = labels_of(documents, files)
-    return [
-        Comparison(f"Drafts of {label}", f"drafts-{slug_of(label, number)}", document)
-        for number, (label, document) in enumerate(zip(labels, documents, strict=True))
-    ]
-
-
 def trainings(of: Trainings) -> pd.DataFrame:
     """A line for each training.
 
@@ -141,13 +92,13 @@ def trainings(of: Trainings) -> pd.DataFrame:
     `high` (with lookups beside it), `before` (measured, what drafted before), `pays`.
     """
     rows = []
-    for each in of.each:
-        record, recipe = each.record, each.record["recipe"]
-        trained, timed = record["drafts"]["trained"], record["timed"]
+    for label, record in of.each.items():
+        recipe, trained = record["recipe"], record["drafts"]["trained"]
+        timed, before = (record["timed"].get(name) or {} for name in ("trained", "before"))
         curve = record["curve"]
         rows.append(
             {
-                "draft": each.label,
+                "draft": label,
                 "kind": recipe["kind"],
                 "of": base_of(recipe),
                 "loss": recipe["loss"],
@@ -160,11 +111,16 @@ def trainings(of: Trainings) -> pd.DataFrame:
                 "overlap_before": float(curve[0]["overlap"][0]),
                 "overlap": float(curve[-1]["overlap"][0]),
                 "greedy": float(trained["greedy"][0]),
-                **_by_depth("accepted", trained["coupled"]),
+                **{
+                    f"accepted_{depth}": float(share)
+                    for depth, share in enumerate(trained["coupled"][:DEPTHS], 1)
+                },
                 "draft_cost": float(trained["costs"]["draft"]),
                 "predicted": float(trained["formula"]),
-                **_measured(timed.get("trained")),
-                "before": _number((timed.get("before") or {}).get("speedup")),
+                "measured": _number(timed.get("speedup")),
+                "low": _number(timed.get("low")),
+                "high": _number(timed.get("high")),
+                "before": _number(before.get("speedup")),
                 "pays": "yes" if record["pays"] else "no",
             }
         )
@@ -174,78 +130,22 @@ def trainings(of: Trainings) -> pd.DataFrame:
 def curves(of: Trainings) -> pd.DataFrame:
     """How trainings went, a line for each point and step of the draft.
 
-    Columns: `draft` and `but_for_seed` (labels), `loss_kind`, `tokens`, `loss`, `step`, `overlap`.
+    Columns: `draft` (the label), `tokens`, `loss`, `step`, `overlap`.
     """
     return pd.DataFrame(
         [
             {
-                "draft": each.label,
-                "but_for_seed": each.but_for_seed,
-                "loss_kind": each.record["recipe"]["loss"],
+                "draft": label,
                 "tokens": point["tokens"],
                 "loss": float(point["loss"]),
                 "step": step,
                 "overlap": float(overlap),
             }
-            for each in of.each
-            for point in each.record["curve"]
+            for label, record in of.each.items()
+            for point in record["curve"]
             for step, overlap in enumerate(point["overlap"], 1)
         ]
     )
-
-
-def drafts(of: Comparison) -> pd.DataFrame:
-    """A line for each draft or mixture, in the file's order.
-
-    Columns: `draft`, `kind`, `own_megabytes`, `parameters`, `tokens`, `minutes` (of training; NaN
-    for others); acceptance by depth `greedy_1` to `greedy_4`, `accepted_1` ... (at the temperature
-    that is timed) and `at_one_1` ... (at temperature 1); `draft_cost` (c); `offered` (by lookups,
-    share of places); `predicted`, `measured`, `low`, `high`, `efficiency` (measured / predicted),
-    `compared` texts, how many of them were `equal` to plain decoding's, `near_ties` and `faults`;
-    `greedy_measured`, `greedy_low`, `greedy_high`; `trained` (whether with trained weights).
-    """
-    laws = {"greedy": "greedy", "accepted": of.law, "at_one": "1"}
-    rows = []
-    for row in of.document["rows"]:
-        known = {name: row.get(name) or {} for name in ("acceptance", "timed", "predicted")}
-        timed = known["timed"].get(of.law)
-        rows.append(
-            {
-                "draft": row["name"],
-                "kind": row["kind"],
-                "trained": "yes" if row.get("trained") else "no",
-                "own_megabytes": row["bytes"] / 1e6,
-                "parameters": row["parameters"],
-                "tokens": _number(row.get("tokens")),
-                "minutes": _number(row.get("minutes")),
-                **{
-                    key: share
-                    for name, law in laws.items()
-                    for key, share in _by_depth(name, known["acceptance"].get(law)).items()
-                },
-                "draft_cost": _number((row.get("costs") or {}).get("draft")),
-                "offered": _number((row.get("offered") or {}).get(of.law)),
-                "predicted": _number(known["predicted"].get(of.law)),
-                **_measured(timed),
-                **{name: _number((timed or {}).get(name)) for name in _TEXTS},
-                **{f"greedy_{k}": v for k, v in _measured(known["timed"].get("greedy")).items()},
-            }
-        )
-    frame = pd.DataFrame(rows)
-    return frame.assign(efficiency=frame["measured"] / frame["predicted"])
-
-
-def _by_depth(name: str, survival: Sequence[float] | None) -> dict[str, float]:
-    """Acceptance of all tokens up to each depth; NaN where it is not known."""
-    known = [float(share) for share in survival or ()][:DEPTHS]
-    known += [math.nan] * (DEPTHS - len(known))
-    return {f"{name}_{depth}": share for depth, share in enumerate(known, 1)}
-
-
-def _measured(timed: Mapping[str, Any] | None) -> dict[str, float]:
-    timed = timed or {}
-    names = {"measured": "speedup", "low": "low", "high": "high"}
-    return {name: _number(timed.get(key)) for name, key in names.items()}
 
 
 def _number(value: float | None) -> float:

@@ -1,7 +1,6 @@
-"""Knows what a run means in plain words: what was gained, what the limit was, what to change.
+"""What runs, searches and trainings came to, in a few plain lines each, and what to do next.
 
-Every sentence follows from the tables by a rule written here; the rules' numbers are judgements,
-named and explained. Text from records goes in as it is: whoever shows it escapes it.
+Text from records goes in as it is: whoever shows it escapes it.
 """
 
 from __future__ import annotations
@@ -13,45 +12,254 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis import predictions, tables
-from layerskip.analysis.runs import Run, law_words, machine_words
+from layerskip.analysis import searches, tables, trainings
+from layerskip.analysis.labels import setting
+from layerskip.analysis.runs import Run
+from layerskip.analysis.searches import PAYS, Search
+from layerskip.analysis.trainings import Trainings
 
-MUCH_REPEATED = 0.3  # share of repeated 4-grams above which drafts have it easy
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is flattered
 FEW_PROMPTS = 8
 WIDE = 0.2  # interval's width over the speedup
-BETTER = 1.03  # what a priced alternative must promise to be worth naming
-MOST_ADVICE = 2  # sentences: who reads more changes nothing
+BETTER = 1.03  # how much more another exit must promise to be worth naming
+RISING = 0.02  # overlap gained over the second half of a training that more of it may add to
+PLAIN = "Decode plainly (--no-draft): that was the faster way here."
+TIME_THEM = "Time the finalists before you rely on a price."
 
 
 @dataclass
 class Verdict:
-    """Sentences about one run or search, in the order to be read."""
+    """Sentences about one run, one search or all trainings, in the order to be read."""
 
     label: str
     faults: list[str] = field(default_factory=list)
     """What makes the numbers void; before all else."""
-    result: list[str] = field(default_factory=list)
-    """What was gained, and against whom."""
-    reasons: list[str] = field(default_factory=list)
-    """The limit, where the time goes, what flatters the number."""
+    lines: list[str] = field(default_factory=list)
+    """What was gained, and why; the first is the headline."""
     advice: list[str] = field(default_factory=list)
-
-    @property
-    def sentences(self) -> list[str]:
-        return [*self.faults, *self.result, *self.reasons, *self.advice]
 
 
 def words(verdicts: Sequence[Verdict]) -> str:
-    """All verdicts as paragraphs, faults of every run first."""
+    """All verdicts as paragraphs, faults of every one first."""
     if len(verdicts) == 1:
-        return " ".join(verdicts[0].sentences)
+        (one,) = verdicts
+        return " ".join([*one.faults, *one.lines, *one.advice])
     faults = [f"{v.label}: {' '.join(v.faults)}" for v in verdicts if v.faults]
-    rest = [f"{v.label}: {' '.join([*v.result, *v.reasons, *v.advice])}" for v in verdicts]
+    rest = [f"{v.label}: {' '.join([*v.lines, *v.advice])}" for v in verdicts]
     return "\n\n".join([*faults, *rest])
 
 
-def faults_of(table: pd.DataFrame, name: str) -> list[str]:
+def judge_run(run: Run) -> Verdict:
+    """The verdict on a run's fastest self-speculative method at the smallest batch size."""
+    texts = tables.losslessness(run)
+    verdict = Verdict(run.label, _faults(texts, "method"))
+    if run.synthetic:
+        verdict.lines.append(
+            f"Synthetic acceptance ({run.synthetic}): the times are real, but how often drafts are "
+            "right was set."
+        )
+    table = tables.speedup(run)
+    first = table["batch_size"] == run.batch_sizes[0]
+    table = table[(table["category"] == tables.ALL) & first]
+    own = table[table["over"] == run.baseline].set_index("method")
+    drafting = [method for method in run.drafting if method in own.index]
+    if not drafting:
+        found = [f"{m} {_times(row)}" for m, row in own.iterrows() if m != run.baseline]
+        verdict.lines.append(
+            f"Speed relative to {run.baseline}: {', '.join(found) or 'nothing else was measured'}."
+        )
+        verdict.advice.append(
+            "No self-speculative method was measured; add one with --method self."
+        )
+        return verdict
+    method = str(own.loc[drafting, "speedup"].idxmax())
+    row = own.loc[method]
+    verdict.lines.append(_headline(run, method, row))
+    for _, over in table[(table["method"] == method) & (table["over"] != run.baseline)].iterrows():
+        verdict.lines.append(f"Over transformers' generate() it is {_times(over)}.")
+    verdict.lines += _reasons(run, method, texts.set_index("method").loc[method])
+    planned = run.header["prompts"]["count"]
+    if run.batch_sizes[0] == 1 and row["prompts"] < planned:
+        verdict.lines.append(f"The run is unfinished: {row['prompts']} of {planned} prompts.")
+    if not run.synthetic:
+        verdict.advice += _advice(run, method, own)
+    return verdict
+
+
+def _headline(run: Run, method: str, row: Any) -> str:
+    counted = "1 prompt" if row["prompts"] == 1 else f"{row['prompts']} prompts"
+    parts = f"prefill {row['prefill_speedup']:.2f}, decoding {row['decode_speedup']:.2f}"
+    if math.isnan(row["decode_speedup"]):
+        parts = "no text went on after its first token"
+    doubt = ""
+    if row["low"] <= 1 <= row["high"]:
+        doubt = f", which is not distinguishable from {run.baseline} decoding"
+    return (
+        f"{method} made {run.header['model']['name']} {row['speedup']:.2f} times as fast as "
+        f"{run.baseline} decoding{doubt} ({_interval(row)}, {counted}; {parts}; "
+        f"{setting(run.header)})."
+    )
+
+
+def _reasons(run: Run, method: str, texts: Any) -> list[str]:
+    """Acceptance, what bounds it, and whether texts are equal, and easy."""
+    said = []
+    accepted = _line(tables.acceptance(run), run, method)
+    if accepted is not None and not accepted["drafted"]:
+        said.append("It drafted nothing: its controller expected no gain.")
+    elif accepted is not None:
+        said.append(
+            f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha), "
+            f"{accepted['tokens_per_pass']:.2f} tokens per target pass."
+        )
+    forecast = _line(tables.predictions(run), run, method)
+    if forecast is not None and not math.isnan(forecast["bound"]):
+        said.append(
+            f"No draft at c = {forecast['draft_cost']:.2f} gains more than "
+            f"{forecast['bound']:.1f} times."
+        )
+    if texts["compared"]:
+        near = f", {texts['near_ties']} near-ties" if texts["near_ties"] else ""
+        said.append(f"Texts equal to {run.baseline}'s: {texts['equal']}/{texts['compared']}{near}.")
+    row = _line(tables.repetition(run), run, method)
+    if row["loops"] > MANY_LOOPS * row["texts"]:
+        said.append(f"{row['loops']} of {row['texts']} texts loop, which flatters this speedup.")
+    return said
+
+
+def _advice(run: Run, method: str, own: pd.DataFrame) -> list[str]:
+    """What to change, what helps most first."""
+    row, advice = own.loc[method], []
+    if row["high"] < 1:
+        advice.append(PLAIN)
+    others = [m for m in own.index if run.methods[m]["kind"] not in ("plain", "self", "generate")]
+    faster = own.loc[[name for name in others if own.loc[name, "low"] > row["speedup"]], "speedup"]
+    if len(faster):
+        peer = faster.idxmax()
+        advice.append(f"For prompts like these, prefer {peer}: it is {_times(own.loc[peer])}.")
+    if not run.traces:
+        advice.append("Add --trace to the benchmark: it prices every exit layer.")
+    priced = tables.exits(run).dropna(subset=["speedup"])
+    if len(priced):
+        best = priced.loc[priced["speedup"].idxmax()]
+        now = run.methods[method]["num_kept"] / 2
+        if best["exit"] != now and best["speedup"] > BETTER * max(1.0, row["decode_speedup"]):
+            advice.append(
+                f"Try --exit-layer {best['exit']:.0f}: the trace prices it at "
+                f"{best['speedup']:.2f}."
+            )
+    return advice + _more_prompts(row, row["speedup"])
+
+
+def judge_search(search: Search) -> Verdict:
+    """The verdict on a search: its winner, or the best there was, and what to do with it."""
+    table, document = searches.finalists(search), search.document
+    verdict = Verdict(search.label, _faults(table, "name"))
+    where = f"{document['model']['name']} ({setting(document)})"
+    winner = _named(table, document["winner"])
+    if winner is not None:
+        but = ", but it is not distinguishable from plain" if winner["low"] <= 1 else ""
+        verdict.lines.append(
+            f"The search found {winner['name']}, a draft that {_draft(search, winner)}{but} "
+            f"({setting(document)}): it {_speed(winner)}."
+        )
+        best = _named(table, document["best_exit"])
+        if best is not None and best["name"] != winner["name"]:
+            verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
+        verdict.lines.append(
+            f"Its draft step costs c = {winner['draft_cost']:.2f} target steps (no draft at that "
+            f"price gains more than {winner['bound']:.1f} times)"
+            + ("." if math.isnan(winner["alpha"]) else f", alpha is {winner['alpha']:.2f}.")
+        )
+        verdict.advice = _with_winner(winner, bool(verdict.faults))
+    else:
+        verdict.lines.append(f"The search names no winner for {where}.")
+        verdict.advice = [PLAIN]
+        if len(table):
+            timed = table.dropna(subset=["measured"])
+            best = table.loc[
+                timed["measured"].idxmax() if len(timed) else table["forecast"].idxmax()
+            ]
+            verdict.lines.append(f"Of its finalists the best, {best['name']}, {_speed(best)}.")
+            if not len(timed) and best["forecast"] > PAYS:
+                verdict.advice = [TIME_THEM]
+        verdict.lines.append(
+            f"No set of this space can be more than {document['bound']:.1f} times as fast."
+        )
+    failed = int((search.trials["state"] != "complete").sum())
+    verdict.lines.append(
+        f"Trials: {len(search.trials)}{f' ({failed} failed)' if failed else ''}, in the "
+        f"{document['space']['kind']} space of {document['space']['size']:,} sets."
+    )
+    return verdict
+
+
+def _draft(search: Search, row: Any) -> str:
+    """What a finalist's draft does with the model's sublayers."""
+    finalist = next(each for each in search.finalists if each["name"] == row["name"])
+    low, count = finalist.get("low"), 2 * search.num_layers
+    words = (
+        f"leaves out {row['left_out']} of {count} sublayers of {search.document['model']['name']}"
+    )
+    if low is not None:
+        words += f", runs {len(low['attention']) + len(low['mlp'])} in {low['bits']} bits"
+    if finalist.get("trained") is not None:
+        words += f", with {finalist['trained']}"
+    return f"{words}, joined by lookups" if row["lookup"] else words
+
+
+def _speed(row: Any) -> str:
+    """How fast a finalist was, or by its price should be."""
+    if math.isnan(row["measured"]):
+        return f"is priced at {row['forecast']:.2f} times plain decoding and has not been timed"
+    return (
+        f"was {row['measured']:.2f} times as fast as plain decoding on the clock "
+        f"({_interval(row)}, n = {row['prompts']:.0f}; priced at {row['forecast']:.2f})"
+    )
+
+
+def _with_winner(winner: Any, faulty: bool) -> list[str]:
+    """What to do with a winner, what matters most first."""
+    if math.isnan(winner["measured"]):
+        return [TIME_THEM]
+    advice = []
+    if not faulty and not winner["low"] <= 1:
+        advice.append(
+            "Give the search's skip.json to --skip, or put it beside the checkpoint as "
+            "layerskip.json."
+        )
+    return advice + _more_prompts(winner, winner["measured"])
+
+
+def judge_trainings(of: Trainings) -> Verdict:
+    """Which trained drafts pay, how fast the fastest is, and whether it was still learning."""
+    table = trainings.trainings(of)
+    verdict = Verdict(of.label)
+    pays = table[table["pays"] == "yes"]
+    verdict.lines.append(f"{len(pays)} of {len(table)} trained drafts pay.")
+    timed = (pays if len(pays) else table).dropna(subset=["measured"])
+    if len(timed):
+        row = timed.loc[timed["measured"].idxmax()]
+        beside = "" if pd.isna(row["before"]) else f", what drafted before {row['before']:.2f}"
+        verdict.lines.append(
+            f"{row['draft']} is {row['measured']:.2f} times as fast as plain decoding "
+            f"({_interval(row)}){beside}."
+        )
+    best = table.loc[table["accepted_1"].idxmax()]
+    verdict.lines.append(
+        f"{best['draft']} is accepted most often: {best['accepted_1']:.3f} of its first tokens at "
+        f"c {best['draft_cost']:.2f}; training took its overlap with the target from "
+        f"{best['overlap_before']:.3f} to {best['overlap']:.3f}."
+    )
+    curve = trainings.curves(of).query("step == 1")
+    curve = curve[curve["draft"] == best["draft"]]
+    late = curve[curve["tokens"] >= curve["tokens"].max() / 2]["overlap"]
+    if len(late) > 1 and late.iloc[-1] - late.iloc[0] > RISING:
+        verdict.advice.append(f"Train {best['draft']} on more tokens: its overlap still rose.")
+    return verdict
+
+
+def _faults(table: pd.DataFrame, name: str) -> list[str]:
     """A sentence for each line with faults; `name` is the column that says whose they are."""
     return [
         f"FAULT: {row['faults']:.0f} of {row['compared']:.0f} texts of {row[name]} differ from the "
@@ -62,189 +270,34 @@ def faults_of(table: pd.DataFrame, name: str) -> list[str]:
     ]
 
 
-def interval(row: Any) -> str:
+def _interval(row: Any) -> str:
     if math.isnan(row["low"]):
         return "no interval"
     return f"95% interval {row['low']:.2f} to {row['high']:.2f}"
 
 
-def doubt(row: Any, speedup: float) -> str:
-    """What the interval leaves open, if it is wide, over few prompts or around 1."""
-    wide = row["high"] - row["low"] > WIDE * speedup
-    if row["prompts"] >= FEW_PROMPTS and not wide and not row["low"] <= 1 <= row["high"]:
-        return ""
-    return f"more prompts: {row['prompts']:.0f} leave doubt ({interval(row)})."
-
-
-def setting(header: Any) -> str:
-    """Law and machine of a run or search, in words."""
-    return f"{law_words(header['law'])}, {machine_words(header)}"
-
-
-def judge(run: Run) -> Verdict:
-    """The verdict on a run's fastest self-speculative method at the smallest batch size."""
-    verdict = Verdict(run.label, faults_of(tables.losslessness(run), "method"))
-    if run.synthetic:
-        verdict.result.append(
-            f"Synthetic acceptance ({run.synthetic}): the times are real, but how often drafts are "
-            "right was set."
-        )
-    table = _whole(tables.speedup(run), run)
-    own = table[table["over"] == run.baseline].set_index("method")
-    drafting = [method for method in run.drafting if method in own.index]
-    if not drafting:
-        found = [f"{m} {_times(row)}" for m, row in own.iterrows() if m != run.baseline]
-        verdict.result.append(
-            f"Speed relative to {run.baseline}: {', '.join(found) or 'nothing else was measured'}."
-        )
-        verdict.advice.append(
-            "No self-speculative method was measured; add one with --method self."
-        )
-        return verdict
-    method = str(own.loc[drafting, "speedup"].idxmax())
-    row = own.loc[method]
-    verdict.result.append(_headline(run, method, row, len(drafting)))
-    for _, over in table[(table["method"] == method) & (table["over"] != run.baseline)].iterrows():
-        verdict.result.append(f"Over transformers' generate() it is {_times(over)}.")
-    peers = [m for m in own.index if run.methods[m]["kind"] not in ("plain", "self", "generate")]
-    faster = [peer for peer in peers if own.loc[peer, "low"] > row["speedup"]]
-    if faster:
-        peer = max(faster, key=lambda name: own.loc[name, "speedup"])
-        verdict.result.append(
-            f"{peer} was faster still, {_times(own.loc[peer])} as {run.baseline}."
-        )
-        verdict.advice.append(f"For prompts like these, prefer {peer}.")
-    planned = run.header["prompts"]["count"]
-    if run.batch_sizes[0] == 1 and row["prompts"] < planned:
-        verdict.result.append(f"The run is unfinished: {row['prompts']} of {planned} prompts.")
-    forecast = _line(predictions.predictions(run), run, method)
-    verdict.reasons += [*_limits(run, method, forecast), *_repetition(run, method)]
-    verdict.advice += _advice(run, method, row, forecast)
-    verdict.advice = [] if run.synthetic else verdict.advice[:MOST_ADVICE]
-    return verdict
-
-
-def _headline(run: Run, method: str, row: Any, candidates: int) -> str:
-    which = f" ({method}, the fastest of {candidates} measured)" if candidates > 1 else ""
-    name, times = run.header["model"]["name"], f"{row['speedup']:.2f} times"
-    gained = f"made {name} {times} as fast as {run.baseline} decoding"
-    if math.isnan(row["low"]):
-        return (
-            f"Self-speculation{which} {gained} ({setting(run.header)}) on the one prompt measured; "
-            "one prompt says nothing about others."
-        )
-    if row["low"] <= 1:
-        was = "was slower than" if row["high"] < 1 else "is not distinguishable from"
-        gained = f"{was} {run.baseline} decoding: {name} ran {times} as fast"
-    details = f"{interval(row)}, {row['prompts']} prompts; {setting(run.header)}"
-    return f"Self-speculation{which} {gained} ({details})."
-
-
-def _limits(run: Run, method: str, forecast: Any) -> list[str]:
-    said = []
-    accepted = _line(tables.acceptance(run), run, method)
-    if accepted is not None and not accepted["drafted"]:
-        said.append("It drafted nothing: its controller expected no gain.")
-    elif accepted is not None:
-        said.append(
-            f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha): "
-            f"{accepted['tokens_per_pass']:.2f} tokens per target pass."
-        )
-    if run.looks_up(method):
-        said += _sources(run, method)
-    if forecast is not None:
-        bound = (
-            ""
-            if math.isnan(forecast["bound"])
-            else f"No draft at c = {forecast['draft_cost']:.2f} target steps gains more than "
-            f"{forecast['bound']:.1f} times. "
-        )
-        said.append(
-            f"{bound}These rounds promised {forecast['predicted']:.2f} times without prefill, "
-            f"measured {forecast['measured']:.2f}."
-        )
-    return said
-
-
-def _sources(run: Run, method: str) -> list[str]:
-    table = tables.sources(run)
-    if not len(table):
+def _more_prompts(row: Any, speedup: float) -> list[str]:
+    """Advice where an interval is missing, wide, around 1, or over few prompts."""
+    narrow = row["high"] - row["low"] <= WIDE * speedup
+    if narrow and row["prompts"] >= FEW_PROMPTS and not row["low"] <= 1 <= row["high"]:
         return []
-    wanted = (table["category"] == tables.ALL) & (table["method"] == method)
-    first = table["batch_size"] == run.batch_sizes[0]
-    shares = [f"{row['source']} {row['share']:.0%}" for _, row in table[wanted & first].iterrows()]
-    return [f"Rounds by source of their draft: {', '.join(shares)}."]
-
-
-def _repetition(run: Run, method: str) -> list[str]:
-    table = tables.repetition(run)
-    row = table[(table["category"] == tables.ALL) & (table["method"] == method)].iloc[0]
-    if row["loops"] > MANY_LOOPS * row["texts"]:
-        easy = f"{row['loops']} of {row['texts']} texts loop"
-    elif row["repeated_4grams"] > MUCH_REPEATED:
-        easy = f"{row['repeated_4grams']:.0%} of the 4-grams in its texts had occurred before"
-    else:
-        return []
-    return [f"{easy}: such text is easy to draft, and flatters this speedup."]
-
-
-def _advice(run: Run, method: str, row: Any, forecast: Any) -> list[str]:
-    """What to change, what helps most first."""
-    advice = []
-    if row["high"] < 1:
-        advice.append("Decode plainly (--no-draft): that was the faster way here.")
-    if forecast is not None and forecast["best_length"] == 0:
-        advice.append(
-            f"At alpha {forecast['alpha']:.2f} and c {forecast['draft_cost']:.2f} no fixed draft "
-            "length pays: take another exit layer, `layerskip search`, or a checkpoint trained "
-            "with early exits."
-        )
-    if run.traces:
-        advice += _better_exit(run, run.methods[method])
-    else:
-        advice.append("Add --trace to the benchmark: it prices every exit layer.")
-    more = doubt(row, row["speedup"])
-    return [*advice, f"Measure {more}"] if more else advice
-
-
-def _better_exit(run: Run, settings: dict[str, Any]) -> list[str]:
-    """What the trace prices higher than what was run; nothing where that is the best."""
-    table = predictions.what_if(run)
-    if not len(table) or table["speedup"].isna().all():
-        return []
-    best = table.loc[table["speedup"].idxmax()]
-    if best["speedup"] <= 1:
-        return [
-            "The trace prices every exit layer and draft length below plain decoding: search for "
-            "sublayers to skip (`layerskip search`), or decode plainly."
-        ]
-    layer, odd = divmod(settings["num_kept"], 2)
-    is_exit = not (odd or settings.get("low")) and settings.get("prefix") == settings["num_kept"]
-    now = table[table["exit"] == layer]["speedup"].max() if is_exit else math.nan
-    if not best["speedup"] > BETTER * now:
-        return []
-    return [
-        f"Try --exit-layer {best['exit']:.0f}: the trace prices it at {best['speedup']:.2f}, "
-        f"against {now:.2f} for exit {layer}."
-    ]
-
-
-def _whole(table: pd.DataFrame, run: Run) -> pd.DataFrame:
-    """The lines over all prompts at the smallest batch size."""
-    if not len(table):
-        return table
-    everything = table["category"] == tables.ALL
-    return table[everything & (table["batch_size"] == run.batch_sizes[0])]
+    return [f"Measure more prompts: {row['prompts']:.0f} leave doubt."]
 
 
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:
-    """A method's line among `_whole`, if there is one."""
-    table = _whole(table, run)
-    found = table[table["method"] == method] if len(table) else table
-    return found.iloc[0] if len(found) else None
+    """A method's line over all prompts at the smallest batch size, if there is one."""
+    if len(table):
+        table = table[(table["category"] == tables.ALL) & (table["method"] == method)]
+    if "batch_size" in table:
+        table = table[table["batch_size"] == run.batch_sizes[0]]
+    return table.iloc[0] if len(table) else None
+
+
+def _named(table: pd.DataFrame, name: str | None) -> Any:
+    """A finalist's line by name; None where there is no such name."""
+    return None if name is None else table[table["name"] == name].iloc[0]
 
 
 def _times(row: Any) -> str:
-    if math.isnan(row["low"]):
-        return f"{row['speedup']:.2f} times as fast"
-    return f"{row['speedup']:.2f} times as fast ({row['low']:.2f} to {row['high']:.2f})"
+    interval = "" if math.isnan(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})"
+    return f"{row['speedup']:.2f} times as fast{interval}"

@@ -33,12 +33,13 @@ from layerskip.files.schema import (
     number,
     optional,
     token_list,
+    version,
 )
 
 __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
 
 SCHEMA = 3
-"""Version of the JSON that `SkipConfig.save` writes; `load` reads this and older ones."""
+"""Version of the JSON that `SkipConfig.save` writes, and the only one that `load` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,17 +301,13 @@ class SkipConfig:
 
     @classmethod
     def from_dict(cls, content: object) -> SkipConfig:
-        """Read the JSON form; a missing schema version counts as the oldest.
+        """Read the JSON form; without a schema version it is what a person wrote, or bare sets.
 
         Raises:
             TypeError, ValueError: what is wrong, what is allowed, and what was found.
         """
         values = dict(mapping(content, "a skip config"))
-        schema = integer(1)(values.pop("schema", 1), "schema")
-        if schema > SCHEMA:
-            raise ValueError(
-                f"schema must be {SCHEMA} or lower, got {schema}: written by a newer layerskip"
-            )
+        version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
         _check_keys("a skip config", values, cls)
         if not values.keys() & {"attention", "mlp", "exit_layer", "low", "trained"}:
             raise ValueError(

@@ -17,11 +17,11 @@ from optuna import Study
 from optuna.trial import FrozenTrial
 
 from layerskip.bench.batches import Batch
-from layerskip.bench.decoded import seconds_per_token
+from layerskip.bench.decoded import decoding_totals
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
@@ -241,20 +241,20 @@ def confirm(
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
-    plain = seconds_per_token(decoded, "plain")
+    plain = decoding_totals(decoded, "plain")
     for finalist in finalists:
-        typical = seconds_per_token(decoded, finalist.name)
-        faster, low, high = ratio_of_totals(plain, typical)
+        own = decoding_totals(decoded, finalist.name)
+        faster, low, high = measured_speedup(own, plain)
         finalist.confirmed = {
             "speedup": faster,
             "low": None if np.isnan(low) else low,
             "high": None if np.isnan(high) else high,
-            "tokens_per_second": float(len(typical) / typical.sum()),
-            "prompts": len(typical),
+            "tokens_per_second": own.rate,
+            "prompts": len(own.tokens),
             "repeats": repeats,
             **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
-    return float(len(plain) / plain.sum())
+    return plain.rate
 
 
 def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def drafting(name: str, **changes: Any) -> dict[str, Any]:
         "name": name,
         "kind": "self",
         "label": "exit 2, expected-gain",
-        "skip": {"schema": 1, "exit_layer": 2},
+        "skip": {"schema": 3, "exit_layer": 2},
+        "sources": ["sublayers"],
         "skipped": {"attention": skipped, "mlp": skipped},
         "num_kept": 4,
         "prefix": 4,
@@ -108,8 +109,9 @@ def seconds(total: float, first: float = 0.001, **phases: float) -> dict[str, fl
 
 
 def rounds(*triples: tuple[int, int, int]) -> dict[str, Any]:
-    """Rounds of a batch of one from (drafted, accepted, emitted)."""
+    """Rounds of a batch of one from (drafted, accepted, emitted), all drafts from one source."""
     return {
+        "sources": [0 if d else None for d, _, _ in triples],
         "drafted": [[d] for d, _, _ in triples],
         "accepted": [[a] for _, a, _ in triples],
         "emitted": [[e] for _, _, e in triples],

@@ -20,22 +20,16 @@ from matplotlib.text import Text
 from test_analysis_report import NASTY, Page
 from typer.testing import CliRunner
 
-from layerskip.analysis import (
-    report,
-    search_plots,
-    search_tables,
-    search_verdict,
-    shared_plots,
-    write_report,
-)
-from layerskip.analysis.canvas import STYLE, new_figure
+from layerskip.analysis import plots, report, searches, write_report
+from layerskip.analysis.runs import load_runs
+from layerskip.analysis.verdict import judge_search, words
 from layerskip.cli import main as cli
-from layerskip.costs.speculation import CostTable, speedup
-from layerskip.files.searches import holds_search, read_search
+from layerskip.files.documents import kind_of
+from layerskip.files.searches import read_search
 
 
 def loaded(tmp_path, document):
-    [search] = search_tables.load_searches([made.write(tmp_path / "search.json", document)])
+    [search] = searches.load_searches([made.write(tmp_path / "search.json", document)])
     return search
 
 
@@ -88,7 +82,7 @@ def test_the_front_is_what_no_other_point_dominates(seed):
         return any(x <= c and y >= a and (x < c or y > a) for x, y in points)
 
     expected = [not math.isnan(a) and not dominated(c, a) for c, a in points]
-    assert search_tables.front(costs, accepted).tolist() == expected
+    assert searches.front(costs, accepted).tolist() == expected
     assert 0 < sum(expected) < 40
 
 
@@ -100,48 +94,18 @@ def test_trials_in_numbers(tmp_path):
         trial(1, origin="single"),
         {"number": 2, "origin": None, "state": "failed"},
         gaining(4, 1.1, skipped={"attention": [1, 2, 3, 7], "mlp": [5]}, copy_of=3),
-        gaining(5, 1.004) | {"forced_speedup": 0.8},
+        gaining(5, 1.004, low=LOW) | {"forced_speedup": 0.8},
     )  # fmt: skip
-    table = loaded(tmp_path, document).trials
-    assert table["number"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert table["kind"].tolist() == ["seed", "single", "other", "bayesian", "local", "local"]
-    assert table["score"].tolist() == pytest.approx([1, 0.9, math.nan, 1.2, 1.1, 0.8], nan_ok=True)
-    assert table["best_so_far"].tolist() == [1, 1, 1, 1.2, 1.2, 1.2]
-    assert table["front"].tolist() == [False, False, False, True, False, False]
-    assert table["left_out"].dropna().tolist() == [0, 1, 1, 5, 1]
-    assert (table["attention"][4], table["mlp"][4]) == ("1-3, 7", "5")
-    assert table["bound"][3] == pytest.approx(2.5)
-    # plain decoding is there from the start, whatever the first trials do
-    assert loaded(tmp_path, of_trials(trial(0))).trials["best_so_far"].tolist() == [1]
-    best = search_tables.best_trials(loaded(tmp_path, document), 3)
-    assert best["number"].tolist() == [3, 0, 1]  # 4 is a copy, 5 would lose
-
-
-def test_low_precision_in_numbers_and_pictures(tmp_path):
-    document = made.made_up()
-    exact = loaded(tmp_path, document)
-    assert "rounded" not in exact.trials
-    assert "rounded" not in search_tables.finalists(exact)
-    document["finalists"][0]["low"] = LOW
-    for trial in document["trials"]:
-        if trial["number"] in (document["finalists"][0]["trial"], 0):
-            trial["low"] = LOW
     search = loaded(tmp_path, document)
-    words = "8 bits: attention 0, 2, MLP 0-11, head"
-    assert search.trials.set_index("number")["rounded"].dropna().to_dict() == {0: words, 87: words}
-    assert search_tables.finalists(search)["rounded"][0] == words
-    plots = {plot.name: plot for plot in search_plots.search_plots(search)}
-    skip_map, pareto = plots["search-skip-map"], plots["search-pareto"]
-    assert "leave out or round" in skip_map.title
-    assert "runs attention of layers 0, 2 and MLP of layers 0-11 and the head in 8 bits" in (
-        skip_map.alt
-    )
-    [legend] = skip_map.figure.legends
-    assert "low bar: in 8 bits" in [text.get_text() for text in legend.get_texts()]
-    [legend] = pareto.figure.legends
-    assert "partly in low precision" in [text.get_text() for text in legend.get_texts()]
-    old = {plot.name: plot for plot in search_plots.search_plots(exact)}
-    assert old["search-skip-map"].title == "What the drafts leave out"
+    table = search.trials  # the best first
+    assert table["number"].tolist() == [3, 4, 0, 1, 5, 2]
+    assert table["score"].tolist() == pytest.approx([1.2, 1.1, 1, 0.9, 0.8, math.nan], nan_ok=True)
+    assert table["front"].tolist() == [True, False, False, False, False, False]
+    assert table["left_out"].dropna().tolist() == [1, 5, 0, 1, 1]
+    assert (table["attention"][1], table["mlp"][1]) == ("1-3, 7", "5")
+    assert table["bound"][0] == pytest.approx(2.5)
+    assert table["rounded"][4] == "8 bits: attention 0, 2, MLP 0-11, head"
+    assert search.complete["number"].tolist() == [3, 0, 1, 5]  # 4 is a copy, 2 failed
 
 
 def test_finalists_in_numbers(tmp_path):
@@ -153,56 +117,14 @@ def test_finalists_in_numbers(tmp_path):
     second["confirmed"] |= {"speedup": 1.2}
     third["confirmed"] = None
     document |= {"winner": first["name"], "best_exit": third["name"]}
-    table = search_tables.finalists(loaded(tmp_path, document))
+    table = searches.finalists(loaded(tmp_path, document))
     assert table["role"].tolist() == ["winner", "", "best exit"]
     assert table["forecast"].tolist()[:2] == [1.6, 1.5]
     assert table["efficiency"].tolist() == pytest.approx([0.75, 0.8, math.nan], nan_ok=True)
     assert table[["low", "high", "bound"]].iloc[0].tolist() == [1.1, 1.3, 4]
     document["best_exit"] = first["name"]
-    table = search_tables.finalists(loaded(tmp_path, document))
+    table = searches.finalists(loaded(tmp_path, document))
     assert table["role"].tolist() == ["winner, best exit", "", ""]
-
-
-def test_sublayers_in_numbers(tmp_path):
-    finalists = copy.deepcopy(made.made_up()["finalists"])[:2]
-    finalists[0] |= {"trial": 0, "skipped": {"attention": [1, 11], "mlp": [11]}}
-    finalists[1] |= {"trial": 0, "skipped": {"attention": [11], "mlp": []}}
-    whole = {"attention": [11], "mlp": [11]}
-    search = loaded(
-        tmp_path,
-        of_trials(
-            trial(0, origin="single", forced_speedup=0.97, acceptance=0.9, draft_cost=0.95),
-            trial(1, origin="single", skipped=whole, forced_speedup=None),
-            trial(2, skipped={"attention": [], "mlp": [3]}),  # alone, but by another move
-            finalists=finalists,
-            importance={"mlp.2": 0.2, "attention.1": 0.3},
-        ),
-    )
-    table = search_tables.sublayers(search).set_index("switch")
-    assert table.index.tolist() == ["attention.1", "mlp.2", "layer.11"]
-    assert table["importance"].tolist() == pytest.approx([0.3, 0.2, math.nan], nan_ok=True)
-    assert table["alone_speedup"].tolist() == pytest.approx([0.97, math.nan, math.nan], nan_ok=True)
-    assert table["alone_acceptance"].tolist() == pytest.approx([0.9, math.nan, 0.5], nan_ok=True)
-    assert table["finalists"].tolist() == [1, 0, 1]
-
-
-def test_curves_of_equal_speedup_follow_the_closed_formula(tmp_path):
-    search = loaded(tmp_path, made.made_up())
-    _, axes = new_figure(4)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1)
-    first = search.finalists[0]
-    costs = CostTable(first["draft_cost"], tuple(first["verify"]))
-    ends = shared_plots.equal_speedups(axes, costs, 8)
-    verify = CostTable(0.1, tuple(search.finalists[0]["verify"])).verify_cost
-    assert {1.5, 2, 3} < ends.keys()
-    for level, c in ends.items():
-        found = max(speedup(1.0, length, c, verify) for length in range(9))
-        assert found == pytest.approx(level, rel=0.02)
-    ends = shared_plots.equal_speedups(axes, CostTable(0.1, (1.0,)), 40)
-    places = sorted(ends.values())  # with 10 and 20 they would stand too close
-    assert {2, 3, 4, 6} < ends.keys()
-    assert min(b - a for a, b in itertools.pairwise(places)) > 0.07
 
 
 # ---------------------------------------------------------------------------------------------
@@ -231,17 +153,22 @@ def texts_of(figure):
         {},
         {"layers": 80, "trials": 700, "finalists": 11},
         {"layers": 2, "trials": 6, "finalists": 1},
-        {"pays": False, "confirm": False},
+        None,
     ],
     ids=str,
 )
 def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
-    search = loaded(tmp_path, made.made_up(**settings))
-    with rc_context(STYLE):
-        drawn = search_plots.search_plots(search)
-    assert len(drawn) == 5 - (not settings.get("confirm", True))
+    with rc_context(plots.STYLE):
+        if settings is None:
+            [run] = load_runs([run_files.write(tmp_path / "run.jsonl", run_files.made_up())])
+            drawn = plots.run_plots(run)
+        else:
+            document = made.made_up(**settings)
+            document["finalists"][0]["low"] = {"bits": 8, "attention": [0], "mlp": [], "head": True}
+            drawn = plots.search_plots(loaded(tmp_path, document))
+    assert len(drawn) == (4 if settings is None else 2)
     for plot in drawn:
-        with rc_context(STYLE):
+        with rc_context(plots.STYLE):
             texts = texts_of(plot.figure)
         assert len(texts) > 5, plot.name
         width, height = plot.figure.canvas.get_width_height()
@@ -255,20 +182,17 @@ def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
 
 
 def test_pictures_say_their_numbers(tmp_path):
-    search = loaded(tmp_path, made.made_up())
-    words = {plot.name: plot.alt for plot in search_plots.search_plots(search)}
-    table = search.trials
-    assert (table["front"] & table["copy_of"].notna()).sum() == 0
-    assert f"{table['front'].sum()} are not dominated" in words["search-pareto"]
-    assert f"has {table['score'].max():.2f}" in words["search-history"]
-    assert "trial-87 (winner) leaves out attention of layers 2, 4-11" in words["search-skip-map"]
-    [skip_map] = [p for p in search_plots.search_plots(search) if p.name == "search-skip-map"]
+    document = made.made_up()
+    document["finalists"][0]["low"] = LOW
+    search = loaded(tmp_path, document)
+    front, skip_map = plots.search_plots(search)
+    table = search.complete
+    assert f"{table['front'].sum()} of them not dominated" in front.alt
+    assert f"speedup of {table['score'].max():.2f}" in front.alt
+    assert "trial-87 (winner) leaves out attention 2, 4-11" in skip_map.alt
+    assert "runs attention 0, 2 and MLP 0-11 in 8 bits, speedup 1.33" in skip_map.alt
     rows = [label.get_text() for label in skip_map.figure.axes[0].get_yticklabels()]
-    assert rows[:5] == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
-    assert len(rows) == len(set(rows)) == 20
-    assert "exit-3" in rows
-    assert "within 10% of predicted for 5 of 5 points" in words["search-forecasts"]
-    assert "highest mlp.10 0.249" in words["search-sublayers"]
+    assert rows == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -276,128 +200,51 @@ def test_pictures_say_their_numbers(tmp_path):
 
 
 def said(tmp_path, document):
-    return " ".join(search_verdict.judge(loaded(tmp_path, document)).sentences)
+    return words([judge_search(loaded(tmp_path, document))])
 
 
-def test_a_winner_in_words(tmp_path):
-    text = said(tmp_path, made.made_up())
-    assert text.startswith(
-        "The search found trial-87, a draft that leaves out 18 of 24 sublayers of tiny (sampled "
-        "at T=0.8, float32 on cpu, 1 thread): it was 1.33 times as fast as plain decoding on the "
-        "clock (95% interval 1.25 to 1.42, n = 6). The best early exit, exit-4, was 1.20 times as "
-        "fast as plain decoding on the clock (95% interval 1.12 to 1.28, n = 6). Its draft step "
-        "costs c = "
-    )
-    assert "120 (1 failed), in the sublayer space of 2,097,151 sets; the winner came" in text
-    assert "skip.json" in text
-    assert text.count(". ") <= 6  # headline, limit, what to do
-    assert "--no-draft" not in text
-    assert "nan" not in text
-
-
-@pytest.mark.parametrize(
-    ("skipped", "rounded", "lookup", "words"),
-    [
-        (
-            [],
-            range(12),
-            True,
-            "runs all 24 sublayers of tiny in 8 bits, joined by lookups (sampled",
-        ),
-        ([], range(11), False, "runs 22 of 24 sublayers of tiny in 8 bits (sampled"),
-        ([3], range(11), False, "leaves out 2 of 24 sublayers of tiny and runs 22 in 8 bits (sa"),
-    ],
-)
-def test_a_winner_in_low_precision_in_words(tmp_path, skipped, rounded, lookup, words):
-    document = made.made_up()
-    winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
-    winner["skipped"] = {"attention": skipped, "mlp": skipped}
-    winner["low"] = {"bits": 8, "attention": [*rounded], "mlp": [*rounded], "head": True}
-    winner["decoding"]["lookup"] = lookup
-    assert f"found trial-87, a draft that {words}" in said(tmp_path, document)
-
-
-def changed(**parts):
+def changed(rounded=None, **parts):
     """A made-up search with parts of its winner, and of what was measured of it, set anew."""
     document = made.made_up()
     winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
     confirmed = {name: value for name, value in parts.items() if name in winner["confirmed"]}
     winner["confirmed"] |= confirmed
     winner |= {name: value for name, value in parts.items() if name not in confirmed}
+    winner["low"] = rounded
     return document
 
 
-def test_a_clear_winner_is_told_from_a_doubtful_one(tmp_path):
-    clear = said(tmp_path, changed(speedup=1.9, low=1.8, high=2.0, prompts=20))
-    assert "may be as good" not in clear
-    assert "more prompts" not in clear
-    doubtful = said(tmp_path, changed(low=0.98))
-    assert "but it is not distinguishable from plain decoding" in doubtful
-    assert "skip.json" not in doubtful
-    assert "more prompts: 6 leave doubt (95% interval 0.98 to 1.42)" in doubtful
-    one = said(tmp_path, changed(low=None, high=None, prompts=1))
-    assert "more prompts: 1 leave doubt (no interval)" in one
-    assert "nan" not in one
-    fitted = said(tmp_path, changed(predicted_held_out=1.1))
-    assert "lower on held-out prompts" in fitted
+UNTIMED = made.made_up(confirm=False)
 
 
-def test_an_exit_that_wins_is_called_one(tmp_path):
-    document = made.made_up()
-    document["winner"] = document["best_exit"]
+@pytest.mark.parametrize(
+    ("document", "facts", "absent"),
+    [
+        (made.made_up(),
+         ["trial-87", "leaves out 18 of 24 sublayers of tiny", "1.33 times", "1.25 to 1.42, n = 6",
+          "exit-4, was 1.20 times", "c = 0.33", "120 (1 failed)", "2,097,151", "skip.json",
+          "6 leave doubt"], "--no-draft"),
+        (changed(rounded=LOW | {"attention": [*range(12)]}, trained="healed"),
+         ["runs 24 in 8 bits, with healed"], "--no-draft"),
+        (changed(speedup=1.9, low=1.8, high=2.0, prompts=20), ["1.90 times"], "doubt"),
+        (changed(low=0.98), ["not distinguishable from plain"], "skip.json"),
+        (changed(low=None, high=None, prompts=1), ["no interval, n = 1", "1 leave doubt"], "nan"),
+        (changed(equal=3, faults=3), ["FAULT: 3 of 6 texts of trial-87 differ"], "skip.json"),
+        (made.made_up() | {"winner": "exit-4"}, ["found exit-4"], "The best early exit"),
+        (made.made_up(pays=False),
+         ["no winner", "exit-4, was 0.91 times", "more than 5.9 times", "--no-draft"], "skip.json"),
+        (made.made_up(pays=False, confirm=False), ["no winner", "--no-draft"], "on the clock"),
+        (UNTIMED, ["no winner", "Time the finalists"], "--no-draft"),
+        (UNTIMED | {"winner": UNTIMED["finalists"][0]["name"]},
+         ["priced at 1.27 times", "exit-4, is priced at 1.23", "Time the fin"], "on the clock"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_searches(tmp_path, document, facts, absent):
     text = said(tmp_path, document)
-    assert "It is an early exit: no other set of sublayers did better." in text
-    assert "may be as good" not in text
-    document["space"]["kind"] = "exit"
-    text = said(tmp_path, document)
-    assert "no other set" not in text
-    assert "may be as good" not in text
-
-
-def test_faults_come_first(tmp_path):
-    text = said(tmp_path, changed(equal=3, faults=3))
-    assert text.startswith("FAULT: 3 of 6 texts of trial-87 differ")
-    assert "skip.json" not in text
-
-
-def test_nothing_found_says_why(tmp_path):
-    text = said(tmp_path, made.made_up(pays=False))
-    assert text.startswith("Nothing beat plain decoding of tiny (sampled")
-    assert "the fastest of 5 finalists, exit-4, was 0.91 times as fast as plain decoding on" in text
-    assert "can be more than 5.9 times" in text
-    assert "Decode plainly" in text
-    close = made.made_up(pays=False)
-    close["finalists"][0]["confirmed"] |= {"speedup": 1.02, "low": 0.99, "high": 1.05}
-    text = said(tmp_path, close)
-    assert text.startswith("Nothing clearly beat plain decoding of tiny")
-    assert "more prompts: 6 leave doubt (95% interval 0.99 to 1.05)" in text
-    untimed = said(tmp_path, made.made_up(pays=False, confirm=False))
-    assert untimed.startswith("Nothing beat plain decoding of tiny (sampled")
-    assert "no draft is priced above it" in untimed
-
-
-def test_what_was_not_timed_is_not_promised(tmp_path):
-    document = made.made_up(confirm=False)
-    text = said(tmp_path, document)
-    assert text.startswith("The search names no winner")
-    assert "Time the finalists before" in text
-    assert "Decode plainly" not in text
-    document["winner"] = document["finalists"][0]["name"]
-    text = said(tmp_path, document)
-    assert "it is priced at 1.27 times plain decoding and has not been timed." in text
-    assert "exit-4, is priced at 1.23 times" in text
-    assert "on the clock" not in text
-
-
-def test_more_trials_are_asked_for_while_the_search_still_finds(tmp_path):
-    trials = [gaining(n, 1.1 + 0.01 * n) for n in range(20)]
-    assert "ask for more --trials" in said(tmp_path, of_trials(*trials))
-    assert "ask for more" not in said(tmp_path, of_trials(*trials[::-1]) | {
-        "trials": [t | {"number": 19 - t["number"]} for t in trials]})  # fmt: skip
-    seeds = [t | {"origin": f"seed:exit-{t['number']}"} for t in trials]
-    assert "ask for more" not in said(tmp_path, of_trials(*seeds))
-    space = made.made_up()["space"] | {"size": 20}
-    assert "ask for more" not in said(tmp_path, of_trials(*trials, space=space))
+    for fact in facts:
+        assert fact in text
+    assert absent not in text
+    assert "nan" not in text
 
 
 # ---------------------------------------------------------------------------------------------
@@ -407,9 +254,8 @@ def test_more_trials_are_asked_for_while_the_search_still_finds(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """Reports with one plot for each search and none for runs."""
-    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
-    monkeypatch.setattr(report.plots, "overview_plots", lambda runs: [])
-    monkeypatch.setattr(report, "search_plots", lambda search: [search_plots.forecasts(search)])
+    monkeypatch.setattr(plots, "run_plots", lambda run: [])
+    monkeypatch.setattr(plots, "search_plots", lambda search: [plots.search_skip_map(search)])
 
 
 def files_of(folder):
@@ -421,10 +267,9 @@ def test_a_report_on_a_search(tmp_path):
     summary = write_report([file], tmp_path / "report")
     page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
     assert summary.split(". ")[0] in page.text
-    assert page.tags.count("figure") == page.tags.count("svg") == 5
+    assert page.tags.count("figure") == page.tags.count("svg") == 2
     assert len(page.ids) == len(set(page.ids))
-    names = ("history", "pareto", "skip-map", "sublayers", "forecasts")
-    tables = ("finalists", "sublayers", "trials")
+    names, tables = ("front", "skip-map"), ("finalists", "trials")
     assert files_of(tmp_path / "report") == {
         "index.html", report.MARK,
         *(f"tables/search-{name}.csv" for name in tables),
@@ -436,7 +281,6 @@ def test_a_report_on_a_search(tmp_path):
     text = (tmp_path / "report" / "index.html").read_text()
     best = re.search(r"<h3>Best trials</h3>.*?</table>", text, re.DOTALL)
     assert best[0].count("<tr>") == 21
-    assert {"Finalists", "Sublayers"} <= set(re.findall("<h3>(.*?)</h3>", text))
 
 
 def test_searches_and_runs_on_one_page(tmp_path, quick):
@@ -447,19 +291,19 @@ def test_searches_and_runs_on_one_page(tmp_path, quick):
         made.write(tmp_path / "third.json", made.made_up(dtype="bfloat16")),
     ]
     summary = write_report(files, tmp_path / "report")
-    starts = [paragraph[:40] for paragraph in summary.split("\n\n")]
-    assert starts == [
-        "tiny, sampled at T=0.8: Self-speculation",
-        "Search of tiny, sampled at T=0.8, float3",
-        "Search of tiny, sampled at T=0.8, float3",
-        "Search of tiny, sampled at T=0.8, bfloat",
+    labels = [paragraph.partition(":")[0] for paragraph in summary.split("\n\n")]
+    assert labels == [
+        "tiny, sampled at T=0.8",
+        "Search of tiny, sampled at T=0.8, float32 on cpu, 1 thread, search",
+        "Search of tiny, sampled at T=0.8, float32 on cpu, 1 thread, other",
+        "Search of tiny, sampled at T=0.8, bfloat16 on cpu, 1 thread",
     ]
     page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
     assert len(page.ids) == len(set(page.ids))
     assert {"run-1", "search-1", "search-2", "search-3"} <= set(page.ids)
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
     found = files_of(tmp_path / "report")
-    drawn = [name for name in found if name.endswith("search-forecasts.svg")]
+    drawn = [name for name in found if name.endswith("search-skip-map.svg")]
     assert len(drawn) == 3
     assert "tables/speedup.csv" in found
     trials = pd.read_csv(tmp_path / "report" / "tables" / "search-trials.csv")
@@ -524,7 +368,7 @@ def test_text_from_searches_is_escaped(tmp_path):
 def test_searches_with_little_in_them_are_reported(tmp_path, document):
     file = made.write(tmp_path / "search.json", document)
     summary = write_report([file], tmp_path / "report")
-    assert summary.startswith(("Nothing beat", "The search names no winner"))
+    assert "no winner" in summary
     assert "nan" not in summary
     Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
 
@@ -536,8 +380,8 @@ def test_a_report_on_a_search_needs_no_torch_and_no_optuna(tmp_path):
         "import sys\n"
         "for name in ('torch', 'transformers', 'optuna'): sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "from layerskip.analysis import report, search_plots\n"
-        "report.search_plots = lambda search: [search_plots.forecasts(search)]\n"
+        "from layerskip.analysis import plots, report\n"
+        "plots.search_plots = lambda search: [plots.search_skip_map(search)]\n"
         f"report.write_report([Path({str(file)!r})], Path({str(tmp_path / 'report')!r}))\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -551,7 +395,7 @@ def test_the_command_takes_searches(tmp_path, quick):
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout.splitlines()[-1])
     assert shown["output"] == str(output)
-    assert shown["summary"].startswith("The search found trial-87")
+    assert "trial-87" in shown["summary"]
     file.write_text(file.read_text()[:-100])
     result = CliRunner().invoke(cli.app, ["report", str(file), "--output", str(output), "--quiet"])
     assert result.exit_code == 2
@@ -670,7 +514,7 @@ def test_files_that_are_cut_off_or_no_json_are_refused(tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(file))) as error:
             write_report([file], tmp_path / "report")
         assert "\n" not in str(error.value)
-        assert holds_search(file) == (length > 20)
+        assert (kind_of(file) == "search") == (length > 20)
     for text, message in (
         (whole.replace("0.007,", "NaN,"), "numbers must be finite, got NaN"),
         (whole + "{}", "is cut off or not JSON"),
@@ -686,9 +530,9 @@ def test_files_that_are_cut_off_or_no_json_are_refused(tmp_path):
 
 def test_searches_are_told_from_runs_by_what_they_hold(tmp_path):
     flipped = dict(reversed(FULL.items()))
-    assert holds_search(made.write(tmp_path / "run.jsonl", flipped))
+    assert kind_of(made.write(tmp_path / "run.jsonl", flipped)) == "search"
     assert read_search(tmp_path / "run.jsonl") == FULL
-    assert not holds_search(run_files.write(tmp_path / "search.json", [run_files.header()]))
-    assert not holds_search(tmp_path / "nothing")
+    assert kind_of(run_files.write(tmp_path / "search.json", [run_files.header()])) == "run"
+    assert kind_of(tmp_path / "nothing") == "run"
     made.write(tmp_path / "list.json", [FULL])
-    assert not holds_search(tmp_path / "list.json")
+    assert kind_of(tmp_path / "list.json") == "run"

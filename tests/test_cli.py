@@ -788,7 +788,7 @@ def test_bad_prompts(folder, tmp_path):
             '{"exit_layer": 2, "decoding": {"controller": "magic"}}',
             "controller must be one of fixed, confidence",
         ),
-        ('{"exit_layer": 2, "schema": 99}', "written by a newer layerskip"),
+        ('{"exit_layer": 2, "schema": 99}', "of another version of layerskip"),
     ],
 )
 def test_bad_skip_configs(folder, tmp_path, content, words):

@@ -95,7 +95,6 @@ def test_all_drafts_and_controllers_in_one_table(there, tmp_path, capsys, temper
             assert rows[name]["best_fixed"][law] == pytest.approx(best)
     assert rows["lookup"]["costs"]["draft"] == 0
     assert holds_comparison(output)
-    assert report.write_report([output], tmp_path / "report")
 
 
 def test_acceptance_is_what_the_model_says(there, tmp_path):

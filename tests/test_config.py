@@ -398,15 +398,14 @@ def test_file_round_trip_keeps_everything(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"schema": 1, "exit_layer": 3}', SkipConfig.early_exit(3)),
-        ('{"schema": 2, "low": {}}', SkipConfig.low_precision()),
+        ('{"schema": 3, "exit_layer": 3}', SkipConfig.early_exit(3)),
         ('{"schema": 3, "mlp": [1], "trained": null}', SkipConfig(mlp=(1,))),
         ('{"low": {"bits": 4, "head": true}}', SkipConfig.low_precision(4)),
         ('{"mlp": [1], "low": null}', SkipConfig(mlp=(1,))),
         ('{"low": {"bits": 4, "head": 8}}', SkipConfig(low=LowPrecision(bits=4, head=8))),
     ],
 )
-def test_files_old_and_new(tmp_path, text, expected):
+def test_files_with_and_without_a_schema(tmp_path, text, expected):
     path = tmp_path / "skip.json"
     path.write_text(text)
     assert SkipConfig.load(path) == expected
@@ -452,7 +451,7 @@ def test_reads_draft_and_verify_files(tmp_path):
     ("text", "message"),
     [
         ("", "not valid JSON"),
-        ('{"schema": 1, "attention": [3, 9], "ml', "not valid JSON"),
+        ('{"schema": 3, "attention": [3, 9], "ml', "not valid JSON"),
         ("\ufeff\ufeff{}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
@@ -460,10 +459,11 @@ def test_reads_draft_and_verify_files(tmp_path):
         ("[3, 9]", "must be a JSON object, got"),
         ("null", "must be a JSON object, got None"),
         ("{}", "must have attention, mlp, exit_layer, low or trained"),
-        ('{"schema": 1, "model": "x"}', "must have attention, mlp, exit_layer, low or trained"),
-        ('{"schema": 4, "sets": []}', "schema must be 3 or lower, got 4: written by a newer"),
-        ('{"schema": "1", "mlp": []}', "schema must be an integer, got '1'"),
-        ('{"schema": 0, "mlp": []}', "schema must be 1 or more, got 0"),
+        ('{"schema": 3, "model": "x"}', "must have attention, mlp, exit_layer, low or trained"),
+        ('{"schema": 4, "sets": []}', "schema must be 3, got 4: of another version"),
+        ('{"schema": 2, "mlp": []}', "schema must be 3, got 2: of another version"),
+        ('{"schema": 1, "attention": [1], "mlp": []}', "schema must be 3, got 1"),
+        ('{"schema": "3", "mlp": []}', "schema must be 3, got '3'"),
         ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
         ('{"mlp": [true]}', "mlp index must be an integer, got True"),
         ('{"mlp": [2.0]}', "mlp index must be an integer, got 2.0"),

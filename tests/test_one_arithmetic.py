@@ -45,7 +45,7 @@ def verified(opened: Sublayers, rows: int, lengths: list[int]) -> Tensor:
             logits = session.verify(texts[:, start : start + count], positions)
             pieces.append(logits.clone().view(rows, count, -1))
             for row in range(rows):
-                session.commit(row, count)
+                session.commit(row, range(count))
             start += count
     return torch.cat(pieces, 1)
 

@@ -37,7 +37,10 @@ HEADER = {
     "batch_sizes": [1],
     "prompts": {"name": "p.txt", "sha256": "0", "count": 1, "categories": {"none": 1}},
     "baseline": "plain",
-    "methods": [{"name": "plain", "kind": "plain"}, {"name": "self", "kind": "self"}],
+    "methods": [
+        {"name": "plain", "kind": "plain"},
+        {"name": "self", "kind": "self", "sources": ["sublayers"]},
+    ],
 }
 RECORD = {
     "kind": "record",
@@ -52,6 +55,7 @@ RECORD = {
     "seconds": {"total": 1.0, "first": 0.25, "draft": 0.25, "verify": 0.25, "other": 0.25},
     "first_tokens": [1],
     "rounds": {
+        "sources": [0, 0],
         "drafted": [[2], [1]],
         "accepted": [[1], [0]],
         "emitted": [[2], [1]],
@@ -216,7 +220,8 @@ def test_headers_that_are_refused(path, values, words):
         ({"rounds__emitted": [[1], [1]]}, "must add up to new_tokens, 4; got 3"),
         ({"rounds__confidences": [[0.5]]}, "rounds.confidences[0][0] must be a list"),
         ({"rounds__sources": [0]}, "rounds.sources must have 2 items, got 1"),
-        ({"rounds__sources": [None, 0]}, "one of the method's 0 sources, got 0"),
+        ({"rounds__sources": [None, 1]}, "one of the method's 1 sources, got 1"),
+        ({"rounds__sources": ...}, "rounds.sources is missing"),
     ],
 )
 def test_records_that_are_refused(path, values, words):

@@ -426,7 +426,7 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
 def test_the_verdict_is_the_clocks(trained: Any, before: Any, faster: bool) -> None:
     given = {"trained": trained, "before": before}
     timed = {
-        name: {"seconds_per_token": [*seconds], "low": 1.2 / max(seconds)}
+        name: {"tokens": [1, 1], "seconds_per_token": [*seconds], "low": 1.2 / max(seconds)}
         for name, seconds in given.items()
         if seconds is not None
     }

@@ -1,4 +1,4 @@
-"""Records of a benchmark as times of decoding alone; knows no methods and no clock."""
+"""The time that decoding alone took, out of a benchmark's records."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from layerskip.costs.ratios import Totals
 
 
-def seconds_per_token(records: Sequence[dict[str, Any]], name: str) -> NDArray[np.float64]:
-    """Of a method's decoding on each prompt, the median of the repeats, (prompts,).
+def decoding_totals(records: Sequence[dict[str, Any]], name: str) -> Totals:
+    """A method's tokens and seconds from the first new token on: no draft changes the prefill.
 
-    From the first new token on: no draft changes what a prompt costs. No record may be of a text
-    that ended with its first token.
+    A prompt counts with the medians of its repeats; prompts are sorted by their ids.
     """
-    seconds: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for each in records:
         if each["method"] == name:
-            after = sum(each["new_tokens"]) - sum(each["first_tokens"])
-            spent = each["seconds"]["total"] - each["seconds"]["first"]
-            seconds[tuple(each["prompts"])].append(spent / after)
-    return np.array([np.median(times) for _, times in sorted(seconds.items())])
+            tokens = sum(each["new_tokens"]) - sum(each["first_tokens"])
+            seconds = each["seconds"]["total"] - each["seconds"]["first"]
+            found[tuple(each["prompts"])].append((tokens, seconds))
+    medians = np.array([np.median(repeats, axis=0) for _, repeats in sorted(found.items())])
+    return Totals(*medians.reshape(-1, 2).T)

@@ -294,6 +294,8 @@ def summarise(path: Path) -> list[dict[str, Any]]:
                 "batch_size": size,
                 "tokens_per_second": row["tokens_per_second"],
                 "speedups": {},
+                "prefill_speedups": {},
+                "decode_speedups": {},
                 "acceptance_rate": _known(rates.get((size, method))),
                 "repeated_4grams": repeats[method]["repeated_4grams"],
                 "loops": repeats[method]["loops"],
@@ -301,6 +303,8 @@ def summarise(path: Path) -> list[dict[str, Any]]:
             },
         )
         found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
+        found["prefill_speedups"][row["over"]] = _known(row["prefill_speedup"])
+        found["decode_speedups"][row["over"]] = _known(row["decode_speedup"])
     return list(rows.values())
 
 
@@ -309,13 +313,15 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     sizes = len({row["batch_size"] for row in rows}) > 1
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
     head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
-    lines = [[*head, "accepted", "repeats", "same text"]]
+    apart = ("prefill", "decode")  # over the baseline, which is the first
+    lines = [[*head, *apart, "accepted", "repeats", "same text"]]
     for row in rows:
         line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
             speedup, low, high = row["speedups"].get(name, (None, None, None))
             line.append(ratio(speedup, None if row["method"] == name else low, high))
+        line += [ratio(row[f"{part}_speedups"].get(over[0]), None, None) for part in apart]
         rate = row["acceptance_rate"]
         line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
         lines.append([*line, same_texts(row)])

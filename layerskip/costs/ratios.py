@@ -1,6 +1,8 @@
-"""Speedups as ratios of totals, with bootstrap intervals."""
+"""How many times as fast one method was as another, and how sure that is."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,21 +12,43 @@ Ratio = tuple[float, float, float]
 """The ratio, and the ends of its 95% interval (NaN where there is none)."""
 
 
-def ratio_of_totals(over: NDArray[np.float64], under: NDArray[np.float64]) -> Ratio:
-    """sum(over) / sum(under), and its 95% bootstrap interval over units.
+class Totals(NamedTuple):
+    """What a method made of every prompt (or batch of prompts), and how long it took.
 
-    Units are drawn with replacement, both sides of a unit together (paired), DRAWS times from a
-    fixed seed; the interval's ends are the 2.5% and 97.5% quantiles. One unit has no interval: NaN.
+    Attributes:
+        tokens: new tokens, (units,).
+        seconds: the time they took, (units,).
+    """
+
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+    @property
+    def rate(self) -> float:
+        """All tokens over all seconds: a text of one token counts as one token."""
+        return float(self.tokens.sum() / self.seconds.sum())
+
+
+def measured_speedup(own: Totals, over: Totals) -> Ratio:
+    """Tokens a second of `own` over those of `over`, and the ratio's 95% bootstrap interval.
+
+    Tokens a second are all tokens over all seconds. For the interval, prompts are drawn with
+    replacement, both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends
+    are the 2.5% and 97.5% quantiles. One prompt has no interval: NaN. No prompt has no ratio
+    either.
 
     Args:
-        over, under: seconds per token of the two methods, (units,) each, in one order.
+        own, over: the same prompts in one order.
     """
-    if not len(over):
+    units = len(own.tokens)
+    if not units:
         return float("nan"), float("nan"), float("nan")
-    ratio = float(over.sum() / under.sum())
-    if len(over) == 1:
+    ratio = own.rate / over.rate
+    if units == 1:
         return ratio, float("nan"), float("nan")
-    drawn = np.random.default_rng(0).integers(0, len(over), (DRAWS, len(over)))  # (draws, units)
-    ratios = over[drawn].sum(axis=1) / under[drawn].sum(axis=1)  # (draws,)
-    low, high = np.quantile(ratios, [0.025, 0.975])
+    drawn = np.random.default_rng(0).integers(0, units, (DRAWS, units))  # (draws, units)
+    rates = [
+        each.tokens[drawn].sum(axis=1) / each.seconds[drawn].sum(axis=1) for each in (own, over)
+    ]  # (draws,) each
+    low, high = np.quantile(rates[0] / rates[1], [0.025, 0.975])
     return ratio, float(low), float(high)

@@ -1,4 +1,4 @@
-"""Knows the file of a comparison of drafts: what it holds, reading, writing; no model, no torch.
+"""The file of a comparison of drafts: what it must hold, reading and writing it.
 
 One JSON document of kind "drafts": the setting, as in the header of a run, and `rows`, a draft or a
 mixture of them each. `acceptance` is by law ("greedy", or the temperature) and depth: the share of
@@ -13,35 +13,30 @@ import os
 from reprlib import repr as shown
 from typing import Any
 
-from layerskip.files.documents import holds, read
+from layerskip.files.documents import kind_of, read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
     POSITIVE,
     SECONDS,
-    Check,
+    SHARE,
+    Maybe,
     flag,
     has,
     integer,
     items,
     mapping,
+    model_facts,
     named,
-    number,
     optional,
     text,
     version,
+    word,
 )
 from layerskip.files.writing import write_text
 
 KIND, SCHEMA = "drafts", 1
 
-
-def _kind(value: Any, name: str) -> None:
-    if value != KIND:
-        raise ValueError(f"{name} must be {KIND!r}, got {shown(value)}")
-
-
-_SHARE = number(0, 1)
 _TIMED = has(
     speedup=POSITIVE,
     low=optional(NUMBER),
@@ -49,56 +44,40 @@ _TIMED = has(
     tokens_per_second=POSITIVE,
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
-_KNOWN: dict[str, Check] = {
-    "trained": flag,
-    "tokens": COUNT,
-    "minutes": SECONDS,
-    "loss": text,
-    "seed": integer(-(1 << 63)),
-    "offered": named(_SHARE),
-    "costs": has(draft=SECONDS, verify=items(POSITIVE, least=1)),
-    "predicted": named(POSITIVE),
-    "timed": named(_TIMED),
-}
-"""What a row may hold."""
-
-
-def _row(value: Any, name: str) -> None:
-    has(
-        name=text,
-        kind=text,
-        drafts=items(text, least=1),
-        bytes=COUNT,
-        parameters=COUNT,
-    )(value, name)
-    named(items(_SHARE, least=1))(value.get("acceptance", {}), f"{name}.acceptance")
-    for key, check in _KNOWN.items():
-        optional(check)(value.get(key), f"{name}.{key}")
-
-
+_ROW = has(
+    name=text,
+    kind=text,
+    drafts=items(text, least=1),
+    **dict.fromkeys(("bytes", "parameters"), COUNT),
+    acceptance=Maybe(named(items(SHARE, least=1))),
+    trained=Maybe(flag),
+    tokens=Maybe(COUNT),
+    minutes=Maybe(SECONDS),
+    loss=Maybe(text),
+    seed=Maybe(integer(-(1 << 63))),
+    offered=Maybe(named(SHARE)),
+    costs=Maybe(has(draft=SECONDS, verify=items(POSITIVE, least=1))),
+    predicted=Maybe(named(POSITIVE)),
+    timed=Maybe(named(_TIMED)),
+)
 _COMPARISON = has(
-    kind=_kind,
+    kind=word(KIND),
     schema=version(SCHEMA),
     created=text,
-    model=has(
-        **dict.fromkeys(("name", "hash", "architecture"), text),
-        num_layers=integer(1),
-        parameters=COUNT,
-    ),
+    model=model_facts,
     **dict.fromkeys(("device", "dtype"), text),
     threads=optional(COUNT),
     law=has(do_sample=flag, temperature=POSITIVE),
     max_new_tokens=COUNT,
     prompts=has(name=text, sha256=text, count=COUNT),
     environment=mapping,
-    rows=items(_row),
+    rows=items(_ROW),
 )
 
 
 def holds_comparison(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a comparison of drafts, whole or cut off; False where it is unreadable."""
-    begins = rb'\s*\{\s*"kind"\s*:\s*"drafts"'
-    return holds(path, begins, lambda document: document.get("kind") == KIND)
+    return kind_of(path) == KIND
 
 
 def read_comparison(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,37 +1,44 @@
-"""Files of one JSON document: which kind one is of, and reading it whole; knows no kind of them."""
+"""Files that a report reads: which kind one is of, and reading those of one JSON document."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from layerskip.files.schema import mapping, parse
 
+Kind = Literal["run", "search", "training", "drafts", "other"]
+_BEGINS: dict[Kind, bytes] = {
+    "search": rb'\s*\{\s*"kind"\s*:\s*"search"',
+    "drafts": rb'\s*\{\s*"kind"\s*:\s*"drafts"',
+    "training": rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"',
+}
+"""What a document begins with as it is written, so that one that was cut off is known, too."""
 
-def holds(
-    path: str | os.PathLike[str], begins: bytes, fits: Callable[[Mapping[str, Any]], bool]
-) -> bool:
-    """Whether a file is of a kind, whole or cut off; False where it cannot be read.
 
-    Args:
-        begins: a pattern of what such a file begins with, as it is written.
-        fits: whether a whole document, in whatever order, is one.
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What a file holds, whole or cut off: "other" is a whole JSON document of no known kind.
+
+    Whatever is no document at all counts as a run, whose reader says what is wrong with it.
     """
     try:
         data = Path(path).read_bytes()
-    except OSError:
-        return False
-    if re.match(begins, data):
-        return True
-    try:
+        for kind, begins in _BEGINS.items():
+            if re.match(begins, data):
+                return kind
         document = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and fits(document)
+    except (OSError, ValueError, RecursionError):
+        return "run"
+    if not isinstance(document, dict):
+        return "run"
+    if {"recipe", "curve"} <= document.keys():
+        return "training"
+    named = document.get("kind", "other")
+    return named if named in ("search", "drafts", "other") else "run"
 
 
 def read(

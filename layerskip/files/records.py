@@ -1,4 +1,4 @@
-"""Knows the record files of runs: what they hold, reading, checking, appending; no run, no torch.
+"""The record files of runs: what they must hold, reading them, and appending to them.
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
@@ -26,6 +26,7 @@ from layerskip.files.schema import (
     POSITIVE,
     SECONDS,
     Check,
+    Maybe,
     anything,
     array,
     flag,
@@ -46,13 +47,8 @@ SCHEMA = 1
 Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
-_MAY_DIFFER = {
-    "created",
-    "argv",
-    "environment.git.dirty",
-    "passes",
-    "weights",
-}  # between the parts of a resumed run
+_MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes", "weights"}
+"""Between the parts of a resumed run."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +168,7 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
 
-# ---------------------------------------------------------------------------------------------
-# What the lines must hold.
-
-_METHOD = has(name=text, kind=text)
+_METHOD = has(name=text, kind=text, low=Maybe(low_sets))
 _HEADER = has(
     schema=version(SCHEMA),
     created=text,
@@ -188,6 +181,8 @@ _HEADER = has(
     environment=mapping,
     methods=items(_METHOD),
     baseline=text,
+    synthetic=Maybe(text),
+    passes=Maybe(text),
 )
 
 
@@ -195,14 +190,10 @@ def _header(line: Line) -> Line:
     if line.get("kind") != "header":
         raise ValueError(f"the first line must be a header, got kind {shown(line.get('kind'))}")
     _HEADER(line, "")
-    for name in ("synthetic", "passes"):
-        optional(text)(line.get(name), name)
     sublayers = items(COUNT, 2 * line["model"]["num_layers"])
     parts = {"sublayers": sublayers, "head": COUNT}
-    weights = optional(has(**parts, vocabulary=integer(1)))(line.get("weights"), "weights") or {}
-    named(has(**parts))(weights.get("low", {}), "weights.low")
-    for index, method in enumerate(line["methods"]):
-        low_sets(method.get("low"), f"methods[{index}].low")
+    low = Maybe(named(has(**parts)))
+    Maybe(has(**parts, vocabulary=integer(1), low=low))(line.get("weights"), "weights")
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")
@@ -232,6 +223,7 @@ def _record_of(rows: int) -> Check:
     rounds = {
         **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
         "confidences": optional(items(by_row(items(NUMBER)))),
+        "sources": items(optional(COUNT)),
     }
     return has(
         **dict.fromkeys(("repeat", "order"), COUNT),
@@ -245,6 +237,7 @@ def _record_of(rows: int) -> Check:
         differences=items(_DIFFERENCE),
         peak_memory=optional(COUNT),
         rounds=optional(has(**rounds)),
+        read_bandwidth=Maybe(POSITIVE),
     )
 
 
@@ -256,23 +249,21 @@ def _record(line: Line, header: Line) -> None:
         )
     has(batch_size=integer(1))(line, "")
     _record_of(line["batch_size"])(line, "")
-    optional(POSITIVE)(line.get("read_bandwidth"), "read_bandwidth")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
     if parts > total * (1 + 1e-6):
         raise ValueError(f"the parts of seconds must not exceed the total, {total}; got {parts}")
     if line["rounds"] is not None:
-        _rounds(line)
         (method,) = (each for each in header["methods"] if each["name"] == line["method"])
-        _sources(line["rounds"], len(method.get("sources") or ()))
+        _rounds(line, len(method.get("sources") or ()))
 
 
-def _rounds(line: Line) -> None:
-    drafted, accepted, emitted = (
-        line["rounds"][part] for part in ("drafted", "accepted", "emitted")
+def _rounds(line: Line, sources: int) -> None:
+    drafted, accepted, emitted, drafts_of = (
+        line["rounds"][part] for part in ("drafted", "accepted", "emitted", "sources")
     )
-    for name, counts in (("accepted", accepted), ("emitted", emitted)):
-        items(anything, len(drafted))(counts, f"rounds.{name}")
+    for name in ("accepted", "emitted", "sources"):
+        items(anything, len(drafted))(line["rounds"][name], f"rounds.{name}")
     for row, first in enumerate(line["first_tokens"]):
         if any(a[row] > d[row] for a, d in zip(accepted, drafted, strict=True)):
             raise ValueError("rounds.accepted must not exceed rounds.drafted")
@@ -282,17 +273,10 @@ def _rounds(line: Line) -> None:
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
                 f"{line['new_tokens'][row]}; got {told}"
             )
-
-
-def _sources(rounds: Line, count: int) -> None:
-    """Which of the method's sources each round drafted from; older files do not say."""
-    if rounds.get("sources") is None:
-        return
-    items(optional(COUNT), len(rounds["drafted"]))(rounds["sources"], "rounds.sources")
-    for number, source in enumerate(rounds["sources"]):
-        if source is not None and source >= count:
+    for number, source in enumerate(drafts_of):
+        if source is not None and source >= sources:
             raise ValueError(
-                f"rounds.sources[{number}] must be the number of one of the method's {count} "
+                f"rounds.sources[{number}] must be the number of one of the method's {sources} "
                 f"sources, got {source}"
             )
 
@@ -318,10 +302,6 @@ def _cost(line: Line, header: Line) -> None:
 
 
 _CHECKS = {"record": _record, "trace": _trace, "cost": _cost}
-
-
-# ---------------------------------------------------------------------------------------------
-# Writing.
 
 
 class RunWriter:

@@ -1,4 +1,4 @@
-"""Knows how JSON is parsed and its values checked, by name; knows no file's format.
+"""Parsing JSON, and checking its values by name: what the formats of all files are made of.
 
 A check is told a value and its name and returns the value. It raises a TypeError where the kind is
 wrong and a ValueError where the value is; both say the name, what is allowed, and what was found.
@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 from reprlib import repr as shown
@@ -44,10 +45,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"numbers must be finite, got {name}")
-
-
-# ---------------------------------------------------------------------------------------------
-# Values.
 
 
 def anything(value: Any, name: str) -> Any:
@@ -116,18 +113,40 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-# ---------------------------------------------------------------------------------------------
-# Checks made of checks.
-
-
 def optional(check: Check) -> Check:
     return lambda value, name: None if value is None else check(value, name)
 
 
+@dataclass(frozen=True)
+class Maybe:
+    """The check of a key that may be missing from its object, or null."""
+
+    check: Check
+
+    def __call__(self, value: Any, name: str) -> Any:
+        return None if value is None else self.check(value, name)
+
+
+def word(known: str) -> Check:
+    """That very string."""
+
+    def check(value: Any, name: str) -> str:
+        if value != known:
+            raise ValueError(f"{name} must be {known!r}, got {shown(value)}")
+        return known
+
+    return check
+
+
 def version(known: int) -> Check:
+    """The number of the one schema that is read."""
+
     def check(value: Any, name: str) -> int:
         if isinstance(value, bool) or value != known:
-            raise ValueError(f"{name} must be {known}, got {shown(value)}, of another version")
+            raise ValueError(
+                f"{name} must be {known}, got {shown(value)}: of another version of layerskip, "
+                "write the file anew with this one"
+            )
         return known
 
     return check
@@ -194,25 +213,38 @@ def named(check: Check) -> Check:
 
 
 def has(**checks: Check) -> Check:
-    """An object with these keys and perhaps others; its own name is left out where it is empty."""
+    """An object with these keys and perhaps others; its own name is left out where it is empty.
+
+    Keys whose check is a `Maybe` may be missing.
+    """
 
     def check_keys(value: Any, name: str) -> dict[str, Any]:
         mapping(value, name)
         for key, check in checks.items():
             where = f"{name}.{key}" if name else key
-            if key not in value:
+            if key in value:
+                check(value[key], where)
+            elif not isinstance(check, Maybe):
                 raise ValueError(f"{where} is missing")
-            check(value[key], where)
         found: dict[str, Any] = value
         return found
 
     return check_keys
 
 
+def model_facts(value: Any, name: str) -> None:
+    """What a file says of the model it is about."""
+    has(
+        **dict.fromkeys(("name", "hash", "architecture"), text),
+        num_layers=integer(1),
+        parameters=COUNT,
+    )(value, name)
+
+
 def low_sets(value: Any, name: str) -> None:
-    """What a draft runs in low precision, in a file: sets written out; None or missing: nothing."""
+    """What a draft runs in low precision, in a file: sets written out."""
     sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
-    optional(has(bits=integer(1), **sets, head=_head))(value, name)
+    has(bits=integer(1), **sets, head=_head)(value, name)
 
 
 def _head(value: Any, name: str) -> None:
@@ -221,3 +253,4 @@ def _head(value: Any, name: str) -> None:
 
 
 COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()
+SHARE = number(0, 1)

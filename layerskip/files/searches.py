@@ -1,4 +1,4 @@
-"""Knows the file of a layer search: what it holds, reading, checking; no study, no torch.
+"""The file of a layer search: what it must hold, and reading it.
 
 A search file is one JSON document of kind "search". Speedups are over plain decoding, times in
 seconds, costs in target steps; the ends of intervals are those of 95%. Readers ignore keys they do
@@ -14,33 +14,30 @@ from itertools import product
 from reprlib import repr as shown
 from typing import Any
 
-from layerskip.files.documents import holds, read
+from layerskip.files.documents import read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
     POSITIVE,
     SECONDS,
+    SHARE,
     Check,
+    Maybe,
     flag,
     has,
     integer,
     items,
     low_sets,
     mapping,
+    model_facts,
     named,
-    number,
     optional,
     text,
     version,
+    word,
 )
 
 SCHEMA = 1
-
-
-def holds_search(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a search's, whole or cut off; False where it cannot be read."""
-    begins = rb'\s*\{\s*"kind"\s*:\s*"search"'
-    return holds(path, begins, lambda document: document.get("kind") == "search")
 
 
 def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -54,26 +51,15 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read(path, "search", _check, advice)
 
 
-def _check(document: dict[str, Any]) -> None:
-    _SEARCH(document, "")
-    _check_names(document)
-
-
-def _kind(value: Any, name: str) -> None:
-    if value != "search":
-        raise ValueError(f"{name} must be 'search', got {shown(value)}")
-
-
 def _trial(value: Any, name: str) -> None:
     """A complete trial says all; one that failed may know no more than its number."""
-    low_sets(mapping(value, name).get("low"), f"{name}.low")
-    has(number=COUNT, state=text)(value, name)
+    has(number=COUNT, state=text, low=Maybe(low_sets))(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
     if value["state"] == "complete":
         _TRIAL(value, name)
-    elif value.get("origin") is not None:
-        text(value["origin"], f"{name}.origin")
+    else:
+        has(origin=Maybe(text))(value, name)
 
 
 def _importance(value: Any, name: str) -> None:
@@ -85,12 +71,11 @@ def _importance(value: Any, name: str) -> None:
             )
 
 
-_SHARE = number(0, 1)
 _SKIPPED = has(attention=items(COUNT), mlp=items(COUNT))
 _DECODING: Mapping[str, Check] = {
     "controller": text,
     "max_draft_length": optional(COUNT),
-    "threshold": optional(_SHARE),
+    "threshold": optional(SHARE),
 }
 _TRIAL = has(
     origin=text,
@@ -99,7 +84,7 @@ _TRIAL = has(
     guide=optional(POSITIVE),
     speedup=POSITIVE,
     forced_speedup=optional(POSITIVE),
-    acceptance=optional(_SHARE),
+    acceptance=optional(SHARE),
     draft_cost=POSITIVE,
     **{key: optional(check) for key, check in _DECODING.items()},
     seconds=optional(SECONDS),
@@ -112,30 +97,23 @@ _CONFIRMED = has(
     tokens_per_second=POSITIVE,
     prompts=integer(1),
     repeats=integer(1),
-    acceptance_rate=optional(_SHARE),
+    acceptance_rate=optional(SHARE),
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
-_FINALIST_PARTS = has(
+_FINALIST = has(
     name=text,
     trial=optional(COUNT),
     skipped=_SKIPPED,
-    decoding=has(**_DECODING),
-    alpha=optional(_SHARE),
+    decoding=has(**_DECODING, lookup=Maybe(flag)),
+    low=Maybe(low_sets),
+    trained=Maybe(text),
+    alpha=optional(SHARE),
     draft_cost=POSITIVE,
     verify=items(POSITIVE, least=1),
     predicted=POSITIVE,
     predicted_held_out=optional(POSITIVE),
     confirmed=optional(_CONFIRMED),
 )
-
-
-def _finalist(value: Any, name: str) -> None:
-    _FINALIST_PARTS(value, name)
-    optional(flag)(value["decoding"].get("lookup"), f"{name}.decoding.lookup")
-    low_sets(value.get("low"), f"{name}.low")
-    optional(text)(value.get("trained"), f"{name}.trained")
-
-
 _ENVIRONMENT = has(
     layerskip=text,
     packages=named(optional(text)),
@@ -149,16 +127,12 @@ _LAW = has(
     acceptance=optional(text),
 )
 _SEARCH = has(
-    kind=_kind,
+    kind=word("search"),
     schema=version(SCHEMA),
     created=text,
     argv=items(text),
     environment=_ENVIRONMENT,
-    model=has(
-        **dict.fromkeys(("name", "hash", "architecture"), text),
-        num_layers=integer(1),
-        parameters=COUNT,
-    ),
+    model=model_facts,
     **dict.fromkeys(("device", "dtype", "execution"), text),
     threads=optional(COUNT),
     law=_LAW,
@@ -185,7 +159,7 @@ _SEARCH = has(
     bound=POSITIVE,
     trials=items(_trial),
     importance=optional(_importance),
-    finalists=items(_finalist),
+    finalists=items(_FINALIST),
     plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
     best_exit=optional(text),
     winner=optional(text),
@@ -193,8 +167,9 @@ _SEARCH = has(
 )
 
 
-def _check_names(document: Mapping[str, Any]) -> None:
-    """What the parts of a search say of each other."""
+def _check(document: dict[str, Any]) -> None:
+    """Every key by itself, then what the parts of a search say of each other."""
+    _SEARCH(document, "")
     layers = document["model"]["num_layers"]
     if document["space"]["num_layers"] != layers:
         raise ValueError(

@@ -5,60 +5,49 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from layerskip.files.documents import holds, read
+from layerskip.files.documents import read
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
     POSITIVE,
     SECONDS,
+    SHARE,
+    Maybe,
     flag,
     has,
     integer,
     items,
     name_text,
     named,
-    number,
     optional,
     version,
 )
 
 SCHEMA = 1
-_SHARE = number(0, 1)
 _DRAFT = has(
-    greedy=items(_SHARE, least=1),
-    coupled=items(_SHARE, least=1),
+    greedy=items(SHARE, least=1),
+    coupled=items(SHARE, least=1),
     costs=has(draft=POSITIVE, verify=items(POSITIVE, least=1)),
     formula=POSITIVE,
     bytes=COUNT,
+)
+_TIMED = has(
+    speedup=POSITIVE, low=optional(NUMBER), high=optional(NUMBER), tokens_per_second=POSITIVE
 )
 _RECORD = has(
     schema=version(SCHEMA),
     recipe=has(kind=name_text, loss=name_text, seed=integer(-(1 << 63)), temperature=POSITIVE),
     base=name_text,
-    tokens=COUNT,
-    text_tokens=COUNT,
-    covered=_SHARE,
-    parameters=COUNT,
+    model=Maybe(name_text),
+    **dict.fromkeys(("tokens", "text_tokens", "parameters"), COUNT),
+    covered=SHARE,
     seconds=named(SECONDS),
-    curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(_SHARE, least=1)), least=1),
+    curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(SHARE, least=1)), least=1),
     held_out=has(prompts=COUNT, new_tokens=COUNT),
     drafts=named(_DRAFT),
-    timed=named(
-        has(
-            speedup=POSITIVE,
-            low=optional(NUMBER),
-            high=optional(NUMBER),
-            tokens_per_second=POSITIVE,
-        )
-    ),
+    timed=named(_TIMED),
     pays=flag,
 )
-
-
-def holds_training(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a training's, whole or cut off; False where it cannot be read."""
-    begins = rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"'
-    return holds(path, begins, lambda document: {"recipe", "curve"} <= document.keys())
 
 
 def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -74,7 +63,6 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_record(record: Any) -> None:
     """Raise a TypeError or ValueError that says what is wrong, what is allowed and what came."""
     _RECORD(record, "")
-    optional(name_text)(record.get("model"), "model")
     steps = {len(point["overlap"]) for point in record["curve"]}
     if len(steps) > 1:
         raise ValueError(f"curve must have overlaps of equally many steps, got {sorted(steps)}")

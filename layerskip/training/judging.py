@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
-from layerskip.bench.decoded import seconds_per_token
+from layerskip.bench.decoded import decoding_totals
 from layerskip.bench.methods import Engine, Method, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import ratio_of_totals
+from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -192,9 +192,9 @@ def speedups(
 
     Returns:
         By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
-        over prompts, `tokens_per_second`, `seconds_per_token` of each prompt, and how many of the
-        texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`; nothing
-        where every text ended with its first token.
+        over prompts, `tokens_per_second`, `tokens` and `seconds_per_token` of each prompt, and how
+        many of the texts `compared` with those of plain decoding were `equal`, `near_ties` or
+        `faults`; nothing where every text ended with its first token.
     """
     found: list[dict[str, Any]] = []
     benchmark(
@@ -210,8 +210,8 @@ def speedups(
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     timed: dict[str, dict[str, Any]] = {}
     for method in methods[1:] if decoded else ():
-        seconds = seconds_per_token(decoded, method.name)
-        faster, low, high = ratio_of_totals(seconds_per_token(decoded, methods[0].name), seconds)
+        own = decoding_totals(decoded, method.name)
+        faster, low, high = measured_speedup(own, decoding_totals(decoded, methods[0].name))
         ends = [None if np.isnan(end) else float(end) for end in (low, high)]
         texts = [each for each in found if each["method"] == method.name]
         faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
@@ -220,8 +220,9 @@ def speedups(
             "speedup": float(faster),
             "low": ends[0],
             "high": ends[1],
-            "tokens_per_second": float(1 / seconds.mean()),
-            "seconds_per_token": seconds.tolist(),
+            "tokens_per_second": own.rate,
+            "tokens": own.tokens.tolist(),
+            "seconds_per_token": (own.seconds / own.tokens).tolist(),
             "compared": len(texts),
             "equal": sum(equal),
             "near_ties": len(texts) - sum(equal) - sum(faults),
@@ -239,9 +240,13 @@ def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
         return False
     mine, least = timed[TRAINED], [timed[TRAINED]["low"] or 0.0]
     if BEFORE in timed:
-        seconds = (np.array(each["seconds_per_token"]) for each in (timed[BEFORE], mine))
-        least.append(ratio_of_totals(*seconds)[1])
+        least.append(measured_speedup(_totals(mine), _totals(timed[BEFORE]))[1])
     return all(end > 1 for end in least)
+
+
+def _totals(timed: Mapping[str, Any]) -> Totals:
+    tokens = np.array(timed["tokens"])
+    return Totals(tokens, tokens * np.array(timed["seconds_per_token"]))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,82 @@
+"""How runs, searches and their settings are called in words, and as file names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def visible(text: str) -> str:
+    """The text with characters that do not print, line breaks too, as their code points."""
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
+def printable(value: Any) -> Any:
+    """A JSON value with its strings visible: they end up in plots, pages and terminals."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, list):
+        return [printable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: printable(item) for name, item in value.items()}
+    return value
+
+
+def law_words(law: Mapping[str, Any]) -> str:
+    """Sampling settings in words."""
+    if not law["do_sample"]:
+        return "greedy"
+    words = f"sampled at T={law['temperature']:g}" if law.get("temperature") else "sampled"
+    for name in ("top_p", "top_k"):
+        if law.get(name):
+            words += f", {name} {law[name]:g}"
+    return words + (" by rejection" if law.get("acceptance") == "rejection" else "")
+
+
+def machine_words(header: Mapping[str, Any]) -> str:
+    """Device, dtype and threads in words."""
+    words = f"{header['dtype']} on {header['device']}"
+    threads = header.get("threads")
+    if header["device"] == "cpu" and threads:
+        words += f", {threads} thread{'s' * (threads != 1)}"
+    return words
+
+
+def setting(header: Mapping[str, Any]) -> str:
+    """Law and machine of a run or search, in words."""
+    return f"{law_words(header['law'])}, {machine_words(header)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers in words: 0-3, 6."""
+    known = sorted(set(numbers))
+    starts = [n for n in known if n - 1 not in known]
+    ends = [n for n in known if n + 1 not in known]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
+
+
+def slug_of(label: str, number: int) -> str:
+    """A label as a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
+
+
+def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
+    """Model and law; the machine, then the file too where those do not tell runs apart."""
+    labels = [
+        f"{header['model']['name']}, {law_words(header['law'])}"
+        + (", synthetic acceptance" if header.get("synthetic") else "")
+        for header in headers
+    ]
+    further = [machine_words(header) for header in headers]
+    stems = [visible(Path(file).stem) for file in files]
+    for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
+        times = Counter(labels)
+        labels = [
+            f"{label}, {extra}" if times[label] > 1 else label
+            for label, extra in zip(labels, more, strict=True)
+        ]
+    return labels
