@@ -62,7 +62,7 @@ from layerskip.prompts import Prompt
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.simulation import simulate, tokens_per_step
-from layerskip.search import seeds, study
+from layerskip.search import study, warm_starts
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
 from layerskip.served import end_tokens
@@ -407,7 +407,7 @@ class Landscape:
 def ours(landscape: Landscape, planted: dict[str, int], trials: int, seed: int) -> list[int]:
     """This package's search."""
     space, ledger = landscape.space, study.open_study(landscape.space)
-    study.run(ledger, space, landscape.objective, trials=trials, seeds=planted, seed=seed)
+    study.run(ledger, space, landscape.objective, trials=trials, warm_starts=planted, seed=seed)
     return [int(each.user_attrs["skipped"], 16) for each in ledger.get_trials(deepcopy=False)]
 
 
@@ -446,8 +446,8 @@ def compare_searches(args: argparse.Namespace) -> None:
         cost = measure(at.opened, at.ids, law=law_of(at.task().law))
         space = Space(kind="sublayer", num_layers=at.opened.num_layers)
         landscape = Landscape(Objective(trace, cost), space)
-        planted = seeds.standard(space)
-        planted |= seeds.from_hidden_states(space, seeds.hidden_states(trace))
+        planted = warm_starts.standard(space)
+        planted |= warm_starts.from_hidden_states(space, warm_starts.hidden_states(trace))
         runs: dict[str, list[list[int]]] = {name: [] for name in args.searches}
         for name, seed in itertools.product(args.searches, range(args.runs)):
             at.talk.progress(f"search: {name}, run {seed + 1}")

@@ -14,7 +14,8 @@ import layerskip
 
 ROOT = Path(__file__).parents[1]
 APART = {"layerskip/search": "search", "layerskip/analysis": "analysis"}
-ROOMS = sorted(path.parent.name for path in (ROOT / "layerskip").glob("*/__init__.py"))
+HERE = ROOT / "layerskip"
+ROOMS = sorted(path.parent.relative_to(HERE).as_posix() for path in HERE.glob("*/**/__init__.py"))
 PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for r in ROOMS} | APART
 
 
@@ -29,10 +30,10 @@ def expected_files() -> set[str]:
     return files | {path.relative_to(ROOT).as_posix() for path in models}
 
 
-def test_packages_are_flat_and_listed():
-    for folder in {*PACKAGES.values()} - {"layerskip"}:
-        deeper = [path for path in (ROOT / folder).rglob("*.py") if path.parent != ROOT / folder]
-        assert deeper == []
+def test_packages_are_listed():
+    folders = {ROOT / folder for folder in PACKAGES.values()}
+    for folder in PACKAGES.values():
+        assert {path.parent for path in (ROOT / folder).rglob("*.py")} <= folders
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert {name.replace(".", "/") for name in tool["packages"]} == PACKAGES.keys()
     apart = {name.replace(".", "/"): folder for name, folder in tool["package-dir"].items()}

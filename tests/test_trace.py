@@ -237,6 +237,7 @@ def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
     assert heard[0] != pytest.approx(heard[1], rel=0.1)
 
 
+@pure
 def by_length(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A processor that likes another token at every length, so that pads would show."""
     scores = scores.clone()

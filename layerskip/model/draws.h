@@ -83,9 +83,8 @@ class Filter {
       likely = (1.0 - top_p) * total / (2.0 * static_cast<double>(size));
     }
     const double bound = likely > 0.0 ? top + std::log(likely) - 1e-3 : LEAST;
-    for (int64_t i = 0; i < size; ++i)
-      if (scores[i] >= lowest && scores[i] >= bound && scores[i] > LEAST)
-        kept.push_back({scores[i], i, 0.0});
+    gather(scores, lowest, bound, kept);
+    if (static_cast<int64_t>(kept.size()) < least) gather(scores, lowest, LEAST, kept);
     if (!(top_p < 1.0) || std::isinf(top)) return;
     for (Candidate& each : kept) each.weight = std::exp(static_cast<double>(each.score) - top);
     if (lowest > LEAST)
@@ -104,6 +103,15 @@ class Filter {
   }
 
  private:
+  static void gather(const std::vector<float>& scores, float lowest, double bound,
+                     std::vector<Candidate>& kept) {
+    kept.clear();
+    const int64_t size = static_cast<int64_t>(scores.size());
+    for (int64_t i = 0; i < size; ++i)
+      if (scores[i] >= lowest && scores[i] >= bound && scores[i] > LEAST)
+        kept.push_back({scores[i], i, 0.0});
+  }
+
   float kth(const std::vector<float>& scores) const {
     std::priority_queue<float, std::vector<float>, std::greater<float>> best;
     const int64_t size = static_cast<int64_t>(scores.size());

@@ -165,7 +165,7 @@ class Sublayers(Architecture):
 
         Of a pass that verifies or decodes, `step` says so: its numbers are of one arithmetic.
         """
-        return self.backend.run(hidden, step, [self.head])  # type: ignore[arg-type]
+        return self.head(hidden, step)
 
     def trimmed(self, tokens: Sequence[int]) -> Sublayers:
         """The same opened model, with `DraftWeights.trimmed`."""
