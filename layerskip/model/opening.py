@@ -37,7 +37,7 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     with _lock:
         before, found = _known.get(model, {}).get(execution, (None, None))
     if found is None or before != state:
-        found = Sublayers(model, execution).handle(held=False)
+        found = Sublayers(model, execution).let_go()
         with _lock:
             _known.setdefault(model, {})[execution] = (state, found)
     found.weights.refresh()

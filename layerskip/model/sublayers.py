@@ -108,10 +108,15 @@ class Sublayers(Architecture):
         """
         return self.execution == "native"
 
-    def handle(self, held: bool = True) -> Sublayers:
-        """The same opened model, which keeps the model alive, or does not."""
+    def let_go(self) -> Sublayers:
+        """The same, which no longer keeps the model alive."""
+        self._held = None
+        return self
+
+    def handle(self) -> Sublayers:
+        """The same opened model, which keeps the model alive."""
         other = copy(self)
-        other._held = self.model if held else None
+        other._held = self.model
         return other
 
     def describe(self) -> str:

@@ -2,18 +2,7 @@
 
 A source proposes tokens for the rows of a batch. What it proposes never changes the text, only the
 pace. The loop, the passes, the timing and the replays ask these two classes and nothing else, so
-that a new kind of source is one new file, perhaps a user's own:
-
-    class Echo(Source):
-        key = "echo"
-
-        def open(self, batch):
-            return EchoState(batch)
-
-    class EchoState(State):
-        def offer(self, row, most):
-            return Proposal.of(self.batch.emitted[row][-1:] * most, match=1)
-
+that a new kind of source is one new file, perhaps a user's own: `docs/sources.md` has one.
 Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
 """
 
@@ -22,16 +11,14 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
+from layerskip.decoding.sources.steps import Steps, Texts
 from layerskip.model.sublayers import Pass, Sublayers
-
-if TYPE_CHECKING:
-    from layerskip.decoding.sources.steps import Steps, Texts
 
 
 class Batch(Protocol):

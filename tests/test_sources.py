@@ -1,0 +1,264 @@
+"""Sources: one's own in thirty lines, what drafts by default, and what is kept of a model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import lively_model, near, prompt, ragged
+from torch import nn
+
+import layerskip
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.defaults import unprepared
+from layerskip.model import extension
+from layerskip.model.opening import sublayers_of
+from layerskip.model.rounded import copies_of
+from layerskip.model.sublayers import Sublayers
+
+GUIDE = Path(__file__).parents[1] / "docs" / "sources.md"
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture
+def native() -> None:
+    reason = extension.refusal()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def example() -> Any:
+    """The classes of the guide, as a reader would paste them."""
+    _, code, *_ = GUIDE.read_text(encoding="utf-8").split("```python\n")
+    names: dict[str, Any] = {}
+    exec(code.partition("```")[0], names)
+    return names
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_guides_source_drafts_and_leaves_the_text(sample: bool) -> None:
+    names = example()
+    model = lively_model("llama", vocab_size=24)
+    ids, mask = ragged((9, 4, 7), seed=2)
+    ids = torch.where(mask.bool(), ids % 22 + 2, 0)  # (B, W)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
+    how |= {"seed": 3} if sample else {}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    phrases = names["Phrases"]([plain.sequences[0, 10:30].tolist(), [5, 6, 7, 8]])
+    for controller in ("expected-gain", "fixed"):
+        out = layerskip.generate(
+            model, ids, sources=[phrases], lookup=False, controller=controller, **how
+        )
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats.num_accepted_tokens > 0
+    # beside other sources, too
+    out = layerskip.generate(
+        model, ids, sources=[phrases], skip=SkipConfig.early_exit(3), lookup=True, **how
+    )
+    assert torch.equal(out.sequences, plain.sequences)
+    assert len(out.stats.sources) == 3
+
+
+def test_the_guides_source_is_replayed_as_it_decodes() -> None:
+    from layerskip.decoding.controllers import make_controller
+    from layerskip.replay.drafts import replay
+    from layerskip.replay.simulation import simulate
+    from layerskip.replay.trace import take_trace
+
+    model = lively_model("llama", vocab_size=24)
+    ids = prompt(6) % 22 + 2
+    trace = take_trace(model, [ids[0]], max_new_tokens=30, draft_length=5)
+    text = trace.texts[0].tokens.tolist()
+    phrases = example()["Phrases"]([text[10:16], text[20:29]])
+    fixed = make_controller("fixed", max_draft_length=5, costs=layerskip_costs())
+    simulated = [r.accepted for r in simulate(replay(trace, phrases, 5), fixed)]
+    settings: dict[str, Any] = {"lookup": False, "draft_memory": 0, "controller": "fixed"}
+    real = layerskip.decode(
+        model, ids, sources=[phrases], max_draft_length=5, max_new_tokens=30, **settings
+    )
+    assert simulated == [round_.accepted for round_ in list(real)[1:]]
+    assert sum(sum(counts) for counts in simulated) > 4
+
+
+def layerskip_costs() -> Any:
+    from layerskip.costs.speculation import CostTable
+
+    return CostTable(0.0, (1.0, 1.1))
+
+
+# ---------------------------------------------------------------------------------------------
+# What drafts where nobody says, and beside what is said.
+
+
+@pytest.mark.usefixtures("native")
+def test_what_is_added_never_takes_away() -> None:
+    """The draft in 8 bits stays beside lookups, a second model and sources of one's own."""
+    model = lively_model("llama", dtype=torch.float32)
+    given: list[dict[str, Any]] = [
+        {},
+        {"lookup": True},
+        {"lookup": Lookup([[5, 6, 7]])},
+        {"lookup": False},
+        {"assistant": near(model, 0.3)},
+        {"sources": [Lookup([[5, 6, 7]])]},
+    ]
+    plain = layerskip.generate(model, prompt(6), enabled=False, **GREEDY).sequences
+    for settings in given:
+        decoding = LayerSkipDecoding(**settings)
+        _, sources = decoding._sources(sublayers_of(model), rejection=False)
+        assert sources[-1].skip == SkipConfig.low_precision(8).resolve(6)
+        more = ("assistant" in settings) + ("sources" in settings)
+        assert len(sources) == 1 + (settings.get("lookup") is not False) + more
+        out = layerskip.generate(model, prompt(6), **settings, **GREEDY)
+        assert torch.equal(out.sequences, plain)
+    _, sources = LayerSkipDecoding(draft_memory=0)._sources(sublayers_of(model), rejection=False)
+    assert [source.skip for source in sources] == [None]
+
+
+@pytest.mark.usefixtures("native")
+def test_the_rejection_rules_text_does_not_depend_on_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = []
+    for free in (1, 10**15):
+        monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
+        model = lively_model("llama", dtype=torch.float32)
+        coupled = unprepared(sublayers_of(model)).skip
+        assert (coupled is None) == (free == 1)
+        how: dict[str, Any] = {"do_sample": True, "seed": 4, "acceptance": "rejection"}
+        out = layerskip.generate(model, prompt(6), max_new_tokens=40, **how)
+        texts.append(out.sequences.tolist())
+        assert len(out.stats.sources) == 2
+        few = layerskip.generate(model, prompt(6), max_new_tokens=9, draft_memory=1, **how)
+        assert len(few.stats.sources) == 1  # the flag decides
+    assert texts[0] == texts[1]
+
+
+def test_explain_says_what_drafts_and_why_nothing_better() -> None:
+    model = lively_model("llama")  # in float64, which has no native passes
+    words = LayerSkipDecoding().explain(model)
+    assert words.startswith("passes: fused: ")
+    assert "looked up" in words
+    assert "no drafts by the model in 8 bits: products with 8 bits are fast in native" in words
+    assert "near-ties" in words
+    named = LayerSkipDecoding(SkipConfig.low_precision(8), lookup=False).explain(model)
+    assert "SkipConfig.low_precision(8), whose weights take" in named
+    assert "looked up" not in named
+    assert "enabled is False" in LayerSkipDecoding(enabled=False).explain(model)
+
+
+@pytest.mark.usefixtures("native")
+def test_explain_of_native_passes_has_nothing_to_excuse() -> None:
+    words = LayerSkipDecoding().explain(lively_model("llama", dtype=torch.bfloat16))
+    assert "passes: native" in words
+    assert "near-ties" not in words
+    assert "low_precision(8)" in words
+
+
+# ---------------------------------------------------------------------------------------------
+# One law at all doors.
+
+
+@pytest.mark.parametrize("own", [{}, {"top_k": 7}, {"top_p": 0.8, "temperature": 1.3}])
+def test_all_doors_mean_the_same_law_where_nobody_says_one(own: dict[str, Any]) -> None:
+    """The model's generation config, then the library's own default, a top_k of 50."""
+    from layerskip.bench.batches import one_by_one
+    from layerskip.bench.methods import Engine
+    from layerskip.cli.options import Sampling
+
+    model = lively_model("llama", initializer_range=0.02)  # a flat law, of which top_k cuts half
+    model.generation_config.update(**own)
+    ids = prompt(6)
+    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 30}
+    by_generate = layerskip.generate(model, ids, seed=1, **asked).sequences[0, 6:].tolist()
+    by_decode = [t for r in layerskip.decode(model, ids, seed=1, **asked) for t in r.tokens[0]]
+    task = Sampling(do_sample=True).task(model, 30, seed=1, execution="auto")
+    (batch,) = one_by_one([ids])
+    by_benchmark = Engine(model, task).decode(batch, 0, lambda: 0.0).tokens[0]
+    assert by_generate == by_decode == by_benchmark
+    assert task.top_k == own.get("top_k", 50)
+    whole = layerskip.decode(model, ids, seed=1, top_k=0, **asked)
+    assert own or by_decode != [t for r in whole for t in r.tokens[0]]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is kept of a model, and how it goes.
+
+
+def _hooked(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def _patched(model: Any) -> None:
+    own = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: own(x)
+
+
+def _replaced(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj = nn.Linear(48, 32, bias=False, dtype=torch.float64)
+
+
+def _cast(model: Any) -> None:
+    model.to(torch.float32)
+
+
+def _widened(model: Any) -> None:
+    model.config.max_position_embeddings += 1
+
+
+@pytest.mark.parametrize("change", [_hooked, _patched, _replaced, _cast, _widened])
+def test_a_model_is_opened_once_until_it_changes(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    build = Sublayers.__init__
+
+    def counted(self: Sublayers, *given: Any) -> None:
+        found.append(given)
+        build(self, *given)
+
+    monkeypatch.setattr(Sublayers, "__init__", counted)
+    model = lively_model("llama")
+    for _ in range(3):
+        layerskip.generate(model, prompt(5), skip=SkipConfig.early_exit(2), **GREEDY)
+    assert len(found) == 1
+    change(model)
+    ids = prompt(5)
+    out = layerskip.generate(model, ids, skip=SkipConfig.early_exit(2), **GREEDY)
+    assert len(found) == 2
+    assert torch.equal(out.sequences, model.generate(ids, pad_token_id=0, **GREEDY))
+
+
+@torch.no_grad()
+def test_changed_numbers_need_no_opening_and_are_read() -> None:
+    model, ids = lively_model("llama"), prompt(5)
+    how: dict[str, Any] = {"skip": SkipConfig.low_precision(8), "controller": "fixed", **GREEDY}
+    layerskip.generate(model, ids, **how)
+    before = copies_of(model).changes
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.mul_(-1.0)
+    out = layerskip.generate(model, ids, **how)
+    assert torch.equal(out.sequences, model.generate(ids, pad_token_id=0, **GREEDY))
+    assert copies_of(model).changes == before + 1
+    # made of the new weights, not of the old
+    assert out.stats.acceptance_rate > 0.8
+
+
+def test_copies_can_be_released_and_live_no_longer_than_the_model() -> None:
+    model = lively_model("llama")
+    out = layerskip.generate(model, prompt(5), skip=SkipConfig.low_precision(8), **GREEDY)
+    held = copies_of(model).nbytes
+    assert held > 0
+    assert layerskip.release(model) == held
+    assert copies_of(model).nbytes == 0
+    again = layerskip.generate(model, prompt(5), skip=SkipConfig.low_precision(8), **GREEDY)
+    assert torch.equal(again.sequences, out.sequences)
+    weight = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
+    copies, alive = weakref.ref(copies_of(model)), weakref.ref(model)
+    del model, out, again
+    gc.collect()
+    assert (alive(), copies(), weight()) == (None, None, None)
