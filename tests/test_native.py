@@ -32,7 +32,7 @@ from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
 from layerskip.decoding.laws import Law, Warp
-from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import ahead, largest, with_margin
 from layerskip.generation import generate
 from layerskip.model import extension, native
@@ -845,6 +845,14 @@ def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
             assert torch.equal(tokens, want)
             assert torch.equal(tokens, largest(noisy))
             assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])
+        if warp.top_k or warp.top_p < 1:  # the same noise, of the tokens that are left alone
+            own = gumbel_noise([stream_key(case)] * 3, range(3), size)
+            starts = starts_of([stream_key(case)] * 3, range(3))
+            few = extension.extension().drawn(logits, *warp, [], starts)
+            for got, expected in zip(
+                few, extension.extension().drawn(logits, *warp, [*own], []), strict=True
+            ):
+                assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
 def test_native_draws_refuse_what_does_not_fit() -> None:

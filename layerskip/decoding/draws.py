@@ -22,6 +22,7 @@ from layerskip.decoding.noise import (
     accept_uniform,
     at_once,
     gumbel_noise,
+    starts_of,
     stream_key,
 )
 from layerskip.decoding.passes import Position
@@ -229,9 +230,13 @@ class Draws:
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
     ) -> tuple[Tensor, Tensor]:
         """Tokens from raw logits (N, V), and by how much others are behind, (N,) each, at once."""
-        assert self.law.warp is not None
-        noise = [] if self.greedy else self.noise.at(*self._stream(positions), raw)
-        return native(raw.float().contiguous(), *self.law.warp, noise)
+        warp, raw = self.law.warp, raw.float().contiguous()
+        assert warp is not None
+        if self.greedy:
+            return native(raw, *warp, [])
+        if warp.top_k or warp.top_p < 1.0:  # few tokens are left, and noise is made for these alone
+            return native(raw, *warp, [], starts_of(*self._stream(positions)))
+        return native(raw, *warp, self.noise.at(*self._stream(positions), raw))
 
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]

@@ -41,12 +41,18 @@ def stream_key(seed: int, row: int = 0) -> int:
     return _mix(_mix(seed & _MASK64) ^ row)
 
 
-def _starts(keys: Sequence[int], positions: Sequence[int], purpose: int, device: Any) -> Tensor:
-    """Where each of N streams begins, (N, 1) int64."""
-    bases = [
+def starts_of(keys: Sequence[int], positions: Sequence[int], purpose: int = TARGET) -> list[int]:
+    """Where the streams of keys and positions begin: token t of one has the number start + t * g,
+    which is mixed (splitmix64, g its constant)."""
+    return [
         _signed(_mix(key ^ _mix(position * 4 + purpose)))
         for key, position in zip(keys, positions, strict=True)
     ]
+
+
+def _starts(keys: Sequence[int], positions: Sequence[int], purpose: int, device: Any) -> Tensor:
+    """Where each of N streams begins, (N, 1) int64."""
+    bases = starts_of(keys, positions, purpose)
     return torch.tensor(bases, dtype=torch.int64).to(device, non_blocking=True)[:, None]
 
 

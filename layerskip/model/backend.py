@@ -49,7 +49,8 @@ Block = Callable[[Tensor, Any], Tensor]
 """A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
 
 
-Draw = Callable[[Tensor, float, int, float, int, Sequence[Tensor]], tuple[Tensor, Tensor]]
+Draw = Callable[..., tuple[Tensor, Tensor]]
+"""See `Backend.drawn`."""
 
 
 class Backend(ABC):
@@ -61,8 +62,9 @@ class Backend(ABC):
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
         drawn: where there is one, the native call that draws tokens: of logits (N, V), the numbers
-            of a `laws.Warp` and noise, N times (V,) or none, the token of the largest of scores
-            plus noise, (N,), -1 for none, and by how much it is ahead, negative, (N,).
+            of a `laws.Warp`, and noise (N times (V,), or none) or instead `starts` (where the noise
+            streams begin), the token of the largest of scores plus noise, (N,), -1 for none, and by
+            how much it is ahead, negative, (N,).
     """
 
     name: str

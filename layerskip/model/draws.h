@@ -154,13 +154,25 @@ class Filter {
   }
 };
 
+// A uniform number of the stream that begins at `start`: `noise.py`'s, which turns it into Gumbel
+// noise by the same functions of torch.
+inline float uniform(int64_t start, int64_t token) {
+  uint64_t x = static_cast<uint64_t>(start) + static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ull;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  const float bits = static_cast<float>(static_cast<int64_t>(x >> 32));
+  return std::min((bits + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+}
+
 // Tokens of the largest of scores + noise, (N,), where scores are what the filter leaves of logits
 // (N, V) / temperature; -1 where there is none or a number is NaN. And by how much the second-best
 // is behind, (N,), 0 or less, NaN where a number is NaN.
-// Noise: (V,) for every position, or nothing at all.
+// Noise: (V,) for every position; or where its stream begins, of which only the tokens that are
+// left are made; or nothing at all.
 inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
                                                 int64_t top_k, double top_p, int64_t least,
-                                                const std::vector<at::Tensor>& noise) {
+                                                const std::vector<at::Tensor>& noise,
+                                                const std::vector<int64_t>& starts) {
   const auto fits = [](const at::Tensor& each) {
     return each.is_cpu() && each.scalar_type() == at::kFloat && each.is_contiguous();
   };
@@ -171,6 +183,8 @@ inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double
   for (const auto& each : noise) {
     TORCH_CHECK_VALUE(fits(each) && each.numel() == vocabulary, "noise must be (V,), float32");
   }
+  TORCH_CHECK_VALUE(starts.empty() || static_cast<int64_t>(starts.size()) == positions,
+                    "starts must be of ", positions, " positions, got ", starts.size());
   at::Tensor tokens = at::empty({positions}, logits.options().dtype(at::kLong));
   at::Tensor behind = at::empty({positions}, logits.options());
   const float divisor = static_cast<float>(temperature);
@@ -191,8 +205,20 @@ inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double
       }
       best.known = !strange;
       if (best.known) filter.apply(scores, kept);
-      for (const Candidate& each : kept)
-        best.see(luck == nullptr ? each.score : each.score + luck[each.token], each.token);
+      at::Tensor made;
+      if (!starts.empty() && !kept.empty()) {
+        made = at::empty({static_cast<int64_t>(kept.size())}, logits.options());
+        float* numbers = made.data_ptr<float>();
+        for (size_t i = 0; i < kept.size(); ++i) numbers[i] = uniform(starts[n], kept[i].token);
+        made.neg_().log1p_().neg_().log_().neg_();
+      }
+      for (size_t i = 0; i < kept.size(); ++i) {
+        const int64_t token = kept[i].token;
+        const float added = made.defined()    ? made.data_ptr<float>()[i]
+                            : luck == nullptr ? 0.0f
+                                              : luck[token];
+        best.see(kept[i].score + added, token);
+      }
       kept.clear();
     } else {
       float part[PART];
