@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from models import lively_model, prompt
 
-from layerskip import SkipConfig
+from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,18 @@ def test_the_program_runs(monkeypatch, capsys, tmp_path):
     assert re.search(r"^0\.\d+ [1-9]\.\d+$", printed, re.MULTILINE)  # the two rates
 
 
+def test_the_controller_decodes():
+    names = {"LayerSkipDecoding": LayerSkipDecoding, "skip": SkipConfig.early_exit(3)}
+    exec(compile(PROGRAMS[1], "README.md", "exec"), names)
+    model, ids = lively_model("llama"), prompt(7)
+    how = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(
+        ids, custom_generate=names["decoding"], return_dict_in_generate=True, **how
+    )
+    assert out.sequences.tolist() == model.generate(ids, **how).tolist()
+    assert 0 < out.stats.num_draft_tokens < 6 * out.stats.num_rounds
+
+
 def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
     """The other program, but for the minutes of the search itself."""
     searching = search
@@ -35,9 +48,9 @@ def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr("layerskip.search.pipeline.search", found)
     monkeypatch.chdir(tmp_path)
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 3
     given = {"model": object(), "prompts": [], "others": []}
-    exec(compile(PROGRAMS[1], "README.md", "exec"), given)
+    exec(compile(PROGRAMS[2], "README.md", "exec"), given)
     assert "1.5" in capsys.readouterr().out
     assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
