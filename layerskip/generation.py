@@ -37,7 +37,6 @@ from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.defaults import in_words, unprepared
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
@@ -304,7 +303,7 @@ class LayerSkipDecoding:
             own = unprepared(opened, self.draft_memory, by_memory=not rejection).skip
         if own is not None:
             skip = own.resolve(opened.num_layers)
-            own_hash = fingerprint(opened.model, like=skip.model_hash) if skip.model_hash else None
+            own_hash = opened.weights.fingerprint(skip.model_hash) if skip.model_hash else None
             skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
             if self.draft_vocabulary is not None:
                 opened = opened.trimmed(self.draft_vocabulary)

@@ -20,6 +20,7 @@ from layerskip.model.backend import Backend, Block
 from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture, read_bytes
+from layerskip.model.fingerprint import fingerprint
 from layerskip.model.healed import Deltas, paired
 from layerskip.model.lean import head_refusal
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
@@ -51,6 +52,13 @@ class DraftWeights:
         self._low: dict[_Key, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
         self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
+        self._hashes: dict[str, str] = {}
+
+    def fingerprint(self, like: str) -> str:
+        """The model's hash, as `fingerprint`, of what it was when it was opened."""
+        if like not in self._hashes:
+            self._hashes[like] = fingerprint(self.model.model, like=like)
+        return self._hashes[like]
 
     def refresh(self) -> None:
         """Forget what was made of weights that have changed since."""
@@ -60,6 +68,7 @@ class DraftWeights:
             self._low.clear()
             self._deltas.clear()
             self._modules.clear()
+            self._hashes.clear()
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
         """The same for drafts that can draw these tokens only, but for less.
