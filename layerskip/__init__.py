@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from layerskip.model.joined import joined
     from layerskip.model.opening import release
     from layerskip.model.wrappers import UnsupportedModelError
-    from layerskip.shelf import shipped
+    from layerskip.named import shipped
     from layerskip.vocabulary import check_vocabularies
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOME = {
     "generate": "layerskip.generation",
     "joined": "layerskip.model.joined",
     "release": "layerskip.model.opening",
-    "shipped": "layerskip.shelf",
+    "shipped": "layerskip.named",
 }
 
 __all__ = [

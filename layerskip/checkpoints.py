@@ -18,8 +18,8 @@ from layerskip.model.families import FAMILIES
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.named import MADE, SHIPPED, made, shipped
 from layerskip.prompts import Prompt
-from layerskip.shelf import MADE, SHIPPED, made, shipped
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 

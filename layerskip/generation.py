@@ -1,6 +1,6 @@
 """The doors: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode` beside it.
 
-Each hands a request to the engine and its output back; what may be asked is in `served.py`.
+Each hands a request to the engine and its output back; what may be asked is in `requests.py`.
 Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 """
 
@@ -41,7 +41,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
-from layerskip.served import (
+from layerskip.requests import (
     check_ids,
     check_one_row,
     checked_mask,

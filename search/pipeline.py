@@ -33,6 +33,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
+from layerskip.requests import end_tokens, sampling_of
 from layerskip.search import study, warm_starts
 from layerskip.search.finalists import (
     MORE,
@@ -51,7 +52,6 @@ from layerskip.search.finalists import (
 from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
-from layerskip.served import end_tokens, sampling_of
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.tables import machine
 

@@ -147,7 +147,7 @@ def test_why_no_faster_execution_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     model = model.float()
     monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
     native.warn_refusal.cache_clear()
-    with pytest.warns(UserWarning, match="lean path: no C"):
+    with pytest.warns(UserWarning, match="fused path: no C"):
         opened = Sublayers(model)
     assert (opened.execution, opened.reason) == ("fused", "no C++ compiler was found")
     model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: None)

@@ -165,7 +165,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class ChosenDrafts:
     """What drafts come from.
 
     Attributes:
@@ -213,7 +213,7 @@ def choose(
     opened: Sublayers,
     talk: Talk,
     second: Sublayers | None = None,
-) -> Drafts:
+) -> ChosenDrafts:
     """What drafts come from, copies of weights made.
 
     Args:
@@ -240,4 +240,4 @@ def choose(
     words = sources.words(skip, bool(lookup), second is not None, opened, talk)
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
-    return Drafts(skip, lookup or False, second, words)
+    return ChosenDrafts(skip, lookup or False, second, words)

@@ -97,7 +97,7 @@ class Acceptance:
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
 
 
-class Copies:
+class CopyAcceptance:
     """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
 
     A token is judged by the tokens that the history and the looked-up text have in common before

@@ -38,7 +38,7 @@ from layerskip.model.cache import on_device
 
 
 @dataclass
-class Drafts:
+class DraftedTokens:
     """What a round has drafted.
 
     Attributes:
@@ -72,7 +72,7 @@ class Drafts:
         return [places.get(position, -1) for position in positions]
 
 
-class Verdict(NamedTuple):
+class VerifiedTokens(NamedTuple):
     """What the target says of its logits (N, V).
 
     Attributes:
@@ -133,8 +133,8 @@ class Draws:
                 by, as 1 - exp(-m); None for none.
 
         Returns:
-            Tokens as in `Verdict.drawn`, (N,); their confidences, (N,), where asked for; for the
-            rejection rule their laws, N of (V,).
+            Tokens as in `VerifiedTokens.drawn`, (N,); their confidences, (N,), where asked for;
+            for the rejection rule their laws, N of (V,).
         """
         if self.native is not None and signal != "probability":
             tokens, behind = self._drawn(self.native, raw, positions)
@@ -161,10 +161,10 @@ class Draws:
         self,
         raw: Tensor,
         positions: Sequence[Position],
-        drafts: Drafts | None = None,
+        drafts: DraftedTokens | None = None,
         *,
         keep: bool = False,
-    ) -> Verdict:
+    ) -> VerifiedTokens:
         """What the target says of its raw logits (N, V) at those positions, ascending.
 
         Behind a looked-up token that falls nothing is said where processors read the history: they
@@ -180,8 +180,8 @@ class Draws:
         return self._judge(raw, positions, drafts, keep=keep)
 
     def _judge_in_turn(
-        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts, *, keep: bool
-    ) -> Verdict:
+        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, *, keep: bool
+    ) -> VerifiedTokens:
         """`_judge` by offset, for rows whose drafts have been accepted so far."""
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
         accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
@@ -202,13 +202,18 @@ class Draws:
                 scores[few] = said.scores
             on = zip(some, stays.tolist(), strict=True)
             alive = {row for (row, _), stay in on if stay}
-        return Verdict(accepted, drawn, scores)
+        return VerifiedTokens(accepted, drawn, scores)
 
     def _judge(
-        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts | None, *, keep: bool
-    ) -> Verdict:
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None,
+        *,
+        keep: bool,
+    ) -> VerifiedTokens:
         if self.native is not None and not keep:
-            return Verdict(None, self._drawn(self.native, raw, positions)[0], None)
+            return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)
         accepted, drawn, kept = [], [], []
         for scores, some in self._pieces(raw, positions):  # (n, V)
             if self.rejection and drafts is not None:
@@ -219,7 +224,7 @@ class Draws:
             drawn.append(token)
             if keep:
                 kept.append(scores)
-        return Verdict(
+        return VerifiedTokens(
             torch.cat(accepted) if accepted else None,
             torch.cat(drawn),
             torch.cat(kept) if keep else None,
@@ -279,7 +284,7 @@ class Draws:
         return keys, places
 
     def _reject(
-        self, drafts: Drafts, positions: Sequence[Position], scores: Tensor
+        self, drafts: DraftedTokens, positions: Sequence[Position], scores: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)

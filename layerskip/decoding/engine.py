@@ -21,7 +21,7 @@ from layerskip.decoding.controller import (
     first_offer,
     signal_of,
 )
-from layerskip.decoding.draws import Drafts, Draws, Verdict
+from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
@@ -29,7 +29,7 @@ from layerskip.decoding.sources.base import Offer, Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
-Draft = SkipConfig | Source
+DraftOrSkip = SkipConfig | Source
 """Where drafts come from: a source, or a skip config, whose sublayers draft."""
 
 Stop = Callable[[int, Tensor], bool]
@@ -86,7 +86,7 @@ class Decoder:
     def __init__(
         self,
         model: Sublayers,
-        drafts: Draft | Sequence[Draft],
+        drafts: DraftOrSkip | Sequence[DraftOrSkip],
         controller: Controller,
         request: Request,
         *,
@@ -229,7 +229,9 @@ class Decoder:
         ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
         return Proposal.of(proposal.tokens[: next(ends, None)], proposal.match or 0)
 
-    def _known(self, proposals: Mapping[int, Proposal], limits: Sequence[int]) -> Drafts | None:
+    def _known(
+        self, proposals: Mapping[int, Proposal], limits: Sequence[int]
+    ) -> DraftedTokens | None:
         """Drafts of known tokens, so many of each row at most; None where they are not known."""
         tokens: list[list[int]] = [[] for _ in self.rows]
         for row, proposal in proposals.items():
@@ -242,7 +244,7 @@ class Decoder:
         longest = max(map(len, tokens))
         fed = [[self.emitted[row][-1], *tokens[row]] for row in self.session.rows]
         fed = [each + each[-1:] * (longest + 1 - len(each)) for each in fed]
-        return Drafts(
+        return DraftedTokens(
             tokens=tokens,
             confidences=[[] for _ in self.rows],
             lengths=list(map(len, tokens)),
@@ -252,7 +254,7 @@ class Decoder:
             unread=False,
         )
 
-    def _draft(self, source: int, limits: Sequence[int]) -> Drafts:
+    def _draft(self, source: int, limits: Sequence[int]) -> DraftedTokens:
         """Draft in lockstep, each row for as long as its controller says.
 
         Where nobody asks for the tokens before the target has seen them, they are not read: the
@@ -261,7 +263,7 @@ class Decoder:
         law, controller = self.request.law, self.controller
         unread = not controller.needs_confidence and not law.reads_history
         places = self.session.rows
-        drafts = Drafts(
+        drafts = DraftedTokens(
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
@@ -339,7 +341,7 @@ class Decoder:
             self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
     def _judged(
-        self, drafts: Drafts, positions: Sequence[Position], verdict: Verdict
+        self, drafts: DraftedTokens, positions: Sequence[Position], verdict: VerifiedTokens
     ) -> list[list[int]]:
         """Tokens of each row: drafted ones up to the first that falls, then the target's own."""
         flags = [] if verdict.accepted is None else [verdict.accepted]
@@ -380,7 +382,7 @@ class Decoder:
         index: int,
         tokens: list[list[int]],
         source: int | None,
-        drafts: Drafts | None,
+        drafts: DraftedTokens | None,
         positions: Sequence[Position],
         scores: Tensor | None,
         raw: Tensor,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
-from layerskip.decoding.acceptance import PRIOR, Acceptance, Copies, bin_of
+from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.sources.base import Offer
 
@@ -42,7 +42,7 @@ class _Source:
 
     def reset(self, others: float) -> None:
         """Forget all, for a batch in which a row has so large a share of others."""
-        self.acceptance, self.copies = Acceptance(self.prior), Copies()
+        self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
         # A probe is due at once: against the first draft only the prior could speak.
         self.probe_interval = self.first_interval

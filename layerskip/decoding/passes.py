@@ -28,8 +28,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
 
-def _lean(method: Method) -> Method:
-    """Run a pass in inference mode on the lean path, whose many small kernels it makes cheaper.
+def _in_inference_mode(method: Method) -> Method:
+    """Run a pass in inference mode on the fused path, whose many small kernels it makes cheaper.
 
     Logits stay an inference tensor, which nobody writes into: a copy for every caller to have of
     his own costs as much as reading them. The module path may call anything, so not there.
@@ -97,7 +97,7 @@ class Session:
         self._steps = 0  # that it took, once verified
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
-    @_lean
+    @_in_inference_mode
     def prefill(self) -> Tensor:
         """Carry every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
@@ -112,7 +112,7 @@ class Session:
         self.cache.settled = True
         return self.model.logits(last[None])[0]
 
-    @_lean
+    @_in_inference_mode
     def keep(self, rows: Sequence[int]) -> int:
         """Leave all rows but these (ascending) out of further passes; the bytes this copied."""
         places = [self.rows[row] for row in rows]
@@ -162,7 +162,7 @@ class Session:
         rows = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
         return states[rows, slots.clamp(max=states.shape[1] - 1)]
 
-    @_lean
+    @_in_inference_mode
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
@@ -174,7 +174,7 @@ class Session:
         hidden, step = self._feed(tokens[:, None], offset)
         return state.step(tokens, hidden, step, offset)
 
-    @_lean
+    @_in_inference_mode
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         """Raw target logits (N, V) at those positions, ascending, of the tokens fed in this round.
 

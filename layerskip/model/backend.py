@@ -1,7 +1,7 @@
-"""What a way to compute sublayers takes and gives; knows none of them.
+"""The interface of backends: ways to compute a model's sublayers and head.
 
-There is one file for each: `modules.py` calls the library's modules, `lean.py` takes fewer kernels,
-`native.py` one call of C++ for a pass, `compiled.py` compiles the lean kernels.
+There is one file for each. `modules.py` calls the library's modules. `fused.py` needs fewer
+kernels. `native.py` makes one call of C++ for a pass. `compiled.py` compiles the fused kernels.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
@@ -80,7 +80,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
         """The sublayers of a decoder layer like the model's own that the model lacks.

@@ -98,7 +98,7 @@ class Layer(nn.Module):
 
     def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
         """Its attention and its MLP, as a backend computes them, rounded or exact."""
-        blocks: tuple[Block, Block] = backend.beside(self.built, self.window, self.kind, bits)
+        blocks: tuple[Block, Block] = backend.extra_layer(self.built, self.window, self.kind, bits)
         return blocks
 
     def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:

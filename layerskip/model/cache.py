@@ -24,7 +24,7 @@ def on_device(values: Sequence[Any], device: Any) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def whole(slots: int) -> int:
+def rounded_up(slots: int) -> int:
     """A number of slots rounded up, by a quarter at most beyond 256, to one of few."""
     unit = 1 << max(6, slots.bit_length() - 3)
     return -(-slots // unit) * unit
@@ -32,7 +32,7 @@ def whole(slots: int) -> int:
 
 def capacity(slots: int) -> int:
     """Slots to allocate: never are all of them in use, which would be another case to compile."""
-    return whole(slots) + 1
+    return rounded_up(slots) + 1
 
 
 class RowCache:

@@ -1,4 +1,4 @@
-"""Passes over sublayers as compiled functions; knows the lean blocks, no rounds, laws or policies.
+"""Passes over sublayers as compiled functions; knows the fused blocks, no rounds, laws or policies.
 
 A function is compiled for a list of blocks (sublayers, and perhaps a head behind them) and a number
 of rows, once for one token per row and once for several: how many tokens, how many slots are in use
@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.model.backend import Block, Step
-from layerskip.model.cache import RowCache, additive, capacity, causal, whole
+from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
 from layerskip.model.families import Architecture
-from layerskip.model.lean import Attention, Lean, gathered
+from layerskip.model.fused import Attention, Fused, gathered
 from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]
@@ -66,14 +66,14 @@ def _quietly(function: Function, *arguments: Any) -> Tensor:
 def warn_refusal(reason: str) -> None:
     """Say, once, that there is no compiler."""
     warnings.warn(
-        f"nothing can be compiled here, so that passes take the lean path: {reason}; install a C++ "
-        "compiler (on a GPU: Triton), or use execution='auto'",
+        f"nothing can be compiled here, so that passes take the fused path: {reason}; install a "
+        "C++ compiler (on a GPU: Triton), or use execution='auto'",
         stacklevel=2,
     )
 
 
-class Compiled(Lean):
-    """The lean blocks of a model, in compiled passes: in all but those of a prefill.
+class Compiled(Fused):
+    """The fused blocks of a model, in compiled passes: in all but those of a prefill.
 
     For as long as the model lives its compiled functions are remembered.
     """
@@ -100,7 +100,7 @@ class Compiled(Lean):
             list(blocks),
             hidden.contiguous(),
             slots,
-            torch.arange(whole(cache.end), device=hidden.device),  # (U,)
+            torch.arange(rounded_up(cache.end), device=hidden.device),  # (U,)
             [cache.keys[layer] for layer in layers],
             [cache.values[layer] for layer in layers],
             step.rotary.tables,

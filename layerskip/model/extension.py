@@ -4,7 +4,7 @@ It is built by torch's own extension loader, on first use, into the folder where
 builds (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a name that is a hash of the source,
 flags, compiler and versions. A child process compiles it and tries it, so that neither a broken
 build nor a wrong instruction can take this process down. Whatever fails is a reason, not an error:
-the lean path serves without. A build that failed is tried again after an hour, or when asked to.
+the fused path serves without. A build that failed is tried again after an hour, or when asked to.
 """
 
 from __future__ import annotations

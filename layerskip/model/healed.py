@@ -35,11 +35,11 @@ class Deltas:
     hash: str
     by_weight: Mapping[int, Delta]
 
-    def within(self, weight: Tensor, bits: int) -> Delta | None:
+    def merged_into(self, weight: Tensor, bits: int) -> Delta | None:
         """What a weight is healed with before it is rounded to so many bits."""
         return self.by_weight.get(id(weight)) if bits == MERGED else None
 
-    def beside(self, weight: Tensor, bits: int) -> Delta | None:
+    def added_to(self, weight: Tensor, bits: int) -> Delta | None:
         """What its products are healed with."""
         return None if bits == MERGED else self.by_weight.get(id(weight))
 

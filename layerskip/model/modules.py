@@ -26,7 +26,7 @@ LinearOf = Callable[[nn.Linear], Function]
 """Makes the product that stands in for a linear."""
 
 
-class Rotary:
+class ModuleRotary:
     """Cosines and sines of every position of a call, by layer type: computed once, then sliced."""
 
     def __init__(self, tables: Tables) -> None:
@@ -62,11 +62,11 @@ class Modules(Backend):
         def linear(module: nn.Linear) -> Function:
             weight = module.weight
             product = self.copies.of(weight, bits, deltas=deltas).linear(module.bias)
-            return healed(product, None if deltas is None else deltas.beside(weight, bits))
+            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
 
         return linear
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
         attend, mlp = layer.self_attn, layer.mlp
@@ -93,8 +93,8 @@ class Modules(Backend):
             chain.append(_on(self.model.device))
         return in_turn(*chain)
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables)
+    def rotary(self, tables: Tables) -> ModuleRotary:
+        return ModuleRotary(tables)
 
     def block(self, sublayer: int, linear: LinearOf | None = None) -> Block:
         """A sublayer, its linears as they are or taken in another way."""

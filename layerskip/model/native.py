@@ -1,8 +1,8 @@
 """Sublayers in one native call a pass, on a CPU; knows no passes' order, laws or skip policies.
 
 The C++ source beside this file (`native.cpp`) carries few tokens through any sublayers and a head:
-on a small model the lean path's kernels cost more than its weights, and BLAS reads a weight anew
-for every few tokens. Long prompts are arithmetic and stay with the lean path. All that follows a
+on a small model the fused path's kernels cost more than its weights, and BLAS reads a weight anew
+for every few tokens. Long prompts are arithmetic and stay with the fused path. All that follows a
 prompt is native, however long a pass: there a token's numbers do not depend on what it is verified
 beside, and a clock, which decides how long drafts are, must not decide between two arithmetics.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model import lean
+from layerskip.model import fused
 from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
+from layerskip.model.fused import Fused, Place
 from layerskip.model.healed import Deltas
-from layerskip.model.lean import Lean, Place
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
@@ -39,7 +39,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def refusal(model: Architecture) -> str | None:
-    """Why a model that the lean path serves has no native passes, or None."""
+    """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
     weights = [p for part in (*model.layers, model.model.lm_head) for p in part.parameters()]
@@ -49,7 +49,7 @@ def refusal(model: Architecture) -> str | None:
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for layer in model.layers:
-        function = lean.activation(_activation(layer.mlp))
+        function = fused.activation(_activation(layer.mlp))
         if function is not F.silu and not isinstance(function, partial):
             return f"there are no native passes with {type(function).__name__}"
     return None
@@ -58,7 +58,7 @@ def refusal(model: Architecture) -> str | None:
 @cache
 def warn_refusal(reason: str) -> None:
     """Say, once, that there are no native passes."""
-    warnings.warn(f"passes take the lean path: {reason}", stacklevel=2)
+    warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 
 Matrix = Callable[[nn.Linear], Any]
@@ -66,7 +66,7 @@ Matrix = Callable[[nn.Linear], Any]
 
 
 class NativeBlock:
-    """A sublayer, or a head, as the native passes know it and as the lean path does.
+    """A sublayer, or a head, as the native passes know it and as the fused path does.
 
     Attributes:
         number: in the backend's plan.
@@ -78,11 +78,11 @@ class NativeBlock:
         self,
         backend: Native,
         number: int,
-        lean: Block,
+        fused: Block,
         layer: int | None = None,
         after: Function | None = None,
     ) -> None:
-        self.backend, self.number, self.lean = backend, number, lean
+        self.backend, self.number, self.fused = backend, number, fused
         self.layer, self.after = layer, after
 
     def __call__(self, hidden: Tensor, step: Step | None) -> Tensor:
@@ -93,7 +93,7 @@ def _is_native(block: Any) -> bool:
     return isinstance(block, NativeBlock)
 
 
-class Rotary(lean.Rotary):
+class NativeRotary(fused.FusedRotary):
     """Rotary tables of a call as both paths take them: the native one whole, by layer type."""
 
     def __init__(self, tables: Tables, width: int, make: Any) -> None:
@@ -101,7 +101,7 @@ class Rotary(lean.Rotary):
         self.angles = [make(cos.contiguous(), sin.contiguous()) for cos, sin in tables.values()]
 
 
-class Native(Lean):
+class Native(Fused):
     """The blocks of a plain-weight model, few tokens of which take one native call a pass."""
 
     name = "native"
@@ -116,23 +116,23 @@ class Native(Lean):
         self.plan = self.extension.Plan()
         self._kinds = list(dict.fromkeys(model.layer_types))
         self.blocks = tuple(
-            self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, self._exact)
-            for sublayer, lean in enumerate(self.blocks)
+            self._native(self.layers[sublayer // 2], bool(sublayer % 2), fused, self._exact)
+            for sublayer, fused in enumerate(self.blocks)
         )
         attention = model.layers[0].self_attn
         self._heads = (_kv_heads(attention), attention.head_dim)
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        lean, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
+        fused, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
         if sublayer % 2 and not _in_blocks(place[0].mlp):
-            return lean
+            return fused
         matrix = partial(self._low, bits=bits, deltas=deltas)
-        return self._native(place, bool(sublayer % 2), lean, matrix)
+        return self._native(place, bool(sublayer % 2), fused, matrix)
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
-        attention, mlp = super().beside(layer, window, kind, bits)
+        attention, mlp = super().extra_layer(layer, window, kind, bits)
         place = layer, window, kind
         matrix = self._exact if bits is None else partial(self._low, bits=bits)
         attention = self._native(place, False, attention, matrix)
@@ -167,8 +167,8 @@ class Native(Lean):
         after = None if rows is None else rows.spread
         return NativeBlock(self, number, super().head(rows, bits), after=after)
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables, self._heads[1], self.extension.Angles)
+    def rotary(self, tables: Tables) -> NativeRotary:
+        return NativeRotary(tables, self._heads[1], self.extension.Angles)
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Native(Lean):
         prompt = step is None or not step.cache.settled
         if torch.is_grad_enabled() or chained or (prompt and rows * count > self.longest):
             for block in blocks:
-                hidden = getattr(block, "lean", block)(hidden, step)
+                hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
         for native, some in groupby(blocks, _is_native):  # what is timed is wrapped, and is not
             if native:
@@ -216,18 +216,18 @@ class Native(Lean):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, place: Place, second: bool, lean: Block, matrix: Matrix) -> NativeBlock:
+    def _native(self, place: Place, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
         layer, window, kind = place
         if second:
-            return NativeBlock(self, self._mlp(layer, matrix), lean)
+            return NativeBlock(self, self._mlp(layer, matrix), fused)
         number = self._attention(layer, window, self._kinds.index(kind), matrix)
-        return NativeBlock(self, number, lean, layer.self_attn.layer_idx)
+        return NativeBlock(self, number, fused, layer.self_attn.layer_idx)
 
     def _attention(self, layer: Any, window: int | None, angles: int, matrix: Matrix) -> int:
         module = layer.self_attn
         joined = hasattr(module, "qkv_proj")
         names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
-        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the lean path
+        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
         cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
         number: int = self.plan.attention(
             before=self._norm(layer.input_layernorm),
@@ -258,14 +258,14 @@ class Native(Lean):
             after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.down_proj),
-            gelu=lean.activation(_activation(module)) is not F.silu,
+            gelu=fused.activation(_activation(module)) is not F.silu,
         )
         return number
 
     def _norm(self, module: Any) -> Any:
         if module is None:
             return None
-        one_plus = hasattr(module, "eps")  # Gemma's, see `lean.rms_norm`
+        one_plus = hasattr(module, "eps")  # Gemma's, see `fused.rms_norm`
         epsilon = module.eps if one_plus else module.variance_epsilon
         return self.extension.Norm(module.weight, epsilon, one_plus)
 
@@ -282,7 +282,7 @@ class Native(Lean):
         self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
     ) -> Any:
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
-        delta = None if deltas is None else deltas.beside(weight, bits)
+        delta = None if deltas is None else deltas.added_to(weight, bits)
         inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
         how: dict[str, Any] = {"bits": bits, "rows": rows, "columns": columns}

@@ -241,7 +241,7 @@ def _facts(weight: Tensor) -> tuple[Any, ...]:
     return version, weight.shape, weight.dtype, weight.device
 
 
-class Copies:
+class RoundedCopies:
     """The rounded weights of a model, each made when it is first asked for.
 
     Attributes:
@@ -263,7 +263,7 @@ class Copies:
             packed: for native products.
             deltas: what is rounded with it, where such a copy can hold it.
         """
-        delta = None if deltas is None else deltas.within(weight, bits)
+        delta = None if deltas is None else deltas.merged_into(weight, bits)
         healing = None if delta is None or deltas is None else deltas.hash
         key = (bits, packed, healing)
         with self._lock:
@@ -297,14 +297,14 @@ class Copies:
             return sum(c.nbytes for origin in self._made.values() for c in origin.copies.values())
 
 
-_copies: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[nn.Module, RoundedCopies] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def copies_of(model: nn.Module) -> Copies:
+def copies_of(model: nn.Module) -> RoundedCopies:
     """The copies of a model, those of changed weights forgotten."""
     with _lock:
-        copies = _copies.setdefault(model, Copies())
+        copies = _copies.setdefault(model, RoundedCopies())
     copies.forget_changed()
     return copies
 

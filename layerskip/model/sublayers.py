@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model import compiled, extension, lean, native
+from layerskip.model import compiled, extension, fused, native
 from layerskip.model.backend import Backend, Block, Rotary
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.families import Architecture
-from layerskip.model.lean import Lean
+from layerskip.model.fused import Fused
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
 from layerskip.model.weights import DraftWeights
@@ -71,9 +71,9 @@ class Sublayers(Architecture):
     Args:
         model: a `transformers` causal language model of a family in `families.FAMILIES`, or
             PEFT's wrapper.
-        execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
+        execution: "modules" calls the library's modules, "fused" the fused path for plain weights,
             "native" the same in one call for passes of few tokens on a CPU, "compiled" in compiled
-            functions, but for the prefill (with a warning the lean path where either cannot be
+            functions, but for the prefill (with a warning the fused path where either cannot be
             had), "auto" the first of native, fused and modules that can serve the model as it is
             now.
 
@@ -183,7 +183,7 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     if execution == "modules":
         return Modules(model), ASKED
-    reason = lean.refusal(model)
+    reason = fused.refusal(model)
     if reason is not None:
         if execution == "auto":
             return Modules(model), reason
@@ -196,18 +196,18 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         if reason is None:
             return Compiled(model), ASKED
         compiled.warn_refusal(reason)
-        return Lean(model), reason
+        return Fused(model), reason
     if execution == "fused":
-        return Lean(model), ASKED
+        return Fused(model), ASKED
     reason = native.refusal(model)
     if reason is None:
         reason = extension.refusal()
     elif execution == "auto":
-        return Lean(model), reason if model.device.type == "cpu" else None
+        return Fused(model), reason if model.device.type == "cpu" else None
     if reason is None:
         return Native(model), None
     native.warn_refusal(reason)
-    return Lean(model), reason
+    return Fused(model), reason
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:

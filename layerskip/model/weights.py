@@ -20,8 +20,8 @@ from layerskip.model.backend import Backend, Block
 from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture, read_bytes
+from layerskip.model.fused import head_refusal
 from layerskip.model.healed import Deltas, paired
-from layerskip.model.lean import head_refusal
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
@@ -198,7 +198,7 @@ class DraftWeights:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
         if skip.trained is not None and not skip.trained.module:
             deltas = self.deltas(skip.trained)
-            apart = [deltas.beside(weight, bits) for weight in weights]
+            apart = [deltas.added_to(weight, bits) for weight in weights]
             nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)
         return nbytes
 

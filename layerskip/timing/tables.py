@@ -25,7 +25,7 @@ from transformers import PrefixConstrainedLogitsProcessor
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Offer
@@ -134,7 +134,7 @@ class _Times:
             if times
         )
 
-    def joined(self, other: _Times) -> _Times:
+    def merged(self, other: _Times) -> _Times:
         """With what another call took of the same kinds."""
         return replace(
             self,
@@ -164,7 +164,7 @@ class _Times:
 
 def measure(
     model: Sublayers,
-    drafts: Sequence[Draft],
+    drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
     context: int = _CONTEXT,
@@ -313,7 +313,7 @@ def _of_rows(table: CostTable, rows: int) -> CostTable:
     return CostTable(table.draft, tuple(verify), table.source)
 
 
-def analytic(model: Sublayers, draft: Draft) -> CostTable:
+def analytic(model: Sublayers, draft: DraftOrSkip) -> CostTable:
     """The table of a machine limited by reading weights, from their bytes."""
     source, whole = source_of(model, draft), model.weight_bytes()
     return CostTable.analytic(source.step_bytes(), [*whole["sublayers"], whole["head"]])
@@ -359,7 +359,7 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
 
 def cost_tables(
     model: Sublayers,
-    drafts: Sequence[Draft],
+    drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
     seconds: float | None = None,
@@ -391,7 +391,7 @@ def cost_tables(
             asked = {"budget": seconds} if seconds else {"whole": False, "turn": 3 * costs.calls}
             found = measure(model, sources, request, **asked)
             if found is not None:
-                costs.times = found if costs.times is None else costs.times.joined(found)
+                costs.times = found if costs.times is None else costs.times.merged(found)
                 costs.tables.clear()
                 if costs.times.complete and not costs.times.disturbed():
                     kept.write(file or kept.file_of(model, machine(model), keys, kind), costs.times)

@@ -32,7 +32,7 @@ _MARK = "\u2042\u2042"
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """Tokens of a prompt and of what follows; the prompt is the first `prompt` of them."""
 
     ids: list[int]
@@ -77,11 +77,11 @@ class Corpus:
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
 
-    def batch(self, number: int) -> list[Text]:
+    def batch(self, number: int) -> list[TrainingText]:
         """The training texts of that number; there is no end to them, unless they are given."""
         if not self.answers:
             mine = self.known[number * BATCH : (number + 1) * BATCH]
-            return [Text(ids, 0) for ids in mine]
+            return [TrainingText(ids, 0) for ids in mine]
         if self.known:
             places = range(number * BATCH, (number + 1) * BATCH)
             # a few prompts are answered no more often in a batch than so many can be
@@ -89,7 +89,7 @@ class Corpus:
         else:
             questions = self._own_questions(number + 1)
         return [
-            Text(ids + new, len(ids))
+            TrainingText(ids + new, len(ids))
             for ids, new in zip(questions, self._continued(questions, number + 1), strict=True)
         ]
 
@@ -181,20 +181,20 @@ def collect(
         yield total
 
 
-def read(path: Path) -> list[Text]:
+def read(path: Path) -> list[TrainingText]:
     """The texts of a file.
 
     Raises:
         ValueError: it is cut off or changed.
     """
     try:
-        return [Text(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+        return [TrainingText(ids, prompt) for prompt, ids in parse(path.read_bytes())]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the texts in {path} are cut off or changed; remove the file to draw them again"
         ) from error
 
 
-def all_texts(folder: Path) -> list[Text]:
+def all_texts(folder: Path) -> list[TrainingText]:
     """Every text of a folder, in order."""
     return [text for path in sorted(folder.glob("*.json")) for text in read(path)]

@@ -28,7 +28,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features, processes
 from layerskip.training.loop import optimizers_for, schedule, train, windows_of
-from layerskip.training.losses import Batch, Laws
+from layerskip.training.losses import Laws, TrainingBatch
 from layerskip.training.students import RANK, RATES, Student, skip_for, student_of
 from layerskip.vocabulary import ranked
 
@@ -245,7 +245,7 @@ class Training:
         if nbytes > 0:
             self.say(f"{what} take {nbytes / 1e6:.0f} MB of disk while training lasts")
 
-    def _frequent(self, texts: list[data.Text]) -> Tensor:
+    def _frequent(self, texts: list[data.TrainingText]) -> Tensor:
         """The tokens that the loss looks at: the answers' most frequent, (n,)."""
         answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
         frequent = ranked([answers], self.opened.vocabulary)[: self.recipe.vocabulary]
@@ -344,7 +344,7 @@ class Training:
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
 
-    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> Batch:
+    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> TrainingBatch:
         """What is learned from the windows of those numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)

@@ -38,7 +38,7 @@ def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
-def whole_pass(model: Sublayers, rows: int, count: int) -> Pass:
+def pass_from_start(model: Sublayers, rows: int, count: int) -> Pass:
     """A pass over so many whole windows of so many tokens."""
     cache = model.new_cache(rows, count)
     cache.place([0] * rows, count)
@@ -50,7 +50,7 @@ def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tens
 
     (B, T, H) each.
     """
-    step = whole_pass(model, *ids.shape)
+    step = pass_from_start(model, *ids.shape)
     hidden, found = model.embed(ids.to(model.device)), {}
     if tap is not None:
         hidden = found[TAPPED] = model.run(hidden, step, range(tap))

@@ -36,7 +36,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
-from layerskip.served import end_tokens
+from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.drafts import TRAINED_FILE, Training
 

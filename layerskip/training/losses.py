@@ -23,7 +23,7 @@ from layerskip.training.processes import average
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Of a draft's logits (..., V), the target's, the tokens that the text goes on with (...), -1 where
 there is none, and a temperature: a scalar."""
-Steps = list[tuple[Tensor, int]]
+DraftStates = list[tuple[Tensor, int]]
 """By step of a draft, hidden states (B, T - a, H), and how many tokens further on than the next one
 their laws are: a."""
 
@@ -100,7 +100,7 @@ LOSSES: dict[str, Loss] = {"lk": lk, "kl": kl, "tvd++": tvd_plus, "ce": ce}
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """What a step learns from.
 
     Attributes:
@@ -140,12 +140,12 @@ class Laws:
         return (out if self.cap is None else self.cap(out)).float()
 
     @torch.no_grad()
-    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> Batch:
+    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> TrainingBatch:
         """What a step learns from, of windows (B, T) and states (B, T, H)."""
         following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
-        return Batch(ids, states, tapped, self.logits(states), following)
+        return TrainingBatch(ids, states, tapped, self.logits(states), following)
 
-    def distance(self, steps: Steps, batch: Batch) -> Tensor:
+    def distance(self, steps: DraftStates, batch: TrainingBatch) -> Tensor:
         """The loss of a draft's steps, a scalar: their mean, a deeper one counting less."""
         losses = []
         for hidden, ahead in steps:
@@ -154,7 +154,7 @@ class Laws:
         weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
         return (weights * torch.stack(losses)).sum() / weights.sum()
 
-    def overlaps(self, steps: Steps, batch: Batch) -> list[float]:
+    def overlaps(self, steps: DraftStates, batch: TrainingBatch) -> list[float]:
         """By step of a draft, the mean overlap of its laws with the target's."""
         return [
             overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).item()

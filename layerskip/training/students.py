@@ -19,8 +19,8 @@ from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads, Str
 from layerskip.model.modules import Modules
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
-from layerskip.training.features import whole_pass
-from layerskip.training.losses import Batch, Steps
+from layerskip.training.features import pass_from_start
+from layerskip.training.losses import DraftStates, TrainingBatch
 
 RATES = dict.fromkeys(("feature-block", "heads", "streams"), 5e-3)
 RATES |= {"healed": 1e-3, "exit-block": 3e-3}
@@ -67,7 +67,7 @@ class Student(nn.Module, ABC):
     """What is trained."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         """What the draft's steps make of windows."""
 
     @abstractmethod
@@ -132,12 +132,12 @@ class Healing(Student):
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states behind the draft's sublayers, before the final norm, (B, T, H)."""
         model = self.opened[0]
-        step, hidden = whole_pass(model, *ids.shape), model.embed(ids)
+        step, hidden = pass_from_start(model, *ids.shape), model.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, step)
         return hidden
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.hidden(batch.ids), 0)]
 
     def weights(self) -> dict[str, Tensor]:
@@ -159,13 +159,13 @@ class _Block(Student):
     def weights(self) -> dict[str, Tensor]:
         return {name: weight.half() for name, weight in self.block.state_dict().items()}
 
-    def before(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def before(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """The states of the token before each, and what is embedded of it, (B, T, H) each."""
         return shifted(batch.states), self.embed(batch.ids).float()
 
 
 class _Exit(_Block):
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.block(batch.tapped), 0)]
 
 
@@ -175,9 +175,9 @@ class _Feature(_Block):
     Then all keys are of its own features, where in decoding only those of drafted tokens are.
     """
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         features, embedded = self.before(batch)
-        steps: Steps = []
+        steps: DraftStates = []
         for _ in range(ROLLOUTS):
             steps.append((self.block(features, embedded), 0))  # (B, T, H)
             features = shifted(steps[-1][0])
@@ -187,7 +187,7 @@ class _Feature(_Block):
 class _Ahead(_Block):
     """Heads or streams: all tokens of a draft in one pass."""
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         made = self.block(*self.before(batch))  # (B, T, K, H)
         count = made.shape[1]
         return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.steps import Steps, Texts, joined
+from layerskip.decoding.sources.steps import Steps, Texts, stacked
 from layerskip.model.sublayers import Pass, Sublayers
 
 
@@ -127,7 +127,7 @@ class _Steps(Steps):
             caches[-1].place([0], tokens.shape[1])
             step = Pass(model, caches[-1], model.rotary(tokens.shape[1], tokens.shape[1]))
             model.run(model.embed(tokens), step, range(model.num_sublayers))
-        super().__init__(texts, model, joined(caches))
+        super().__init__(texts, model, stacked(caches))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         target = self.source.model

@@ -131,10 +131,10 @@ def read(
         caches[-1].place([0], count)
         step = Pass(model, caches[-1], model.rotary(count, count))
         model.backend.run(fed(tokens, each[None]), step, blocks)
-    return joined(caches)
+    return stacked(caches)
 
 
-def joined(caches: list[RowCache]) -> RowCache:
+def stacked(caches: list[RowCache]) -> RowCache:
     """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
     joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
     for layer in list(caches[0].keys):

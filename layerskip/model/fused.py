@@ -40,7 +40,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDE, FEW = 64, 16
 
 
-class Lean(Backend):
+class Fused(Backend):
     """The blocks of a plain-weight model, in few kernels.
 
     Args:
@@ -62,7 +62,7 @@ class Lean(Backend):
         block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
         place, apart = (layer, window, kind), bits is not None
@@ -96,12 +96,12 @@ class Lean(Backend):
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
             product = self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
-            return healed(product, None if deltas is None else deltas.beside(weight, bits))
+            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
 
         return linear
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables, self.model.layers[0].self_attn.head_dim)
+    def rotary(self, tables: Tables) -> FusedRotary:
+        return FusedRotary(tables, self.model.layers[0].self_attn.head_dim)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Angles(NamedTuple):
     sin: Tensor | None
 
 
-class Rotary:
+class FusedRotary:
     """Rotary tables of a call in the layout of this path.
 
     Args:

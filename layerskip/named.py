@@ -10,12 +10,12 @@ SHIPPED = ("demo-llama", "demo-gemma2")
 MADE = ("smollm2", "gemma3-270m")
 """Real checkpoints that `make checkpoints` puts into the folder `checkpoints`."""
 
-_SHELF = Path(__file__).parent / "models"
-SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
+_MODELS = Path(__file__).parent / "models"
+SHIPPED_PROMPTS = _MODELS / "prompts.jsonl"
 """Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
-SPEC_BENCH = _SHELF / "spec-bench" / "prompts.jsonl"
+SPEC_BENCH = _MODELS / "spec-bench" / "prompts.jsonl"
 """Questions of Spec-Bench, the first turns: four of each of nine categories."""
-COPYING = _SHELF / "copying.jsonl"
+COPYING = _MODELS / "copying.jsonl"
 """Requests whose answers copy: summaries, retrieval, edits of code; three of each, for chats."""
 NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
 """Samples of prompts by the names that they have on the command line."""
@@ -29,7 +29,7 @@ def shipped(name: str) -> Path:
     """
     if name not in SHIPPED:
         raise ValueError(f"a shipped model is one of {', '.join(SHIPPED)}, got {name!r}")
-    folder = _SHELF / name
+    folder = _MODELS / name
     if not folder.is_dir():
         raise ValueError(f"the shipped model {name} is missing from this installation")
     return folder
