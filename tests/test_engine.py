@@ -247,7 +247,7 @@ def test_a_long_text_holds_less_than_twice_its_slots(execution: str) -> None:
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers have next to no room to spare, so that a text crosses many edges."""
     monkeypatch.setattr(cache, "_MORE", 1)
-    monkeypatch.setattr(cache, "whole", lambda slots: slots)
+    monkeypatch.setattr(cache, "rounded_up", lambda slots: slots)
 
 
 @pytest.mark.usefixtures("small_buckets")

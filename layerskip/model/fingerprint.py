@@ -1,4 +1,4 @@
-"""What tells checkpoints apart, whatever folder they lie in; computes nothing with them."""
+"""The hash that tells checkpoints apart."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SAMPLES = 32  # numbers of every tensor
 
 
 def fingerprint(model: Any, like: str | None = None) -> str:
-    """Tell checkpoints apart whatever folder they lie in: `model_hash`, "weights-" and 16 digits.
+    """The `model_hash` of a checkpoint, whatever folder it lies in: "weights-" and 16 digits.
 
-    Over every parameter's name and shape and some of its numbers, rounded to bfloat16 so that a
-    bfloat16 checkpoint is the same in every dtype it is loaded in. Adapted, merged and quantised
-    models are others than the one they come from. Where weights are offloaded, names and shapes
-    have to do, and "shapes-" stands in front: hashes of different kinds cannot be compared.
+    It covers every parameter's name and shape and some of its numbers, rounded to bfloat16 so that
+    a bfloat16 checkpoint has the same hash in every dtype. Adapted, merged and quantised models
+    have hashes of their own. Where weights are offloaded it covers names and shapes only, and
+    begins with "shapes-"; hashes of different kinds cannot be compared.
 
     Args:
         like: an older hash to compare with: one without a word in front is answered in kind.
@@ -38,8 +38,7 @@ def fingerprint(model: Any, like: str | None = None) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some numbers of a tensor, from its first to its last, as bfloat16; none where it is packed
-    in a way of its own."""
+    """Some numbers of a tensor, evenly spread, as bfloat16; none of a tensor subclass."""
     if type(tensor.data) is not Tensor:
         return torch.empty(0, dtype=torch.bfloat16)
     flat = tensor.detach().flatten()  # (N,)

@@ -1,10 +1,10 @@
-"""Sublayers in one native call a pass, on a CPU; knows no passes' order, laws or skip policies.
+"""The "native" backend: one C++ call for a pass of few tokens, on a CPU.
 
-The C++ source beside this file (`native.cpp`) carries few tokens through any sublayers and a head:
-on a small model the fused path's kernels cost more than its weights, and BLAS reads a weight anew
-for every few tokens. Long prompts are arithmetic and stay with the fused path. All that follows a
-prompt is native, however long a pass: there a token's numbers do not depend on what it is verified
-beside, and a clock, which decides how long drafts are, must not decide between two arithmetics.
+The C++ source is `native.cpp`. It carries few tokens through any sublayers and a head. On a small
+model the fused path's kernels take longer than reading its weights, and BLAS reads a weight again
+for every few tokens. Long prompts are limited by arithmetic and stay on the fused path. Every pass
+after the prompt is native, however long it is. So a token's numbers do not depend on the tokens
+verified with it. A clock decides how long drafts are, and it must not choose the arithmetic.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
@@ -66,12 +66,12 @@ Matrix = Callable[[nn.Linear], Any]
 
 
 class NativeBlock:
-    """A sublayer, or a head, as the native passes know it and as the fused path does.
+    """A sublayer, or a head, for native passes and for the fused path.
 
     Attributes:
-        number: in the backend's plan.
-        layer: of an attention, its number in the cache.
-        after: what follows a head.
+        number: its number in the backend's plan.
+        layer: for an attention, its number in the cache.
+        after: what to apply to the logits of a head.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ def _is_native(block: Any) -> bool:
 
 
 class NativeRotary(fused.FusedRotary):
-    """Rotary tables of a call as both paths take them: the native one whole, by layer type."""
+    """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
     def __init__(self, tables: Tables, width: int, make: Any) -> None:
         super().__init__(tables, width)
@@ -102,7 +102,7 @@ class NativeRotary(fused.FusedRotary):
 
 
 class Native(Fused):
-    """The blocks of a plain-weight model, few tokens of which take one native call a pass."""
+    """The blocks of a plain-weight model; a pass of few tokens is one native call."""
 
     name = "native"
     packed = True
@@ -141,7 +141,7 @@ class Native(Fused):
         return attention, mlp
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
-        """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
+        """Products of wide passes, with the numbers of native ones, which round inputs, too."""
 
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
             matrix = self._rounded(weight, bias, bits, deltas)
@@ -172,7 +172,7 @@ class Native(Fused):
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
-        # what torch computes between the passes would wait for a second thread as they did
+        # torch's own work between the passes would wait for a second thread, too
         before = self.extension.limit_threads(1) if self.extension.disturbed() else None
         try:
             yield
@@ -189,7 +189,7 @@ class Native(Fused):
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for native, some in groupby(blocks, _is_native):  # what is timed is wrapped, and is not
+        for native, some in groupby(blocks, _is_native):  # blocks wrapped for timing are not
             if native:
                 hidden = self._run(hidden, step, list(some))
             else:

@@ -1,7 +1,7 @@
-"""A `transformers` decoder as 2L residual sublayers; knows no rounds, laws or skip policies.
+"""A `transformers` decoder as 2L residual sublayers.
 
 Sublayer 2i is the attention of layer i, sublayer 2i+1 its MLP, each with its norms and residual
-add. The model stays as it was found; a backend computes with its weights or calls its modules.
+add. The model is not changed: a backend computes with its weights or calls its modules.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 """
 
@@ -31,7 +31,7 @@ ASKED = "as asked for"
 
 
 class Pass:
-    """What every sublayer of one forward pass shares: the cache, angles and masks when asked for.
+    """What all sublayers of one forward pass share: the cache, angles and masks.
 
     Args:
         cache: placed for the pass.
@@ -102,9 +102,9 @@ class Sublayers(Architecture):
 
     @property
     def exact(self) -> bool:
-        """Whether a token's numbers are the same, bit by bit, whatever it is verified beside.
+        """Whether a token's numbers are the same bit by bit, whatever tokens are verified with it.
 
-        Elsewhere kernels of libraries compute, which sum in another order beside other tokens.
+        On other backends library kernels may sum in another order for other passes.
         """
         return self.execution == "native"
 
@@ -128,7 +128,7 @@ class Sublayers(Architecture):
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """Around a round: where others need the cores, it makes do with one thread."""
+        """A context for a round: it uses one thread where other processes need the cores."""
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
@@ -136,7 +136,7 @@ class Sublayers(Architecture):
         return RowCache(rows, self.backend.capacity(slots), self.windows)
 
     def rotary(self, slots: int, total: int) -> Rotary:
-        """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
+        """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""
         slots = self.backend.capacity(slots)
         positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -163,7 +163,7 @@ class Sublayers(Architecture):
     def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
 
-        Of a pass that verifies or decodes, `step` says so: its numbers are of one arithmetic.
+        Pass `step` where a pass verifies or decodes: all of those use one arithmetic.
         """
         return self.head(hidden, step)
 

@@ -1,8 +1,8 @@
 """The weights that drafts compute with: rounded, healed, trained, or fewer rows of the head.
 
-Everything here is made when it is first asked for and kept for as long as the model stays opened;
-copies are shared by all openings of a model (see `rounded`). No text depends on any of it: the
-exact weights verify whatever a draft proposes.
+They are made on first use and kept for as long as the model stays opened. Rounded copies are shared
+by all openings of a model (see `rounded`). No text depends on them, since the exact weights verify
+every draft.
 Letters: B rows, T tokens of a pass, H hidden width, V vocabulary.
 """
 
@@ -29,12 +29,12 @@ _Key = tuple[int | None, int | None, str | None]
 
 
 class DraftWeights:
-    """What drafts of an opened model run.
+    """The blocks that drafts of an opened model run.
 
     Args:
         model: the opened model.
         backend: computes with it.
-        exact: its own sublayers and its own head, as blocks.
+        exact: blocks of the model's own sublayers, then of its head.
 
     Attributes:
         vocabulary: how many tokens drafts can draw; the model's, unless `trimmed`.
@@ -53,7 +53,7 @@ class DraftWeights:
         self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
 
     def refresh(self) -> None:
-        """Forget what was made of weights that have changed since."""
+        """Drop what was made of weights that have changed since."""
         self.copies.forget_changed()
         if self._seen != self.copies.changes:
             self._seen = self.copies.changes
@@ -62,7 +62,7 @@ class DraftWeights:
             self._modules.clear()
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
-        """The same for drafts that can draw these tokens only, but for less.
+        """The same, but drafts read the head's rows of these tokens only, and draw no others.
 
         A head that is not a plain weight stays whole, with a warning.
 
@@ -98,11 +98,11 @@ class DraftWeights:
         return few
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
-        """What a draft runs behind its shared prefix, its head last.
+        """The blocks that a draft runs after its shared prefix; the head is the last.
 
         Raises:
             ValueError: the skip config does not fit the model, or the model cannot run in low
-                precision, and why.
+                precision.
         """
         skip = skip.resolve(self.model.num_layers)
         low, prefix = skip.rounded(), skip.shared_prefix()
@@ -111,13 +111,13 @@ class DraftWeights:
         return [*found, self.head(skip)]
 
     def head(self, skip: SkipConfig | None = None) -> Block:
-        """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
+        """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
         if skip is None or (self._rows_of(skip) is self._rows and not skip.head_bits):
             return self._head
         return self._rounded(None, skip)
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
-        """The rows of the head that a draft reads, None for all: a module may have few tokens."""
+        """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
         if skip.trained is None or not skip.trained.module:
             return self._rows
         head: Any = self.model.model.get_submodule("lm_head")
@@ -127,7 +127,7 @@ class DraftWeights:
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
     def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer in low precision, or a head of the draft's own."""
+        """A sublayer in low precision, or (None) a head that is rounded or has few rows."""
         trained, backend = skip.trained, self.backend
         key: _Key
         if sublayer is None:
@@ -139,7 +139,7 @@ class DraftWeights:
             return self._low[key]
         assert skip.low is not None
         if trained is not None and trained.module:
-            trained = None  # modules beside rounded sublayers
+            trained = None  # modules do not change the rounded sublayers
         bits = skip.low.bits
         key = (sublayer, bits, None if trained is None else trained.hash)
         if key not in self._low:
@@ -148,10 +148,10 @@ class DraftWeights:
         return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
-        """What heals the linears of the sublayers, checked once for each opening.
+        """The deltas of the sublayers' linears, checked once for each opening.
 
         Raises:
-            ValueError: the file is not the one that is named, or heals another model.
+            ValueError: the file is not the one that is named, or belongs to another model.
         """
         if trained.hash not in self._deltas:
             weights = {name: linear.weight for name, linear in self.linears()}
@@ -160,10 +160,10 @@ class DraftWeights:
         return self._deltas[trained.hash]
 
     def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names, opened and checked once for each opening.
+        """The module that a skip config names, checked once for each opening.
 
         Raises:
-            ValueError: it is none of this model's (see `open_block`).
+            ValueError: it does not belong to this model (see `open_block`).
         """
         trained, bits = skip.trained, skip.module_bits
         assert trained is not None
@@ -180,7 +180,7 @@ class DraftWeights:
                 yield f"layers.{index // 2}.{part}.{name}", linear
 
     def nbytes(self, skip: SkipConfig) -> int:
-        """Memory that a draft's own weights take, or would take: rounded and trained ones."""
+        """Bytes that a draft's rounded and trained weights take, or would take."""
         skip = skip.resolve(self.model.num_layers)
         own = 0
         if skip.trained is not None and skip.trained.module:
@@ -203,7 +203,7 @@ class DraftWeights:
         return nbytes
 
     def read_by(self, skip: SkipConfig) -> list[float]:
-        """Bytes of the weights that a step of a resolved config's sublayers and head reads."""
+        """Bytes that a draft step reads: of each sublayer of a resolved config, and the head."""
         model, low = self.model, skip.low
         whole, rounded = model.weight_bytes(), set(skip.rounded())
         lower = whole if low is None else model.weight_bytes(low.bits)
