@@ -1,4 +1,4 @@
-"""Names of models and prompts that lie in known places; reads none of them."""
+"""The names of shipped models, checkpoints and prompt files, and the paths they stand for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SPEC_BENCH = _MODELS / "spec-bench" / "prompts.jsonl"
 COPYING = _MODELS / "copying.jsonl"
 """Requests whose answers copy: summaries, retrieval, edits of code; three of each, for chats."""
 NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
-"""Samples of prompts by the names that they have on the command line."""
+"""Prompt files by their names on the command line."""
 
 
 def shipped(name: str) -> Path:
     """The folder of a model that comes with the package, for `from_pretrained()`.
 
     Raises:
-        ValueError: none by that name, or not in this installation.
+        ValueError: there is no such model, or this installation lacks it.
     """
     if name not in SHIPPED:
         raise ValueError(f"a shipped model is one of {', '.join(SHIPPED)}, got {name!r}")
@@ -36,7 +36,7 @@ def shipped(name: str) -> Path:
 
 
 def made(name: str) -> Path:
-    """Where `make checkpoints` puts a real checkpoint, seen from the working folder.
+    """The folder where `make checkpoints` puts a real checkpoint, below the working folder.
 
     Raises:
         ValueError: it is not there.

@@ -11,19 +11,14 @@ from torch import Tensor
 _SAMPLES = 32  # numbers of every tensor
 
 
-def fingerprint(model: Any, like: str | None = None) -> str:
+def fingerprint(model: Any) -> str:
     """The `model_hash` of a checkpoint, whatever folder it lies in: "weights-" and 16 digits.
 
     It covers every parameter's name and shape and some of its numbers, rounded to bfloat16 so that
     a bfloat16 checkpoint has the same hash in every dtype. Adapted, merged and quantised models
     have hashes of their own. Where weights are offloaded it covers names and shapes only, and
     begins with "shapes-"; hashes of different kinds cannot be compared.
-
-    Args:
-        like: an older hash to compare with: one without a word in front is answered in kind.
     """
-    if like is not None and "-" not in like:
-        return _first_version(model)
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters())
     seen = not any(tensor.is_meta for _, tensor in tensors)
     digest = hashlib.sha256(str(model.config.model_type).encode())
@@ -45,15 +40,3 @@ def _sample(tensor: Tensor) -> Tensor:
     count = min(_SAMPLES, len(flat))
     places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(1, count - 1)
     return flat[places].bfloat16()
-
-
-def _first_version(model: Any) -> str:
-    """16 digits over the sizes and the final norm: they do not tell a merged adapter apart."""
-    config = model.config
-    norm: Tensor = model.get_submodule("model").norm.weight  # (H,)
-    sizes = [config.model_type, config.vocab_size, config.hidden_size, config.intermediate_size]
-    sizes += [config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads]
-    digest = hashlib.sha256(repr(sizes).encode())
-    if not norm.is_meta:  # offloaded: the sizes have to do
-        digest.update(bytes(norm.detach().bfloat16().cpu().view(torch.uint8).tolist()))
-    return digest.hexdigest()[:16]

@@ -32,7 +32,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
         ValueError: the model has other weights than they were trained on, or the file is missing,
             damaged or another one; says which in one line.
     """
-    base = fingerprint(model, like=trained.base)
+    base = fingerprint(model)
     if base != trained.base:
         raise ValueError(
             f"the trained draft {trained.weights} belongs to a model with other weights "
