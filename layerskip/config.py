@@ -1,4 +1,4 @@
-"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form; knows no torch.
+"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form.
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv

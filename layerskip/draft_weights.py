@@ -1,4 +1,4 @@
-"""Whose weights a draft computes with: rounded ones, trained ones; knows no sublayers, no torch."""
+"""The parts of a skip config that name a draft's weights: rounded and trained ones."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_logits_come_back_to_where_tokens_come_in(place: str) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_the_hash_decides_whether_a_skip_config_is_foreign(own: bool) -> None:
     model = tiny_model("llama")
-    model_hash = fingerprint(model) if own else "0123456789abcdef"
+    model_hash = fingerprint(model) if own else "weights-0123456789abcdef"
     skip = SkipConfig(attention=(3,), model="some/name", model_hash=model_hash)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -312,7 +312,7 @@ def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
 
     trained = save_trained(tmp_path / "draft.safetensors", module.weights(), "healed", model)
     opened = Sublayers(model, "fused")
-    step = features.pass_from_start(opened, 2, 3)
+    step = opened.first_pass(2, 3)
     with torch.no_grad():
         whole = replace(skip, trained=trained)
         want, rounded = (

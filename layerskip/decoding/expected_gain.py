@@ -120,7 +120,7 @@ class ExpectedGain(Controller):
     """
 
     needs_confidence = True
-    signal = "margin"  # on real texts it tells acceptance better than the probability does
+    signal = "margin"  # on real texts it predicts acceptance better than the probability does
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class ExpectedGain(Controller):
 
     def limit(self, row: int, allowed: int) -> int:
         round_, state = self._round, self._rows[row]
-        if round_.offers is None:  # nobody chooses: there is one draft
+        if round_.offers is None:  # no choice: there is one source
             if row in round_.rows:
                 self._end_round()
             round_ = self._round

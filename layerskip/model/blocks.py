@@ -6,7 +6,7 @@ the model's own final norm and head. Those and the embedding stay frozen and are
 - `FeatureBlock`: a decoder layer over the model's last hidden state and the token that followed it,
   fed with its own output where it runs ahead (EAGLE, Li et al. 2024, arXiv 2401.15077);
 - `Heads`: several tokens from one such pair (Medusa-1, Cai et al. 2024, arXiv 2401.10774);
-- `Streams`: several tokens in one pass of such a layer, in which learned streams behind the last
+- `Streams`: several tokens in one pass of such a layer, in which learned streams after the last
   token attend to the text (the n-stream attention of ProphetNet, Qi et al. 2020, arXiv 2001.04063).
 Letters: B rows, T tokens, H hidden width, K heads or streams.
 """
@@ -63,7 +63,7 @@ class _WholeTexts:
             for window, mask in seen.items()
         }
         if not model.eager and streams == 1:
-            for window in self.masks:  # the kernel knows causality, and is faster without a mask
+            for window in self.masks:  # the kernel is causal, and faster, without a mask
                 if window is None or window >= count:
                     self.masks[window] = None
 

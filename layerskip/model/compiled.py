@@ -82,7 +82,7 @@ class Compiled(Fused):
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, compilable)
-        self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
+        self._known: dict[Any, Function] = {}  # by blocks and situation
 
     def capacity(self, slots: int) -> int:
         """See `cache.capacity`."""
@@ -112,18 +112,15 @@ class Compiled(Fused):
         key = (tuple(blocks), situation)
         function = self._known.get(key)
         if function is None:
-            function = self._known[key] = self._function((_built(blocks), situation), arguments)
+            functions = _functions.setdefault(self.model.model, {})
+            built = (_built(blocks), situation)
+            if built not in functions:
+                functions[built] = _first(arguments)
+            function = self._known[key] = functions[built]
         if captured:
             torch.compiler.cudagraph_mark_step_begin()
             return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
         return function(*arguments)[:, :count]
-
-    def _function(self, key: Any, arguments: tuple[Any, ...]) -> Function:
-        """The function of blocks that are built like these, compiled if there is none yet."""
-        functions = _functions.setdefault(self.model.model, {})
-        if key not in functions:
-            functions[key] = _first(arguments)
-        return functions[key]
 
 
 def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[Tensor, Tensor]:

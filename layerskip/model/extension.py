@@ -249,7 +249,7 @@ def _build(folder: Path, again: bool) -> None:
         made.mkdir(mode=0o700)
         library = Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
         library.chmod(0o700)
-        if folder.exists():  # whoever has loaded it keeps it
+        if folder.exists():  # processes that have loaded it keep it
             folder.rename(Path(scratch, "before"))
         made.rename(folder)
     failed.unlink(missing_ok=True)

@@ -256,7 +256,7 @@ class Angles(NamedTuple):
 
     Attributes:
         cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None if cos is (D, D).
     """
 
     cos: Tensor

@@ -89,10 +89,6 @@ class NativeBlock:
         return self.backend.run(hidden, step, [self])
 
 
-def _is_native(block: Any) -> bool:
-    return isinstance(block, NativeBlock)
-
-
 class NativeRotary(fused.FusedRotary):
     """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
@@ -189,7 +185,9 @@ class Native(Fused):
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for native, some in groupby(blocks, _is_native):  # blocks wrapped for timing are not
+        for native, some in groupby(
+            blocks, lambda block: isinstance(block, NativeBlock)
+        ):  # blocks wrapped for timing are not
             if native:
                 hidden = self._run(hidden, step, list(some))
             else:
@@ -224,14 +222,13 @@ class Native(Fused):
         return NativeBlock(self, number, fused, layer.self_attn.layer_idx)
 
     def _attention(self, layer: Any, window: int | None, angles: int, matrix: Matrix) -> int:
-        module = layer.self_attn
-        joined = hasattr(module, "qkv_proj")
-        names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
+        module, sandwich = layer.self_attn, self.model.family.sandwich
+        names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
         cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
         number: int = self.plan.attention(
             before=self._norm(layer.input_layernorm),
-            after=self._after(layer.post_attention_layernorm),
+            after=self._norm(layer.post_attention_layernorm) if sandwich else None,
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.o_proj),
             q_norm=self._norm(getattr(module, "q_norm", None)),
@@ -249,13 +246,13 @@ class Native(Fused):
 
     def _mlp(self, layer: Any, matrix: Matrix) -> int:
         module, sandwich = layer.mlp, self.model.family.sandwich
-        joined = hasattr(module, "gate_up_proj")
-        names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
+        one = hasattr(module, "gate_up_proj")
+        names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
         number: int = self.plan.mlp(
             before=self._norm(
                 layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
             ),
-            after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
+            after=self._norm(layer.post_feedforward_layernorm) if sandwich else None,
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.down_proj),
             gelu=fused.activation(_activation(module)) is not F.silu,
@@ -268,9 +265,6 @@ class Native(Fused):
         one_plus = hasattr(module, "eps")  # Gemma's, see `fused.rms_norm`
         epsilon = module.eps if one_plus else module.variance_epsilon
         return self.extension.Norm(module.weight, epsilon, one_plus)
-
-    def _after(self, module: Any) -> Any:
-        return self._norm(module) if self.model.family.sandwich else None
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
@@ -300,8 +294,8 @@ def _kv_heads(attention: Any) -> int:
 
 def _in_blocks(mlp: Any) -> bool:
     """Whether up begins with a block of rows where gate and up are rounded together."""
-    joined = getattr(mlp, "gate_up_proj", None)
-    return joined is None or joined.weight.shape[0] // 2 % ROWS == 0
+    both = getattr(mlp, "gate_up_proj", None)
+    return both is None or both.weight.shape[0] // 2 % ROWS == 0
 
 
 def _activation(mlp: Any) -> Any:

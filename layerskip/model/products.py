@@ -24,7 +24,7 @@ Linear = Callable[[Tensor, Tensor | None], Function]
 
 SMALLEST_MODEL = 8 << 20
 """Bytes of all matrices beyond which they do not stay in cache between two passes."""
-_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last stands for all larger
+_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last also serves larger numbers
 _SWEEPS = 3
 _SAMPLE = 32 << 20  # bytes of each shape from which on no further matrix is timed
 _LARGEST_TIMED = 128 << 20  # bytes of a matrix; of larger ones the first rows

@@ -48,7 +48,7 @@ class Pass:
     @cached_property
     def masks(self) -> dict[int | None, Tensor | None]:
         """By sliding window, the attention mask of the pass."""
-        # the eager kernel knows no causality of its own; sdpa does when it is given no mask
+        # the eager kernel always needs a mask; sdpa is causal without one
         always = self.model.eager and self.cache.count > 1
         # one mask for all layers: sdpa takes bool, whatever dtype a layer has
         dtype = torch.bool if self.model.backend.bool_masks else self.model.dtype
@@ -73,7 +73,7 @@ class Sublayers(Architecture):
             PEFT's wrapper.
         execution: "modules" calls the library's modules, "fused" the fused path for plain weights,
             "native" the same in one call for passes of few tokens on a CPU, "compiled" in compiled
-            functions, but for the prefill (with a warning the fused path where either cannot be
+            functions, except the prefill (with a warning the fused path where either cannot be
             had), "auto" the first of native, fused and modules that can serve the model as it is
             now.
 
@@ -134,6 +134,12 @@ class Sublayers(Architecture):
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
         return RowCache(rows, self.backend.capacity(slots), self.windows)
+
+    def first_pass(self, rows: int, count: int) -> Pass:
+        """A pass over the first `count` tokens of every row, with a cache of its own."""
+        cache = self.new_cache(rows, count)
+        cache.place([0] * rows, count)
+        return Pass(self, cache, self.rotary(count, count))
 
     def rotary(self, slots: int, total: int) -> Rotary:
         """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from layerskip.files.writing import replacing
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 
 CHUNK = 64
 """Windows of a file."""
@@ -38,19 +38,12 @@ def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
-def pass_from_start(model: Sublayers, rows: int, count: int) -> Pass:
-    """A pass over `rows` texts of `count` tokens from their first token on."""
-    cache = model.new_cache(rows, count)
-    cache.place([0] * rows, count)
-    return Pass(model, cache, model.rotary(count, count))
-
-
 def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
     """Hidden states of windows (B, T): the last, before the final norm, and after `tap` sublayers.
 
     (B, T, H) each.
     """
-    step = pass_from_start(model, *ids.shape)
+    step = model.first_pass(*ids.shape)
     hidden, found = model.embed(ids.to(model.device)), {}
     if tap is not None:
         hidden = found[TAPPED] = model.run(hidden, step, range(tap))

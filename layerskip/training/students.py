@@ -19,7 +19,6 @@ from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads, Str
 from layerskip.model.modules import Modules
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
-from layerskip.training.features import pass_from_start
 from layerskip.training.losses import DraftStates, TrainingBatch
 
 RATES = dict.fromkeys(("feature-block", "heads", "streams"), 5e-3)
@@ -132,7 +131,7 @@ class Healing(Student):
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states after the draft's sublayers, before the final norm, (B, T, H)."""
         model = self.opened[0]
-        step, hidden = pass_from_start(model, *ids.shape), model.embed(ids)
+        step, hidden = model.first_pass(*ids.shape), model.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, step)
         return hidden

@@ -122,10 +122,9 @@ class _Steps(Steps):
         caches = []
         for text in texts.texts:
             tokens = known(text.tokens, model, texts.model)[None]  # (1, T)
-            caches.append(model.new_cache(1, tokens.shape[1]))
-            caches[-1].place([0], tokens.shape[1])
-            step = Pass(model, caches[-1], model.rotary(tokens.shape[1], tokens.shape[1]))
+            step = model.first_pass(*tokens.shape)
             model.run(model.embed(tokens), step, range(model.num_sublayers))
+            caches.append(step.cache)
         super().__init__(texts, model, stacked(caches))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:

@@ -102,9 +102,7 @@ def states_behind(source: Texts, tap: int) -> list[Tensor]:
     model, found = source.model, []
     for text in source.texts:
         tokens = text.tokens.to(model.device)[None]  # (1, T)
-        cache = model.new_cache(1, tokens.shape[1])
-        cache.place([0], tokens.shape[1])
-        step = Pass(model, cache, model.rotary(tokens.shape[1], tokens.shape[1]))
+        step = model.first_pass(*tokens.shape)
         found.append(model.run(model.embed(tokens), step, range(tap))[0])
     return found
 
