@@ -8,7 +8,7 @@ are added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,30 +21,27 @@ SHARE = 0.5
 """The share of free memory that copies may take by default."""
 
 
-@dataclass(frozen=True)
-class Unprepared:
-    """The default draft of a model, besides lookups.
+class AutomaticDraft(NamedTuple):
+    """The automatic draft of a model, besides lookups.
 
     Attributes:
         skip: the model in 8 bits; None if there are lookups only.
-        nbytes: bytes that copies of its weights take.
         reason: why there are lookups only, in words.
     """
 
     skip: SkipConfig | None
-    nbytes: int
     reason: str | None
 
 
-_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], Unprepared]] = (
+_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], AutomaticDraft]] = (
     WeakKeyDictionary()
 )
 
 
-def unprepared(
+def automatic_draft(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
-) -> Unprepared:
-    """The default draft of a model; decided once, so that it stays the same.
+) -> AutomaticDraft:
+    """The automatic draft of a model; decided once, so that it stays the same.
 
     Args:
         memory: bytes that copies of weights may take; by default SHARE of what is free.
@@ -58,19 +55,19 @@ def unprepared(
     return known[key]
 
 
-def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> Unprepared:
+def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
     skip = SkipConfig.low_precision(8)
     if model.execution != "native":
         reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
-        return Unprepared(None, 0, reason)
+        return AutomaticDraft(None, reason)
     nbytes = model.weights.nbytes(skip)
     free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)
     if limit is None or nbytes <= limit:
-        return Unprepared(skip, nbytes, None)
+        return AutomaticDraft(skip, None)
     whose = "the limit" if free is None else "half of what is free"
     reason = f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
-    return Unprepared(None, nbytes, reason)
+    return AutomaticDraft(None, reason)
 
 
 def in_words(nbytes: int) -> str:

@@ -36,7 +36,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import in_words, unprepared
+from layerskip.defaults import automatic_draft, in_words
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
@@ -299,7 +299,7 @@ class LayerSkipDecoding:
             sources.append(self._assistant(opened))
         own = self.skip
         if self.automatic:
-            own = unprepared(opened, self.draft_memory, by_memory=not rejection).skip
+            own = automatic_draft(opened, self.draft_memory, by_memory=not rejection).skip
         if own is not None:
             skip = own.resolve(opened.num_layers)
             own_hash = fingerprint(opened.model) if skip.model_hash else None
@@ -323,7 +323,9 @@ class LayerSkipDecoding:
             lines.append("drafts: by a second model")
         own, reason = self.skip, None
         if self.automatic:
-            found = unprepared(opened, self.draft_memory, by_memory=self.acceptance == "coupled")
+            found = automatic_draft(
+                opened, self.draft_memory, by_memory=self.acceptance == "coupled"
+            )
             own, reason = found.skip, found.reason
         if own is not None:
             nbytes = in_words(opened.weights.nbytes(own))

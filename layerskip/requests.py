@@ -174,13 +174,10 @@ def sampling_of(
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     own = getattr(model, "generation_config", None)
-    found = {}
-    for name, value in given.items():
-        for each in (value, getattr(own, name, None), _SAMPLING[name]):
-            if each is not None:
-                found[name] = each
-                break
-    return found
+    return {
+        name: next(x for x in (value, getattr(own, name, None), _SAMPLING[name]) if x is not None)
+        for name, value in given.items()
+    }
 
 
 def end_tokens(model: Any, given: int | Sequence[int] | None = None) -> frozenset[int]:

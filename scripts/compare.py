@@ -51,7 +51,7 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS, make_controller
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.files.comparisons import KIND, SCHEMA, write_comparison
 from layerskip.files.writing import replacing, write_text
 from layerskip.generation import DEFAULT_CONTROLLER
@@ -209,7 +209,7 @@ def compare_llama(args: argparse.Namespace) -> None:
         model, task = at.loaded.model, at.task()
         context = max(ids.shape[1] for ids in at.ids) + args.new_tokens
         llama = LlamaCpp(open_llama(at, context), task, end_tokens(model))
-        skip = SkipConfig.load(args.skip) if args.skip else unprepared(at.opened).skip
+        skip = SkipConfig.load(args.skip) if args.skip else automatic_draft(at.opened).skip
         plain, ours = Engine(model, task), Engine(model, task, "self", skip, lookup=True)
         asked = [(p.id, p.category, ids) for p, ids in zip(at.prompts, at.ids, strict=True)]
         batches, _ = make_batches(asked, [1], 0)

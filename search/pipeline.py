@@ -28,7 +28,7 @@ from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
@@ -448,7 +448,7 @@ class Search:
         started = time.perf_counter()
         found = choose(self.study, self.space, self.objective, count, self.progress)
         again = [] if self._costs_given or not self.held_out else list(found)
-        default = unprepared(self.opened).skip if self.space.trained else None
+        default = automatic_draft(self.opened).skip if self.space.trained else None
         if default is not None:
             found.append(default_draft(default, self.objective))
             again.append(found[-1])

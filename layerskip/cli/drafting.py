@@ -120,11 +120,11 @@ class Sources:
 
     def own(self, opened: Sublayers) -> tuple[SkipConfig | None, str | None]:
         """The model's own draft where there is no skip config, and why it has none."""
-        from layerskip.defaults import in_words, unprepared
+        from layerskip.defaults import automatic_draft, in_words
 
         limit = None if self.draft_memory is None else int(self.draft_memory * 1e9)
         if self.low_precision is None:
-            found = unprepared(opened, limit)
+            found = automatic_draft(opened, limit)
             return found.skip, found.reason
         if self.low_precision == "none":
             return None, None

@@ -6,7 +6,7 @@ Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -56,9 +56,9 @@ class DraftedTokens:
     confidences: list[list[float]]
     lengths: list[int]
     fed: Tensor
-    steps: list[tuple[list[Position], Tensor]]
-    laws: list[Tensor]
-    unread: bool
+    steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+    unread: bool = False
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""

@@ -249,9 +249,6 @@ class Decoder:
             confidences=[[] for _ in self.rows],
             lengths=list(map(len, tokens)),
             fed=on_device(fed, self.device),  # (R, T)
-            steps=[],
-            laws=[],
-            unread=False,
         )
 
     def _draft(self, source: int, limits: Sequence[int]) -> DraftedTokens:
@@ -268,8 +265,6 @@ class Decoder:
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
             fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
-            steps=[],
-            laws=[],
             unread=unread,
         )
         drafting = [row for row in self.rows if limits[row] > 0]

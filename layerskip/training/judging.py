@@ -28,7 +28,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
@@ -56,7 +56,7 @@ def judge(training: Training) -> dict[str, Any]:
     skip = trained_skip(folder)
     held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
-    base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
+    base, usual = replace(training.skip, num_layers=None), automatic_draft(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # else it would be the whole model
         drafts["untrained" if base.trained is None else "begun with"] = base
