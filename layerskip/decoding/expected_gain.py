@@ -60,7 +60,7 @@ class _Row:
     survival: float = 1.0
     """P(all tokens drafted in this round are accepted)."""
     bins: list[int] = field(default_factory=list)
-    """Of the confidences of this round's tokens."""
+    """Bins of the confidences of this round's tokens."""
 
 
 @dataclass(slots=True)

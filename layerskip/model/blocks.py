@@ -40,7 +40,7 @@ class _WholeTexts:
             see the text up to the token and each other; other tokens do not see them.
 
     Attributes:
-        rope, masks: as of every `Step`.
+        rope, masks: as in `Step`.
     """
 
     cache = None

@@ -70,7 +70,7 @@ def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
 
 
 def _state(head: nn.Linear) -> tuple[Any, ...]:
-    """What changes with a head's numbers, as far as that can be told for free."""
+    """Values that change with a head's numbers, as far as that can be checked for free."""
     return tuple(
         (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype, part.device)
         for part in head.parameters(recurse=False)

@@ -16,7 +16,7 @@ from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the architectures that share one decoder shape.
+    """The differences between architectures that share one decoder shape.
 
     Attributes:
         package: in `transformers.models`.
@@ -152,7 +152,7 @@ class Architecture:
 
     @property
     def softcap(self) -> float | None:
-        """Of the final logits."""
+        """The softcap of the final logits, if there is one."""
         return self.config.final_logit_softcapping if self.family.softcap else None
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:

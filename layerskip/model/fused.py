@@ -313,7 +313,7 @@ class FusedRotary:
 
 
 def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
-    """Of (cos, sin) of all positions, each (1, 1, S, R), those at slots (B, T), (B, 1, T, R)."""
+    """The angles at slots (B, T), (B, 1, T, R), from tables of all positions, (1, 1, S, R)."""
     return {
         kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
         for kind, (cos, sin) in tables.items()
