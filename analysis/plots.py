@@ -220,7 +220,7 @@ def run_skip_map(run: Run) -> Plot | None:
         settings = run.methods[method]
         owners.setdefault(str((settings["skipped"], settings.get("low"))), []).append(method)
     rows = [
-        Draft(
+        SkipMapRow(
             ", ".join(names),
             run.methods[names[0]]["skipped"],
             run.methods[names[0]].get("low"),
@@ -235,7 +235,7 @@ def search_skip_map(search: Search) -> Plot | None:
     """What finalists leave out or round, with what was measured of them, or their price."""
     lines = searches.finalists(search).to_dict("records")
     rows = [
-        Draft(
+        SkipMapRow(
             _name(line),
             finalist["skipped"],
             finalist.get("low"),
@@ -246,7 +246,7 @@ def search_skip_map(search: Search) -> Plot | None:
     return skip_map("search-skip-map", rows, search.num_layers) if rows else None
 
 
-class Draft(NamedTuple):
+class SkipMapRow(NamedTuple):
     """A draft on a skip map."""
 
     name: str
@@ -269,7 +269,7 @@ class Draft(NamedTuple):
 _KINDS = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 
 
-def skip_map(name: str, rows: Sequence[Draft], layers: int) -> Plot:
+def skip_map(name: str, rows: Sequence[SkipMapRow], layers: int) -> Plot:
     """What drafts leave out, and what they run in low precision, a row each."""
     figure, axes = _new_figure(1.3 + 0.21 * (len(rows) + 1))
     any_low = any(row.low for row in rows)

@@ -8,17 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
-    from layerskip.decoding.rounds import DecodingStats
-    from layerskip.decoding.sources.base import Proposal, Source, State
-    from layerskip.decoding.sources.lookup import Lookup
-    from layerskip.generation import GenerationOutput, LayerSkipDecoding, decode, generate
-    from layerskip.model.fingerprint import fingerprint
-    from layerskip.model.joined import joined
-    from layerskip.model.opening import release
-    from layerskip.model.wrappers import UnsupportedModelError
-    from layerskip.shelf import shipped
-    from layerskip.vocabulary import check_vocabularies
+    from layerskip.config import DecodingOptions as DecodingOptions
+    from layerskip.config import LowPrecision as LowPrecision
+    from layerskip.config import SkipConfig as SkipConfig
+    from layerskip.config import Trained as Trained
+    from layerskip.decoding.rounds import DecodingStats as DecodingStats
+    from layerskip.decoding.sources.base import Proposal as Proposal
+    from layerskip.decoding.sources.base import Source as Source
+    from layerskip.decoding.sources.base import State as State
+    from layerskip.decoding.sources.lookup import Lookup as Lookup
+    from layerskip.generation import GenerationOutput as GenerationOutput
+    from layerskip.generation import LayerSkipDecoding as LayerSkipDecoding
+    from layerskip.generation import decode as decode
+    from layerskip.generation import generate as generate
+    from layerskip.model.fingerprint import fingerprint as fingerprint
+    from layerskip.model.joined import joined as joined
+    from layerskip.model.opening import release as release
+    from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
+    from layerskip.named import shipped as shipped
+    from layerskip.vocabulary import check_vocabularies as check_vocabularies
 
 __version__ = "0.1.0"
 
@@ -41,30 +49,10 @@ _HOME = {
     "generate": "layerskip.generation",
     "joined": "layerskip.model.joined",
     "release": "layerskip.model.opening",
-    "shipped": "layerskip.shelf",
+    "shipped": "layerskip.named",
 }
 
-__all__ = [
-    "DecodingOptions",
-    "DecodingStats",
-    "GenerationOutput",
-    "LayerSkipDecoding",
-    "Lookup",
-    "LowPrecision",
-    "Proposal",
-    "SkipConfig",
-    "Source",
-    "State",
-    "Trained",
-    "UnsupportedModelError",
-    "check_vocabularies",
-    "decode",
-    "fingerprint",
-    "generate",
-    "joined",
-    "release",
-    "shipped",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

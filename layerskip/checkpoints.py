@@ -1,4 +1,4 @@
-"""From the name of a model to the model, its tokenizer and token ids; knows no decoding."""
+"""Loads a model and its tokenizer by name, and encodes prompts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from layerskip.model.families import FAMILIES
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.named import MADE, SHIPPED, made, shipped
 from layerskip.prompts import Prompt
-from layerskip.shelf import MADE, SHIPPED, made, shipped
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to decode, and what lies beside it."""
+    """A model ready to decode, its tokenizer and its folder."""
 
     name: str
     model: Any
@@ -62,7 +62,7 @@ def load(
 ) -> Loaded:
     """Load a causal language model, its products joined for good, and its tokenizer.
 
-    transformers and the Hub are silent from then on, but for errors.
+    transformers and the Hub then report errors only.
 
     Args:
         name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, or a Hugging Face

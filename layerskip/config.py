@@ -1,4 +1,4 @@
-"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form; knows no torch.
+"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form.
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
@@ -101,7 +101,7 @@ class SkipConfig:
     exit_layer: int | None = None
     """E: the draft runs layers 0..E-1 at most."""
     low: LowPrecision | None = None
-    """What of the kept sublayers and the head runs in low precision; None: nothing."""
+    """Which kept sublayers, and whether the head, run in low precision; None: none."""
     trained: Trained | None = None
     """Weights trained for this draft, healed ones for what `low` rounds; None: the model's own."""
     num_layers: int | None = field(default=None, compare=False)
@@ -220,16 +220,16 @@ class SkipConfig:
 
     @property
     def head_bits(self) -> int | None:
-        """Of the head that drafts read; None where it is exact."""
+        """Bits of the head that drafts read; None if it is exact."""
         return None if self.low is None else self.low.head_bits
 
     @property
     def module_bits(self) -> int | None:
-        """Of a trained module's linears; None where they are exact."""
+        """Bits of a trained module's linears; None if they are exact."""
         return self.low.bits if self.low is not None and self.low.head else None
 
     def bare(self) -> SkipConfig:
-        """What drafts are made of, not when to draft: no costs; of options vocabulary, lookup."""
+        """The parts that change what is drafted: no costs; of options vocabulary and lookup."""
         known = self.decoding or DecodingOptions()
         options = DecodingOptions(draft_vocabulary=known.draft_vocabulary, lookup=known.lookup)
         return replace(self, decoding=options, costs=None)

@@ -1,14 +1,14 @@
-"""What drafts for a checkpoint that nobody prepared.
+"""The default sources of drafts, for a checkpoint without a skip config.
 
-Two sources need no training, no search and no data: what followed where the text said the same
-before, which costs nothing, and the model itself with its weights in 8 bits, which costs the memory
-of the copies and pays where products with them are fast. Whether either pays on a text is what
-`expected-gain` finds out while it decodes. Whatever else is given drafts beside them.
+Two sources need no training, search or data. Lookups cost nothing. The model itself with its
+weights in 8 bits needs memory for the copies, and pays where products with them are fast.
+`expected-gain` finds out while decoding whether they pay on a text. Other sources that are given
+are added.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,38 +18,35 @@ from layerskip.environment import free_memory
 from layerskip.model.sublayers import Sublayers
 
 SHARE = 0.5
-"""Of the free memory, what copies may take where nobody says."""
+"""The share of free memory that copies may take by default."""
 
 
-@dataclass(frozen=True)
-class Unprepared:
-    """How such a model drafts beside looking up.
+class AutomaticDraft(NamedTuple):
+    """The automatic draft of a model, besides lookups.
 
     Attributes:
-        skip: the model in 8 bits; None where its drafts are looked up only.
-        nbytes: memory that copies of its weights take, or would take.
-        reason: why it does not, in words.
+        skip: the model in 8 bits; None if there are lookups only.
+        reason: why there are lookups only, in words.
     """
 
     skip: SkipConfig | None
-    nbytes: int
     reason: str | None
 
 
-_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], Unprepared]] = (
+_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], AutomaticDraft]] = (
     WeakKeyDictionary()
 )
 
 
-def unprepared(
+def automatic_draft(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
-) -> Unprepared:
-    """What drafts here without any set-up; decided once for a model, so that it stays the same.
+) -> AutomaticDraft:
+    """The automatic draft of a model; decided once, so that it stays the same.
 
     Args:
         memory: bytes that copies of weights may take; by default SHARE of what is free.
-        by_memory: False where the text depends on what drafts (by the rejection rule): then what is
-            free at the moment decides nothing, only the model and `memory`.
+        by_memory: False where the text depends on the drafts (under the rejection rule): then only
+            the model and `memory` decide, not the free memory.
     """
     known = _decided.setdefault(model.model, {})
     key = model.execution, memory, by_memory
@@ -58,21 +55,21 @@ def unprepared(
     return known[key]
 
 
-def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> Unprepared:
+def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
     skip = SkipConfig.low_precision(8)
     if model.execution != "native":
         reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
-        return Unprepared(None, 0, reason)
+        return AutomaticDraft(None, reason)
     nbytes = model.weights.nbytes(skip)
     free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)
     if limit is None or nbytes <= limit:
-        return Unprepared(skip, nbytes, None)
+        return AutomaticDraft(skip, None)
     whose = "the limit" if free is None else "half of what is free"
     reason = f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
-    return Unprepared(None, nbytes, reason)
+    return AutomaticDraft(None, reason)
 
 
 def in_words(nbytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Bytes as text, in GB or MB."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""Whose weights a draft computes with: rounded ones, trained ones; knows no sublayers, no torch."""
+"""The parts of a skip config that name a draft's weights: rounded and trained ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LowPrecision:
     """
 
     bits: Literal[8, 4] = 8
-    """Of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
+    """Bits of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
     attention: tuple[int, ...] | None = None
     mlp: tuple[int, ...] | None = None
     head: bool | Literal[8, 4] = True
@@ -42,7 +42,7 @@ class LowPrecision:
 
     @property
     def head_bits(self) -> int | None:
-        """Of the head; None where it is exact."""
+        """Bits of the head; None if it is exact."""
         if isinstance(self.head, bool):
             return self.bits if self.head else None
         return self.head
@@ -60,7 +60,7 @@ class LowPrecision:
         return low if low.head or low.attention or low.mlp else None
 
     def words(self, kept: int) -> str:
-        """What is low of a draft that keeps so many sublayers; of a resolved config."""
+        """A description for a resolved config that keeps so many sublayers."""
         rounded = len(self.attention or ()) + len(self.mlp or ())
         bits = f"in {self.bits} bits"
         apart = self.head_bits not in (None, self.bits)
@@ -109,12 +109,12 @@ class Trained:
 
     @property
     def words(self) -> str:
-        """What it is."""
+        """A description."""
         named = {"exit-block": "a trained block", "feature-block": "a trained block over features"}
         return named.get(self.kind, f"trained {self.kind}" if self.alone else "healed")
 
     def words_with(self, low: LowPrecision | None) -> str:
-        """What it is, and of a module in how many bits it and the head are."""
+        """A description, with the bits of a module and its head."""
         if not self.module or low is None or low.head_bits is None:
             return self.words
         if low.head_bits == low.bits:

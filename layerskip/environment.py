@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processors and source revision; knows no model and no run."""
+"""Describes the machine and the software of a run: versions, processors, source revision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "optuna", "numpy", "pandas", "accelerate", 
 
 
 def environment() -> dict[str, Any]:
-    """Everything that a record or a bug report should say about this machine, as JSON values.
+    """Facts about this machine for records and bug reports, as JSON values.
 
     Keys: `layerskip`, `python` and `packages` (versions; None where not installed), `platform`,
     `cpu` (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses),
@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
 
 
 def hardware(device: Any) -> str:
-    """The name of what computes on a torch device."""
+    """The name of a torch device's hardware."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
@@ -63,7 +63,7 @@ def hardware(device: Any) -> str:
 def render(found: dict[str, Any]) -> str:
     """The result of `environment()` as lines to read or to paste into an issue.
 
-    Its `native`, where there is one, says whether native passes are built.
+    If it has a `native` entry, that says whether native passes are built.
     """
     rows = [("layerskip", found["layerskip"]), ("python", found["python"])]
     rows += [(name, version or "not installed") for name, version in found["packages"].items()]
@@ -121,9 +121,9 @@ def _cores() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that this process can still have; None where nobody tells.
+    """Bytes of main memory that are free for this process; None if unknown.
 
-    The machine's, or what is left of its container's limit (Linux).
+    On Linux: the machine's, or what is left of its container's limit.
     """
     found = []
     with suppress(OSError, ValueError, KeyError):
@@ -131,13 +131,13 @@ def free_memory() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         group = Path("/sys/fs/cgroup")
         most, held = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # pages of files that nobody reads now go when memory is asked for
+        # inactive file pages are freed when memory is needed
         found.append(max(0, most - held + _numbers(group / "memory.stat")["inactive_file"]))
     return min(found, default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file of names and numbers, one of each a line."""
+    """The numbers by name in a file of lines of both."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 

@@ -1,6 +1,6 @@
-"""The doors: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode` beside it.
+"""The Python interface: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode`.
 
-Each hands a request to the engine and its output back; what may be asked is in `served.py`.
+Each passes a request to the engine and returns its output; `requests.py` checks the arguments.
 Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 """
 
@@ -36,13 +36,12 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import in_words, unprepared
+from layerskip.defaults import automatic_draft, in_words
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
-from layerskip.served import (
+from layerskip.requests import (
     check_ids,
-    check_one_row,
     checked_mask,
     end_tokens,
     ending,
@@ -56,19 +55,19 @@ from layerskip.served import (
 from layerskip.timing.tables import analytic, cost_tables, stored
 
 DEFAULT_CONTROLLER = "expected-gain"
-LONGEST_DRAFT = 20  # tokens a round drafts at most where nobody says less
+LONGEST_DRAFT = 20  # the default of `max_draft_length`
 
 
 @dataclass
 class GenerationOutput(GenerateDecoderOnlyOutput):
-    """What `generate()` returns, and how it came about.
+    """What `generate()` returns, with statistics of the decoding.
 
     Attributes:
         sequences: prompts and new tokens, rows that ended early padded on the right, (B, W + n).
         scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
         stats: counts of the decoding.
-        rounds: what every round did; their scores and logits are those above.
-        costs: the cost table the controller decided with.
+        rounds: a record of every round, without its scores and logits.
+        costs: the cost table that the controller used.
     """
 
     stats: DecodingStats | None = None
@@ -83,36 +82,35 @@ class LayerSkipDecoding:
     `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
     is a function of model, prompt, settings and seed alone, whatever is drafted.
 
-    A `streamer` of `model.generate()` is served, but where the library itself refuses the call
-    nobody ends it: use `layerskip.generate`, which does, where something waits for its end.
+    A `streamer` of `model.generate()` works, but nobody ends it if the library itself refuses the
+    call. If something waits for its end, use `layerskip.generate`, which always ends it.
 
-    Many calls on one small model are faster inside of `with layerskip.joined(model)`.
+    Many calls on one small model are faster inside `with layerskip.joined(model)`.
 
     Args:
         skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without one,
             drafts need no set-up: they are looked up, and the model drafts in 8 bits where that is
-            fast (see `layerskip.defaults`). What else is given drafts beside them, and rounds take
-            any of them.
-        lookup: whether drafts are also looked up in each row's own history (or, given a `Lookup`,
-            in other texts, too).
-        assistant: a second model, or one opened as `Sublayers`, that drafts, too. It must mean the
-            same by every token: `layerskip.check_vocabularies` compares tokenizers.
+            fast (see `layerskip.defaults`). Other sources that are given are added.
+        lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
+            other texts, too).
+        assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
+            same vocabulary: `layerskip.check_vocabularies` compares tokenizers.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
-        threshold: of the controllers that have one.
+        threshold: for the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
         enabled: False decodes plainly.
-        draft_memory: bytes that copies of weights for drafts may take where none are named; half of
-            what is free by default, and what they need by the rejection rule, whose text must not
-            depend on that. 0: no copies.
-        draft_vocabulary: token ids, the only ones that drafts may draw, in place of all (see
-            `layerskip.vocabulary`); their rows of the head are copied, once for each model.
+        draft_memory: bytes that copies of weights for drafts may take if no skip config is given;
+            by default half of what is free. Under the rejection rule the text must not depend on
+            free memory, and there is no limit. 0: no copies.
+        draft_vocabulary: the only token ids that drafts may draw (see `layerskip.vocabulary`);
+            their rows of the head are copied, once for each model.
         seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
             torch's default generator at every call; the stats report it.
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
-        costs: cost table of the controller; measured or taken from the skip config otherwise.
+        costs: cost table of the controller; otherwise measured, or taken from the skip config.
         execution: "auto", "modules", "fused", "native" or "compiled", see `Sublayers`. Compiling
             pays for many calls on one model only; "auto" never does.
         clock: fills the rounds' `times`; on a GPU it should wait for the device.
@@ -201,7 +199,7 @@ class LayerSkipDecoding:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
 
         Raises:
-            ValueError: something asked for cannot be served; the message names it.
+            ValueError: an argument cannot be served; the message names it.
         """
         streamer = streamer or streamer_of_the_call(self)  # the library gave it the prompt
         with ending(streamer):
@@ -228,8 +226,8 @@ class LayerSkipDecoding:
         config = generation_config  # the library's name for it, as of the others
         attention_mask = checked_mask(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
-        if streamer is not None:
-            check_one_row(input_ids)
+        if streamer is not None and rows > 1:
+            raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
         criteria = list(stopping_criteria or [])
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -293,26 +291,26 @@ class LayerSkipDecoding:
         return Decoder(opened, sources, controller, request, max_draft_length=longest), costs[-1]
 
     def _sources(self, opened: Sublayers, *, rejection: bool) -> tuple[Sublayers, list[Source]]:
-        """What drafts, the model's own draft last, and the model as it drafts."""
+        """The model, perhaps with a draft vocabulary, and its sources, the own draft last."""
         sources: list[Source] = [] if self.lookup is None else [self.lookup]
         sources += self.sources
         if self.assistant is not None:
             sources.append(self._assistant(opened))
         own = self.skip
         if self.automatic:
-            own = unprepared(opened, self.draft_memory, by_memory=not rejection).skip
+            own = automatic_draft(opened, self.draft_memory, by_memory=not rejection).skip
         if own is not None:
             skip = own.resolve(opened.num_layers)
-            own_hash = opened.weights.fingerprint(skip.model_hash) if skip.model_hash else None
+            own_hash = opened.weights.fingerprint() if skip.model_hash else None
             skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
             if self.draft_vocabulary is not None:
                 opened = opened.trimmed(self.draft_vocabulary)
-            opened.weights.blocks(skip)  # what cannot be had is refused before anything is decoded
+            opened.weights.blocks(skip)  # raises here, before anything is decoded
             sources.append(source_of(opened, skip))
         return opened, sources
 
     def explain(self, model: Any) -> str:
-        """Which drafts there are for a model, and why no better ones; a line each."""
+        """The sources of drafts for a model, and why there are no better ones; a line each."""
         opened = sublayers_of(model, self.execution)
         lines = [f"passes: {opened.describe()}"]
         if not self.enabled:
@@ -324,7 +322,9 @@ class LayerSkipDecoding:
             lines.append("drafts: by a second model")
         own, reason = self.skip, None
         if self.automatic:
-            found = unprepared(opened, self.draft_memory, by_memory=self.acceptance == "coupled")
+            found = automatic_draft(
+                opened, self.draft_memory, by_memory=self.acceptance == "coupled"
+            )
             own, reason = found.skip, found.reason
         if own is not None:
             nbytes = in_words(opened.weights.nbytes(own))
@@ -339,12 +339,12 @@ class LayerSkipDecoding:
         return "\n".join(lines)
 
     def prepare(self, model: Any, *, rows: int = 1, seconds: float = 2.0, **sampling: Any) -> None:
-        """Make the copies and measure the costs that the first calls would make and measure.
+        """Make copies and measure costs now instead of in the first calls.
 
         Args:
-            rows: of the batches to come.
-            seconds: that measuring may take, about.
-            sampling: do_sample, temperature, top_k and top_p of the calls to come, as for `decode`.
+            rows: of later batches.
+            seconds: about how long measuring may take.
+            sampling: do_sample, temperature, top_k and top_p of later calls, as for `decode`.
         """
         opened = sublayers_of(model, self.execution)
         opened, sources = self._sources(opened, rejection=False)
@@ -358,7 +358,7 @@ class LayerSkipDecoding:
             cost_tables(opened, sources, request, seconds=seconds)
 
     def _assistant(self, target: Sublayers) -> Assistant:
-        """The second model, opened, that may draw the draft vocabulary only."""
+        """The second model as a source, limited to the draft vocabulary."""
         given = self.assistant
         opened = sublayers_of(given, self.execution)
         if self.draft_vocabulary is None:
@@ -378,14 +378,14 @@ class LayerSkipDecoding:
         request: Request,
         brought: CostTable | None,
     ) -> Sequence[CostTable | None]:
-        """The costs of each source; None where nobody asks for them."""
+        """The costs of each source; None where the controller does not need them."""
         if brought is not None:
             free = replace(brought, draft=0.0)
             return [free if source.known else brought for source in sources]
         if self.controller != DEFAULT_CONTROLLER:
             return [None] * len(sources)
         if request.rejection and request.law.do_sample:
-            # with this rule a clock would decide the text
+            # measured costs would let a clock decide the text
             return [analytic(model, source) for source in sources]
         return cost_tables(model, sources, request)
 
@@ -414,7 +414,7 @@ def generate(
     stopping_criteria: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> GenerationOutput:
-    """`model.generate()` with self-speculation, and with what it drops on the custom path.
+    """`model.generate()` with self-speculation, and all arguments that its custom path drops.
 
     Args:
         model: a supported causal language model.
@@ -434,7 +434,7 @@ def generate(
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
             ends.append(StopStringCriteria(tokenizer, stop_strings))
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-        if "input_ids" in given:  # the library says what else it misses
+        if "input_ids" in given:  # the library checks the rest
             check_ids(given["input_ids"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
@@ -469,20 +469,20 @@ def decode(
     keep_scores: bool = False,
     **settings: Any,
 ) -> Iterator[Round]:
-    """Decode round by round, in token ids; the loop without `generate()` around it.
+    """Decode round by round, in token ids; the engine without `generate()`.
 
     Args:
         input_ids: (B, W), left-padded where attention_mask (B, W) is 0.
         skip, **settings: as for `LayerSkipDecoding`.
-        temperature, top_k, top_p: of sampling. None means here what it does in `model.generate()`:
-            the model's generation config, then the library's default, which has a top_k of 50. Say
-            top_k=0 and top_p=1.0 for the whole softmax.
+        temperature, top_k, top_p: of sampling. None means the same as in `model.generate()`: the
+            value of the model's generation config, then the library's default, which has a top_k of
+            50. Give top_k=0 and top_p=1.0 for the full softmax.
         logits_processor: run before temperature, top_k and top_p.
         keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
         eos_token_id: tokens that end a row; the model's own by default.
 
     Yields:
-        Round 0 (the prefill's token), then each round with what it drafted, accepted and emitted.
+        Round 0 (the prefill's token), then each round.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -518,6 +518,6 @@ def decode(
 def _law(
     model: Any, rows: int, processors: Sequence[Any], *, do_sample: bool, **sampling: Any
 ) -> Law:
-    """The law of processors and of what sampling is asked for, as `model.generate()` makes it."""
+    """The law of processors and sampling arguments, as `model.generate()` makes it."""
     own = warpers(**sampling_of(model, **sampling)) if do_sample else ()
     return Law([*processors, *own], do_sample=do_sample, rows=rows)

@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines or plain text; knows no tokenizer and no model."""
+"""Reads prompt files: JSON lines or plain text."""
 
 from __future__ import annotations
 

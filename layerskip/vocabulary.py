@@ -1,8 +1,7 @@
-"""Which tokens a draft should be able to draw, and whether two models mean the same by them.
+"""Ranks tokens for a draft vocabulary, and checks that two models share a vocabulary.
 
-Knows no model and no head. Few tokens make up most of any text: a draft that reads only the
-frequent tokens' rows of the head costs less and proposes nearly the same (FR-Spec, arXiv
-2502.14856).
+Few tokens make up most of any text. A draft that reads only their rows of the head costs less and
+proposes nearly the same (FR-Spec, arXiv 2502.14856).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor
 def ranked(
     texts: Iterable[Sequence[int] | Tensor], vocabulary: int, *, ends: Iterable[int] = ()
 ) -> Tensor:
-    """Every token id, those worth keeping in a draft vocabulary first, (V,) int64.
+    """Every token id, the most useful for a draft vocabulary first, (V,) int64.
 
-    First come `ends`, without which drafts run on behind every end of a text; then the others by
-    how often they occur. Tokens that occur equally often, as all that never do, are in the order of
-    their ids, in which merges of a tokenizer were learned, and so about that of their frequency.
+    First come `ends`, without which drafts would run on behind an end of text, then the others by
+    frequency. Tokens of equal frequency are in the order of their ids: a tokenizer's merges were
+    learned in that order, which is about the order of frequency.
 
     Args:
         texts: token ids like those that will be generated, (T,) or (1, T) each.
@@ -48,15 +47,15 @@ def ranked(
 
 
 def check_vocabularies(tokenizer: Any, other: Any) -> None:
-    """Refuse a second model's tokenizer that means something else by any token.
+    """Refuse a second model's tokenizer if any token differs.
 
-    Either may have tokens behind the last one of the other, which no draft has then.
+    Either may have extra tokens behind the other's last one; those are never drafted.
 
     Args:
         tokenizer, other: of `transformers`, the target's and the second model's.
 
     Raises:
-        ValueError: they differ, and where first.
+        ValueError: they differ; the message names the first difference.
     """
     ours, theirs = (
         {token: text for text, token in each.get_vocab().items()} for each in (tokenizer, other)

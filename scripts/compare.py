@@ -32,7 +32,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from random_models import SHAPES, Dial, configuration, random_model
 from safetensors.torch import load_file
 
-from layerskip.bench.batches import Batch, make_batches
+from layerskip.bench.batches import PromptBatch, make_batches
 from layerskip.bench.methods import Clock, Decoded, Engine, Method, Peer, Task
 from layerskip.bench.plans import make_header, price
 from layerskip.bench.runner import device_clock
@@ -51,7 +51,7 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS, make_controller
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.files.comparisons import KIND, SCHEMA, write_comparison
 from layerskip.files.writing import replacing, write_text
 from layerskip.generation import DEFAULT_CONTROLLER
@@ -62,10 +62,10 @@ from layerskip.prompts import Prompt
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.simulation import simulate, tokens_per_step
+from layerskip.requests import end_tokens
 from layerskip.search import study, warm_starts
 from layerskip.search.objective import Objective
 from layerskip.search.space import Space
-from layerskip.served import end_tokens
 from layerskip.timing.sublayers import measure
 from layerskip.timing.tables import cost_tables
 from layerskip.timing.threads import cpu_threads
@@ -118,7 +118,11 @@ def setting(args: argparse.Namespace) -> Iterator[Setting]:
 
 
 def by_clock(
-    at: Setting, task: Task, methods: Sequence[Method], batches: Sequence[Batch], **header: Any
+    at: Setting,
+    task: Task,
+    methods: Sequence[Method],
+    batches: Sequence[PromptBatch],
+    **header: Any,
 ) -> None:
     """Measure methods in turn on every batch, write the run file, print the benchmark's table."""
     whole = {
@@ -145,7 +149,7 @@ class LlamaCpp:
         return {"name": self.name, "kind": self.kind, "package": PACKAGE}
 
     def decode(
-        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         limit = max_new_tokens or self.task.max_new_tokens
         self.llama.reset()  # nothing of the text before is used again
@@ -205,7 +209,7 @@ def compare_llama(args: argparse.Namespace) -> None:
         model, task = at.loaded.model, at.task()
         context = max(ids.shape[1] for ids in at.ids) + args.new_tokens
         llama = LlamaCpp(open_llama(at, context), task, end_tokens(model))
-        skip = SkipConfig.load(args.skip) if args.skip else unprepared(at.opened).skip
+        skip = SkipConfig.load(args.skip) if args.skip else automatic_draft(at.opened).skip
         plain, ours = Engine(model, task), Engine(model, task, "self", skip, lookup=True)
         asked = [(p.id, p.category, ids) for p, ids in zip(at.prompts, at.ids, strict=True)]
         batches, _ = make_batches(asked, [1], 0)
@@ -225,7 +229,7 @@ class AtAcceptance:
         return self.method.describe()
 
     def decode(
-        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         assert batch.category is not None
         self.dial.set(self.strengths[batch.category])

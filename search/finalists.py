@@ -16,7 +16,7 @@ import torch
 from optuna import Study
 from optuna.trial import FrozenTrial
 
-from layerskip.bench.batches import Batch
+from layerskip.bench.batches import PromptBatch
 from layerskip.bench.decoded import decoding_totals
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
@@ -217,7 +217,7 @@ def confirm(
     model: Any,
     task: Task,
     finalists: Sequence[Finalist],
-    batches: Sequence[Batch],
+    batches: Sequence[PromptBatch],
     *,
     repeats: int,
     progress: Progress = silent,

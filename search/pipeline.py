@@ -28,11 +28,12 @@ from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
+from layerskip.requests import end_tokens, sampling_of
 from layerskip.search import study, warm_starts
 from layerskip.search.finalists import (
     MORE,
@@ -51,7 +52,6 @@ from layerskip.search.finalists import (
 from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
-from layerskip.served import end_tokens, sampling_of
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.tables import machine
 
@@ -448,7 +448,7 @@ class Search:
         started = time.perf_counter()
         found = choose(self.study, self.space, self.objective, count, self.progress)
         again = [] if self._costs_given or not self.held_out else list(found)
-        default = unprepared(self.opened).skip if self.space.trained else None
+        default = automatic_draft(self.opened).skip if self.space.trained else None
         if default is not None:
             found.append(default_draft(default, self.objective))
             again.append(found[-1])

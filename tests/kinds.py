@@ -19,7 +19,7 @@ from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
@@ -113,7 +113,7 @@ def draft_of(kind: str, model: Any, folder: Path) -> SkipConfig | Assistant:
 class Several(LayerSkipDecoding):
     """Drafts from any drafts, of which the doors take one of each sort at most."""
 
-    def __init__(self, drafts: Sequence[Draft], costs: CostTable, **settings: Any) -> None:
+    def __init__(self, drafts: Sequence[DraftOrSkip], costs: CostTable, **settings: Any) -> None:
         super().__init__(SkipConfig(), **settings)
         self.drafts = drafts
         self.tables = [

@@ -19,7 +19,7 @@ from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
@@ -50,9 +50,9 @@ def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -
     return near(model_of(family, vocab_size), noise)
 
 
-def drafts_of(mixture: str) -> tuple[Draft, ...]:
+def drafts_of(mixture: str) -> tuple[DraftOrSkip, ...]:
     first, other = Assistant(Sublayers(second_of())), Assistant(Sublayers(second_of(noise=0.2)))
-    known: dict[str, tuple[Draft, ...]] = {
+    known: dict[str, tuple[DraftOrSkip, ...]] = {
         "assistant": (first,),
         "assistant, exit": (first, EXIT),
         "lookup, two assistants, exit": (Lookup(), first, other, EXIT),
@@ -60,7 +60,7 @@ def drafts_of(mixture: str) -> tuple[Draft, ...]:
     return known[mixture]
 
 
-def decoded(drafts: Sequence[Draft], controller: Any, **how: Any) -> Decoder:
+def decoded(drafts: Sequence[DraftOrSkip], controller: Any, **how: Any) -> Decoder:
     """Decode ragged prompts to the end; the finished decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)
@@ -127,7 +127,7 @@ def check_states(run: Decoder) -> int:
     return short
 
 
-def played_with_states(drafts: Sequence[Draft], controller: Any, sample: bool) -> int:
+def played_with_states(drafts: Sequence[DraftOrSkip], controller: Any, sample: bool) -> int:
     ids, mask = prompts(model_of())
     keys = [stream_key(row) for row in range(len(ids))]
     asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)

@@ -9,7 +9,7 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
-from layerskip.bench.batches import Batch, make_batches
+from layerskip.bench.batches import PromptBatch, make_batches
 from layerskip.bench.methods import (
     Decoded,
     Engine,
@@ -71,7 +71,7 @@ def batches(*lengths, rows=1, seed=0):
         ids, mask = ragged((length,) * rows, seed=seed + number)
         names = tuple(f"{number}-{row}" for row in range(rows))
         numbers = tuple(range(number * rows, number * rows + rows))
-        made.append(Batch(names, numbers, "kind", ids, mask))
+        made.append(PromptBatch(names, numbers, "kind", ids, mask))
     return made
 
 
@@ -351,7 +351,7 @@ def test_a_near_tie_is_none(model):
 )
 def test_the_scores_that_judge_are_those_that_drew(model, task):
     ids, mask = ragged((3, 6))
-    batch = Batch(("a", "b"), (4, 9), None, ids, mask)
+    batch = PromptBatch(("a", "b"), (4, 9), None, ids, mask)
     plain = Engine(model, task)
     judge = Judge(model, task, [plain])
     for row, text in enumerate(plain.decode(batch, 0, Clock()).tokens):

@@ -13,14 +13,13 @@ from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Stream
 from layerskip.model.cache import RowCache
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.training.features import whole_pass
 
 COUNT = 13  # more than a sliding window
 
 
 def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
     """Hidden states of whole texts before and after every layer, (B, T, H) each."""
-    step = whole_pass(model, *ids.shape)
+    step = model.first_pass(*ids.shape)
     found = [model.embed(ids)]
     for layer in range(model.num_layers):
         found.append(model.run(found[-1], step, (2 * layer, 2 * layer + 1)))

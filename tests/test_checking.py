@@ -347,7 +347,7 @@ def test_a_stale_cache_is_found(monkeypatch):
 
     def wrong(self, row, emitted):
         commit(self, row, emitted)
-        with torch.inference_mode():  # as the passes of the lean path write it
+        with torch.inference_mode():  # as the passes of the fused path write it
             for keys in self.cache.keys.values():
                 keys[row, :, self.lengths[row] - 1] += 1e-6
 

@@ -471,7 +471,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
     monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
     for flags, expected in (
         ((), "passes: fused: no C++ compiler was found"),
-        (("--quiet",), "layerskip: warning: passes take the lean path: no C++ compiler was found"),
+        (("--quiet",), "layerskip: warning: passes take the fused path: no C++ compiler was found"),
     ):
         native.warn_refusal.cache_clear()
         lines = run(*how, "--dtype", "float32", *flags).stderr.splitlines()

@@ -71,7 +71,7 @@ def test_what_is_not_plain_is_refused():
 
 
 def test_rounded_slots():
-    sizes = [compiled.whole(slots) for slots in range(1, 5000)]
+    sizes = [compiled.rounded_up(slots) for slots in range(1, 5000)]
     assert all(n <= size <= max(64, 1.25 * n + 64) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 30
 

@@ -31,7 +31,7 @@ from layerskip.replay import drafts as drafts_module
 from layerskip.replay import drawing, exits
 from layerskip.replay import trace as trace_module
 from layerskip.replay.drafts import Replay, astray, follow, replay
-from layerskip.replay.drawing import NOTHING, Beside, Drawn, propose
+from layerskip.replay.drawing import NOTHING, Drawn, TextPlaces, propose
 from layerskip.replay.exits import THRESHOLDS, agreement, exit_trace
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import Trace, take_trace
@@ -75,7 +75,7 @@ def proposals(target: Tensor = TARGET) -> tuple[Tensor, Drawn]:
     p = target.softmax(-1)
     keys = [stream_key(seed) for seed in range(PLACES)]
     texts = (TARGET + gumbel_noise(keys, [7] * PLACES, len(TARGET))).argmax(-1)  # (N,)
-    beside = Beside(texts, p[texts], keys, [7] * PLACES)
+    beside = TextPlaces(texts, p[texts], keys, [7] * PLACES)
     raw = DRAFT.expand(PLACES, -1)
     return texts, propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
 
@@ -131,7 +131,7 @@ def test_known_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token() -> None:
     p = TARGET.softmax(-1)
-    beside = Beside(torch.tensor([NOTHING, 1]), p[[0, 1]], [stream_key(0)] * 2, [7, 8])
+    beside = TextPlaces(torch.tensor([NOTHING, 1]), p[[0, 1]], [stream_key(0)] * 2, [7, 8])
     raw = torch.stack([DRAFT, torch.full_like(DRAFT, float("-inf"))])
     drawn = propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
     assert drawn.tokens[0] != NOTHING

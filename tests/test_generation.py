@@ -53,7 +53,7 @@ from layerskip.config import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
@@ -205,18 +205,18 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(
     nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
         monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
-        found = unprepared(Sublayers(lively_model("llama", dtype=torch.float32)))
+        found = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32)))
         assert (found.skip == SkipConfig.low_precision(8)) is drafts
         assert (found.reason is None) is drafts
-    assert unprepared(model, nbytes).skip is not None
-    refused = unprepared(model, nbytes - 1)
+    assert automatic_draft(model, nbytes).skip is not None
+    refused = automatic_draft(model, nbytes - 1)
     assert refused.skip is None
     assert "the limit is" in str(refused.reason)
     # what is decided stays, whatever becomes free or taken
     monkeypatch.setattr("layerskip.defaults.free_memory", lambda: 0)
-    assert unprepared(model, nbytes).skip is not None
-    modules = unprepared(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
-    assert (modules.skip, modules.nbytes) == (None, 0)
+    assert automatic_draft(model, nbytes).skip is not None
+    modules = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
+    assert modules.skip is None
 
 
 def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama: Any) -> None:

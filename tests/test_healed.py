@@ -23,7 +23,6 @@ from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
-from layerskip.training.features import whole_pass
 
 
 def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:
@@ -36,7 +35,7 @@ def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> Sk
 
 def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     """Of a draft, over a prompt, (B, T, V)."""
-    step = whole_pass(model, *ids.shape)
+    step = model.first_pass(*ids.shape)
     hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
     return model.backend.run(hidden, step, model.weights.blocks(skip))
 

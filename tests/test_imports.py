@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[1]
 # From the bottom: the packages (and single files) of every floor. A file imports from its own
 # package and from floors below; packages of one floor do not see each other.
 FLOORS: list[set[str]] = [
-    {"config", "draft_weights", "prompts", "shelf", "environment", "costs", "files"},  # words
+    {"config", "draft_weights", "prompts", "named", "environment", "costs", "files"},  # words
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},
-    {"generation", "served", "checkpoints", "defaults"},  # doors
+    {"generation", "requests", "checkpoints", "defaults"},  # doors
     {"replay"},
     {"bench"},
     {"search", "training"},
@@ -138,7 +138,7 @@ LAWS = "layerskip.decoding.laws"
         (LAWS, "from layerskip.config import SkipConfig\nimport torch", set()),
         (LAWS, "from layerskip import SkipConfig, __version__", set()),
         (LAWS, "from .engine import Decoder", set()),
-        ("layerskip.model.lean", "from ..decoding import laws", {"layerskip.decoding.laws"}),
+        ("layerskip.model.fused", "from ..decoding import laws", {"layerskip.decoding.laws"}),
         ("layerskip.generation", "from layerskip.timing.tables import measure", set()),
         ("layerskip.generation", "import layerskip.search", {"layerskip.search"}),
         ("layerskip.training.recipes", "from ..cli import main", {"layerskip.cli.main"}),
@@ -191,7 +191,7 @@ def loaded_by(*arguments: str) -> set[str]:
         ("layerskip", HEAVY),
         ("layerskip.config", HEAVY),
         ("layerskip.prompts", HEAVY),
-        ("layerskip.shelf", HEAVY),
+        ("layerskip.named", HEAVY),
         ("layerskip.environment", HEAVY),
         ("layerskip.search", HEAVY),
         ("layerskip.analysis", {"torch", "transformers"}),

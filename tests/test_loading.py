@@ -12,8 +12,8 @@ import layerskip
 from layerskip.checkpoints import DTYPES, encode, load
 from layerskip.config import SkipConfig
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.named import MADE, SHIPPED, SHIPPED_PROMPTS
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import MADE, SHIPPED, SHIPPED_PROMPTS
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_shipped_models_have_a_folder(monkeypatch, tmp_path):
         assert (layerskip.shipped(name) / "config.json").exists()
     with pytest.raises(ValueError, match="one of demo-llama, demo-gemma2, got 'demo'"):
         layerskip.shipped("demo")
-    monkeypatch.setattr("layerskip.shelf._SHELF", tmp_path)
+    monkeypatch.setattr("layerskip.named._MODELS", tmp_path)
     with pytest.raises(ValueError, match="demo-llama is missing from this installation"):
         load("demo-llama")
 

@@ -8,7 +8,7 @@ import make_checkpoints
 import pytest
 from make_checkpoints import CHECKPOINTS, card, main, unpack
 
-from layerskip.shelf import MADE
+from layerskip.named import MADE
 
 RECIPE = CHECKPOINTS["gemma3-270m"]
 

@@ -22,7 +22,7 @@ import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controller import SIGNALS
-from layerskip.decoding.draws import Drafts, Draws
+from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 
@@ -186,7 +186,7 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool)
     with Largest() as made:
         for signal in SIGNALS:
             drawn, _, laws = draws.draft(raw, positions, signal)
-        drafts = Drafts([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
+        drafts = DraftedTokens([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
         verdict = draws.judge(raw, positions, drafts)
     if not (sample and rejection):
         assert verdict.drawn.tolist() == drawn.tolist()

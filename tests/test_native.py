@@ -40,7 +40,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.joined import joined
 from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.served import warpers
+from layerskip.requests import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAPS = Path("/proc/self/maps")
@@ -478,7 +478,7 @@ def test_texts_are_those_of_native_plain_decoding_bit_by_bit(
 
 
 # ---------------------------------------------------------------------------------------------
-# What fails: one line, the lean path, the same tokens.
+# What fails: one line, the fused path, the same tokens.
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def expect_lean(message: str) -> None:
-    """One warning with that message, and the tokens of the lean path."""
+    """One warning with that message, and the tokens of the fused path."""
     model, skip = lively_model("llama", dtype=torch.float32), SkipConfig.early_exit(3)
 
     def text(execution: str) -> Tensor:

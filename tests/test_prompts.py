@@ -8,8 +8,8 @@ import pytest
 from sample_prompts import main, sample
 
 from layerskip.cli.options import read_given
+from layerskip.named import COPYING, NAMED_PROMPTS, SPEC_BENCH
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import COPYING, NAMED_PROMPTS, SPEC_BENCH
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

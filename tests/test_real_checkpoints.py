@@ -17,8 +17,8 @@ from ties import partings
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.checkpoints import Loaded, encode, load
 from layerskip.decoding.noise import stream_key
+from layerskip.named import MADE, SPEC_BENCH, made
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import MADE, SPEC_BENCH, made
 
 pytestmark = pytest.mark.checkpoint
 

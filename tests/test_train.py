@@ -312,7 +312,7 @@ def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
 
     trained = save_trained(tmp_path / "draft.safetensors", module.weights(), "healed", model)
     opened = Sublayers(model, "fused")
-    step = features.whole_pass(opened, 2, 3)
+    step = opened.first_pass(2, 3)
     with torch.no_grad():
         whole = replace(skip, trained=trained)
         want, rounded = (
@@ -467,7 +467,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(
     assert of["formula"] == max(speedups)
     written = SkipConfig.load(tmp_path / "skip.json")
     assert written.decoding is not None
-    # nothing else drafts in lean passes, so that there is nothing to go back to but plain decoding
+    # nothing else drafts in fused passes, so that there is nothing to go back to but plain decoding
     assert (written.trained, written.decoding.enabled) == (
         (skip.trained, None) if pays else (None, False)
     )

@@ -24,7 +24,7 @@ from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
 from layerskip.cli.options import describe_skip
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
@@ -56,7 +56,7 @@ def skip_of(name: str, folder: Path, model: Any = None) -> SkipConfig:
     return SkipConfig(exit_layer=exit_layer, trained=trained, low=LOW.get(name))
 
 
-def drafts_of(mixture: str, folder: Path) -> tuple[Draft, ...]:
+def drafts_of(mixture: str, folder: Path) -> tuple[DraftOrSkip, ...]:
     named: dict[str, Any] = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
     named |= {"scattered": SkipConfig(attention=(5,), mlp=(5,))}
     names = mixture.split(", ")

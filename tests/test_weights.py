@@ -56,7 +56,7 @@ def test_joined_weights_compute_the_same_in_every_way(family, way, monkeypatch):
             pytest.skip("this torch has no oneDNN")
     model = tiny_model(family, dtype=dtype)
     modules = Sublayers(model, "modules")
-    monkeypatch.setattr("layerskip.model.lean.best_linear", lambda _: way)
+    monkeypatch.setattr("layerskip.model.fused.best_linear", lambda _: way)
     with joined(model):
         found = list(groups(model))
         assert len(found) == (0 if family == "phi3" else 2 * len(model.model.layers))

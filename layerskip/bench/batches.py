@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Prompts that are decoded together.
 
     Attributes:
@@ -32,17 +32,17 @@ class Batch:
         return len(self.names)
 
 
-def one_by_one(prompts: Sequence[Tensor]) -> list[Batch]:
+def one_by_one(prompts: Sequence[Tensor]) -> list[PromptBatch]:
     """A batch for each prompt, (1, T); named by their numbers, from 1."""
     return [
-        Batch((str(number + 1),), (number,), None, ids, torch.ones_like(ids))
+        PromptBatch((str(number + 1),), (number,), None, ids, torch.ones_like(ids))
         for number, ids in enumerate(prompts)
     ]
 
 
 def make_batches(
     prompts: Sequence[tuple[str, str | None, Tensor]], sizes: Sequence[int], pad: int
-) -> tuple[list[Batch], list[str]]:
+) -> tuple[list[PromptBatch], list[str]]:
     """Batches of every size, of prompts of one category in their order, left-padded.
 
     Args:
@@ -64,7 +64,7 @@ def make_batches(
                 chosen = tuple(numbers[start : start + size])
                 ids = [prompts[number][2][0] for number in chosen]
                 batches.append(
-                    Batch(
+                    PromptBatch(
                         names=tuple(prompts[number][0] for number in chosen),
                         numbers=chosen,
                         category=category,

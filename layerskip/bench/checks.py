@@ -23,7 +23,7 @@ from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.assistant import Assistant
@@ -158,7 +158,7 @@ def check(
         laws = law_tests(opened, pairs, own, temperature=temperature, seed=seed)
     note("the cache")
     with torch.no_grad():
-        every: list[Draft] = [Lookup()] if lookup else []
+        every: list[DraftOrSkip] = [Lookup()] if lookup else []
         every += [] if assistant is None else [Assistant(assistant)]
         every += [] if skip is None else [skip]
         cache_error = _cache_error(opened, prompts[0], every, max_new_tokens)
@@ -213,7 +213,7 @@ def compare(
 
 
 def _cache_error(
-    model: Sublayers, ids: Tensor, drafts: Sequence[Draft], max_new_tokens: int
+    model: Sublayers, ids: Tensor, drafts: Sequence[DraftOrSkip], max_new_tokens: int
 ) -> float:
     """Largest deviation of keys and values after greedy decoding from a fresh prefill."""
     request = Request(

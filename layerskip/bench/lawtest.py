@@ -24,7 +24,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.cache import RowCache
-from layerskip.model.modules import Rotary
+from layerskip.model.modules import ModuleRotary
 from layerskip.model.sublayers import Sublayers
 
 DRAWS = 2048  # of each position and rule
@@ -70,8 +70,8 @@ class Recorded:
     def new_cache(self, rows: int, slots: int) -> RowCache:
         return RowCache(rows, slots, ())
 
-    def rotary(self, slots: int, total: int) -> Rotary:
-        return Rotary({})
+    def rotary(self, slots: int, total: int) -> ModuleRotary:
+        return ModuleRotary({})
 
     def embed(self, tokens: Tensor) -> Tensor:
         return tokens[..., None]  # (B, T, 1)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.bench.batches import Batch
+from layerskip.bench.batches import PromptBatch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
@@ -26,7 +26,7 @@ from layerskip.generation import (
     LayerSkipDecoding,
     generate,
 )
-from layerskip.served import end_tokens
+from layerskip.requests import end_tokens
 
 Clock = Callable[[], float]
 
@@ -104,7 +104,7 @@ class Method(Protocol):
         """The header's entry."""
 
     def decode(
-        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         """Decode the batch; the same again for the same repeat.
 
@@ -213,7 +213,7 @@ class Engine:
             self.costs[rows] = costs
 
     def decode(
-        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         limit = max_new_tokens or self.task.max_new_tokens
         rounds = self.generate(batch, clock, max_new_tokens=limit).rounds
@@ -223,7 +223,7 @@ class Engine:
         return Decoded(tokens, rounds[0].times[-1], [1] * batch.rows, rounds)
 
     def generate(
-        self, batch: Batch, clock: Clock | None = None, **settings: Any
+        self, batch: PromptBatch, clock: Clock | None = None, **settings: Any
     ) -> GenerationOutput:
         """As a person would call it; a prompt's text depends on its number and the seed only."""
         task = self.task
@@ -293,7 +293,7 @@ class Peer:
         return {"name": self.name, "kind": self.kind, **self.details}
 
     def decode(
-        self, batch: Batch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         width = batch.input_ids.shape[1]
         first = _First(clock, width)

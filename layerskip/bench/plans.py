@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from layerskip.bench.batches import Batch
+from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import (
     Clock,
     Engine,
@@ -112,7 +112,7 @@ class Plan:
     loaded: Loaded
     task: Task
     prompts: Sequence[_Named]
-    batches: Sequence[Batch]
+    batches: Sequence[PromptBatch]
     found: Run | None
     talk: Talk
 
@@ -308,7 +308,7 @@ class Plan:
         self.talk.progress(f"{what}, {share:.0%}")
 
 
-def price(method: Engine, plain: Engine, batches: Sequence[Batch], now: Clock) -> None:
+def price(method: Engine, plain: Engine, batches: Sequence[PromptBatch], now: Clock) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
     task = replace(method.task, acceptance="coupled")
     own = None if method.skip is None else method.skip.bare()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.bench.batches import Batch
+from layerskip.bench.batches import PromptBatch
 from layerskip.bench.comparison import (
     Along,
     Comparison,
@@ -36,7 +36,7 @@ from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.files.records import Key
 from layerskip.model.compiled import compile_seconds
 from layerskip.model.sublayers import Sublayers
-from layerskip.served import end_tokens
+from layerskip.requests import end_tokens
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
 
@@ -56,7 +56,7 @@ class Timed:
     """
 
     method: Method
-    batch: Batch
+    batch: PromptBatch
     repeat: int
     order: int
     decoded: Decoded
@@ -80,7 +80,7 @@ def device_clock(device: torch.device) -> Clock:
 
 def interleaved(
     methods: Sequence[Method],
-    batches: Sequence[Batch],
+    batches: Sequence[PromptBatch],
     *,
     repeats: int,
     warmup: int,
@@ -112,7 +112,7 @@ def interleaved(
                         yield _timed(method, batch, repeat, order, now)
 
 
-def _gpus(batches: Sequence[Batch]) -> set[torch.device]:
+def _gpus(batches: Sequence[PromptBatch]) -> set[torch.device]:
     return {batch.input_ids.device for batch in batches if batch.input_ids.is_cuda}
 
 
@@ -127,7 +127,7 @@ def _quiet_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _timed(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> Timed:
+def _timed(method: Method, batch: PromptBatch, repeat: int, order: int, now: Clock) -> Timed:
     """A call and its times, none of which went into compiling."""
     while True:
         compiling = compile_seconds()
@@ -136,7 +136,7 @@ def _timed(method: Method, batch: Batch, repeat: int, order: int, now: Clock) ->
             return timed
 
 
-def _once(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> Timed:
+def _once(method: Method, batch: PromptBatch, repeat: int, order: int, now: Clock) -> Timed:
     device = batch.input_ids.device
     held = 0
     enabled = gc.isenabled()
@@ -156,7 +156,7 @@ def _once(method: Method, batch: Batch, repeat: int, order: int, now: Clock) -> 
     return Timed(method, batch, repeat, order, decoded, seconds, decoded.first - start, peak)
 
 
-def try_out(methods: Sequence[Method], batches: Sequence[Batch]) -> None:
+def try_out(methods: Sequence[Method], batches: Sequence[PromptBatch]) -> None:
     """Let every method decode a few tokens, so that what refuses does before a file is begun."""
     for method in methods:
         batch = next((b for b in batches if b.rows == 1 or not method.one_row), None)
@@ -169,7 +169,7 @@ def benchmark(
     model: Any,
     task: Task,
     methods: Sequence[Method],
-    batches: Sequence[Batch],
+    batches: Sequence[PromptBatch],
     *,
     repeats: int,
     warmup: int,
@@ -218,7 +218,7 @@ class Judge:
         kinds = {method.kind: method for method in reversed(methods)}
         self.plain = kinds["plain"]
         self.greedy = self.plain if task.do_sample else kinds.get("generate", self.plain)
-        self._batch: Batch | None = None
+        self._batch: PromptBatch | None = None
         self._expected: dict[str, list[list[int]]] = {}
         self._scored: dict[Hashable, Along] = {}  # texts repeat
 
@@ -236,12 +236,12 @@ class Judge:
         """Whose text a method must give."""
         return self.plain if method.kind == "self" else self.greedy
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: PromptBatch) -> None:
         """Have the references' texts of the batch at hand, before anything is timed on it."""
         for reference in (self.plain, self.greedy):
             self.expected(reference, batch)
 
-    def expected(self, reference: Method, batch: Batch) -> list[list[int]]:
+    def expected(self, reference: Method, batch: PromptBatch) -> list[list[int]]:
         """The reference's texts, decoded once for a batch."""
         if batch is not self._batch:
             self._batch, self._expected = batch, {}
@@ -253,7 +253,7 @@ class Judge:
     def compare(
         self,
         method: Method,
-        decoded: Sequence[tuple[Batch, Sequence[list[int]]]],
+        decoded: Sequence[tuple[PromptBatch, Sequence[list[int]]]],
         reference: Method | None = None,
         *,
         measure: bool = False,
@@ -298,7 +298,7 @@ class Judge:
         limit, ends = self.task.max_new_tokens, end_tokens(self.model)
         return next((i + 1 for i, token in enumerate(text[:limit]) if token in ends), limit)
 
-    def _along(self, batch: Batch, row: int, expected: list[int], got: list[int]) -> Along:
+    def _along(self, batch: PromptBatch, row: int, expected: list[int], got: list[int]) -> Along:
         """What the library says along a text, and at its end if that comes too soon."""
         longest = self._longest(got)
         text = got[:longest] if len(got) >= longest else [*got, 0]  # what is last is not fed
@@ -313,7 +313,7 @@ class Judge:
             self._scored[key] = along(self.model, prompt, text, others, scores)
         return self._scored[key]
 
-    def _scores(self, batch: Batch, row: int, text: Sequence[int]) -> Scores:
+    def _scores(self, batch: PromptBatch, row: int, text: Sequence[int]) -> Scores:
         """What tokens of a text are chosen by: processed scores, and the noise of their places."""
         ids, mask = (part[row : row + 1] for part in (batch.input_ids, batch.attention_mask))
         width, length = ids.shape[1], int(mask.sum())

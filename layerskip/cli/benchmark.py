@@ -35,7 +35,7 @@ from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
 
 if TYPE_CHECKING:
-    from layerskip.bench.batches import Batch
+    from layerskip.bench.batches import PromptBatch
     from layerskip.bench.methods import Method, Task
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
@@ -199,7 +199,7 @@ def record(
     model: Any,
     task: Task,
     methods: Sequence[Method],
-    batches: Sequence[Batch],
+    batches: Sequence[PromptBatch],
     talk: Talk,
     found: Run | None = None,
     lines: Sequence[dict[str, Any]] = (),

@@ -12,7 +12,7 @@ from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
     AsJson,
     Chat,
-    Draft,
+    DraftFlags,
     Loading,
     MaxNewTokens,
     Quiet,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def check(
     *,
-    draft: Draft,
+    draft: DraftFlags,
     sources: Sources,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")

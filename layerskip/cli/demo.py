@@ -11,7 +11,7 @@ import typer
 from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
     AsJson,
-    Draft,
+    DraftFlags,
     Loading,
     MaxNewTokens,
     Quiet,
@@ -32,7 +32,7 @@ GREEDY_TOKENS = 48  # of each prompt: so that the demo stays short
 
 def demo(
     *,
-    draft: Draft,
+    draft: DraftFlags,
     sources: Sources,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,

@@ -120,11 +120,11 @@ class Sources:
 
     def own(self, opened: Sublayers) -> tuple[SkipConfig | None, str | None]:
         """The model's own draft where there is no skip config, and why it has none."""
-        from layerskip.defaults import in_words, unprepared
+        from layerskip.defaults import automatic_draft, in_words
 
         limit = None if self.draft_memory is None else int(self.draft_memory * 1e9)
         if self.low_precision is None:
-            found = unprepared(opened, limit)
+            found = automatic_draft(opened, limit)
             return found.skip, found.reason
         if self.low_precision == "none":
             return None, None
@@ -165,7 +165,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class ChosenDrafts:
     """What drafts come from.
 
     Attributes:
@@ -213,7 +213,7 @@ def choose(
     opened: Sublayers,
     talk: Talk,
     second: Sublayers | None = None,
-) -> Drafts:
+) -> ChosenDrafts:
     """What drafts come from, copies of weights made.
 
     Args:
@@ -240,4 +240,4 @@ def choose(
     words = sources.words(skip, bool(lookup), second is not None, opened, talk)
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
-    return Drafts(skip, lookup or False, second, words)
+    return ChosenDrafts(skip, lookup or False, second, words)

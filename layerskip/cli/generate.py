@@ -14,7 +14,7 @@ from layerskip.cli.drafting import Sources, choose
 from layerskip.cli.options import (
     AsJson,
     Chat,
-    Draft,
+    DraftFlags,
     Loading,
     MaxDraftLength,
     MaxNewTokens,
@@ -46,7 +46,7 @@ def generate(
         typer.Option(metavar="FILE", help="Prompts: JSON lines, or text, one prompt a line."),
     ] = None,
     chat: Chat = False,
-    draft: Draft,
+    draft: DraftFlags,
     sources: Sources,
     controller: Annotated[
         Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,

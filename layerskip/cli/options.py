@@ -18,8 +18,8 @@ import typer
 
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
+from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 from layerskip.prompts import Prompt, read_prompts
-from layerskip.shelf import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
@@ -101,7 +101,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftFlags:
     """Which sublayers a draft leaves out."""
 
     skip: Annotated[str | None, typer.Option(metavar="FILE", help="Skip config, as JSON.")] = None
@@ -165,7 +165,7 @@ class Sampling:
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """What decoding is asked for, the model's settings filled in."""
         from layerskip.bench.methods import Task
-        from layerskip.served import sampling_of
+        from layerskip.requests import sampling_of
 
         law = sampling_of(model, **self.settings) if self.do_sample else {}
         return Task(
@@ -261,7 +261,7 @@ def open_passes(
 
     with warnings.catch_warnings():
         if not talk.quiet:  # then the line below says it
-            warnings.filterwarnings("ignore", "passes take the lean path")
+            warnings.filterwarnings("ignore", "passes take the fused path")
         opened = Sublayers(loaded.model, loading.execution)
     threads = loading.threads or threads
     if threads is None:

@@ -1,1 +1,1 @@
-"""Rounds of draft, verify, accept, on an opened model; no text, no files, no clock."""
+"""The decoding loop on an opened model: rounds of draft, verify and accept."""

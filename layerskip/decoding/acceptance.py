@@ -1,6 +1,6 @@
-"""How often drafted tokens are accepted, learned while decoding; knows no prices and no models.
+"""Estimates of how often drafted tokens are accepted, learned while decoding.
 
-Priors say what is expected before anything was verified, and counts correct them.
+They begin with priors, which counts correct.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
 _BINS = len(_BIN_CENTRES)
 
-# The prior, and how many tokens it is worth. Drafts agree with their target oftener than a low
-# confidence says (the target may well choose the same token for the same weak reasons) and less
-# often than a high one says. The constants were tuned on simulated texts (see the tests) and on
+# The prior, and how many tokens it is worth. Drafts agree with their target more often than a low
+# confidence says (the target may choose the same token for the same weak reasons) and less often
+# than a high one says. The constants were tuned on simulated texts (see the tests) and on
 # development prompts of the shipped models, where no one of them matters much.
 PRIOR = 0.75
-PRIOR_ROUNDED = 0.93  # of the whole model in 8 bits: .93 to .98 on real checkpoints
-PRIOR_MODULE = 0.35  # of a trained module: .19 to .33 after an hour of two cores
+PRIOR_ROUNDED = 0.93  # for the whole model in 8 bits: .93 to .98 on real checkpoints
+PRIOR_MODULE = 0.35  # for a trained module: .19 to .33 after an hour of two cores
 _PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
 _BIN_WEIGHT = 10.0
 _EVIDENCE_START = 1.0  # log odds
 _EVIDENCE_LIMIT = 6.0
 
-# Of looked-up tokens: up to how many tokens in common each prior goes, and the weight of one.
+# For looked-up tokens: upper ends of the bins of tokens in common, their priors and weight.
 _COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
 _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
-_COPY_DECAY = 0.95  # per token told of
+_COPY_DECAY = 0.95  # per observed token
 
 
 def bin_of(confidence: float) -> int:
-    """Where `Acceptance` counts a token of that confidence."""
+    """The bin in which `Acceptance` counts a token of that confidence."""
     return bisect_right(_BIN_EDGES, confidence)
 
 
@@ -41,13 +41,13 @@ class Acceptance:
     """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
 
     `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
-    accounts of the draft, weighted by how well each predicted so far: confidences tell (the prior
-    line with its odds multiplied so that its level agrees with what was seen), or they tell nothing
-    (the same probability for all).
-    `next` is for a token not drafted yet. It is the mean of all: what the tokens before it say, its
-    place in the draft and the outcome of the last round predicted nothing more on real texts.
-    Callers tell only of tokens up to the first rejection: whether a later one would have been
-    accepted is not known.
+    models of the draft, weighted by how well each predicted so far: confidences are informative
+    (the prior line, its odds multiplied so that its level agrees with what was seen), or they are
+    not (the same probability for all).
+    `next` is for a token not drafted yet. It is the mean of all: on real texts the tokens before
+    it, its place in the draft and the last round's outcome predicted nothing more.
+    Callers observe tokens up to the first rejection only: whether later ones would have been
+    accepted is unknown.
     """
 
     def __init__(self, prior: float) -> None:
@@ -60,7 +60,7 @@ class Acceptance:
         self.estimate()
 
     def estimate(self) -> None:
-        """Brings what is public up to date with what was observed."""
+        """Updates the public estimates."""
         weight, prior = _PRIOR_WEIGHT, self._prior
         lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
         # the line is that of a draft of the usual acceptance
@@ -81,7 +81,7 @@ class Acceptance:
         self.next = (self._accepted + weight * prior) / (self._seen + weight)
 
     def observe(self, confidence_bin: int | None, accepted: bool) -> None:
-        """Tells of one verified token; `estimate` makes it count."""
+        """Counts one verified token; `estimate` then updates the estimates."""
         self._seen += 1
         self._accepted += accepted
         if confidence_bin is None:
@@ -97,12 +97,12 @@ class Acceptance:
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
 
 
-class Copies:
+class CopyAcceptance:
     """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
 
-    A token is judged by the tokens that the history and the looked-up text have in common before
-    it: the match, and what was drafted behind it. Every round tells, whatever was drafted, so that
-    the counts are forgotten: what a text copies changes.
+    A token's estimate depends on how many tokens the history and the looked-up text have in common
+    before it: the match, and the draft so far. Every round is observed, whatever was drafted. Old
+    counts fade, as a text's way of copying changes.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Copies:
         self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
 
     def acceptance(self, common: int) -> float:
-        """That of a token behind so many in common, given that they stay."""
+        """The acceptance of a token after so many in common, given that those are accepted."""
         number = bisect_right(_COPY_EDGES, common)
         return self._won[number] / self._seen[number]
 

@@ -1,13 +1,12 @@
-"""When to stop drafting, and what to draft from.
+"""The protocol of controllers, which decide when to stop drafting and what to draft from.
 
-A controller serves one generate call. Each row of the batch is named by its index and its rounds
-run `limit`, then `keep_drafting` after a drafted token while fewer than the limit are drafted, then
-`update`. Rows may interleave, but a round begins for all of them before it ends for any. A drafted
-token is always verified: a stop decides about the next one only. Rows draft in lockstep, so that
-one that drafts on lets all others wait: `draft_together` weighs this before every step of the
-batch. Confidence is the probability of the drafted token under the softmax of the draft's raw
-logits at temperature 1, unless the controller has a `signal` (see `signal_of`); a confidence that
-is not a number stops drafting.
+A controller serves one generate call. For each row and round, `limit` is called, then
+`keep_drafting` after each drafted token below the limit, then `update`. Rows may interleave, but a
+round begins for all rows before it ends for any. A drafted token is always verified: stopping only
+concerns the next one. Rows draft in lockstep, so that a row that drafts on makes the others wait;
+`draft_together` decides about this before every step of the batch. A confidence is the probability
+of the drafted token under the softmax of the draft's raw logits at temperature 1, unless the
+controller has a `signal` (see `signal_of`). A confidence of NaN stops drafting.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expect
 class Controller:
     """Decides how many tokens each row of a batch drafts in its next round.
 
-    A controller of your own inherits from this class and replaces what it has to say. As it stands,
-    it drafts as many tokens as it may in every round.
+    A controller of your own inherits from this class and overrides some methods. This one drafts as
+    many tokens as it may in every round.
     """
 
     needs_confidence: bool = True
@@ -61,30 +60,30 @@ SIGNALS = ("probability", "margin")
 
 @runtime_checkable
 class Chooser(Protocol):
-    """What a controller has, too, that chooses among several drafts.
+    """Further methods of a controller that chooses among several sources.
 
-    For one without, a round takes the first that has anything to offer.
+    Without them, a round takes the first source that has anything to offer.
     """
 
     def choose(self, offers: Sequence[Offer]) -> int | None:
-        """Which draft the batch takes in its next round; None: a plain step.
+        """The number of the source that the batch drafts from next; None: a plain step.
 
-        Asked at the start of a round, before `limit`, with what each of the drafts offers.
+        Called at the start of a round, before `limit`, with the offer of each source.
         """
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
-        """Tells how good a looked-up draft was that a row was offered, taken or not.
+        """Reports how good a looked-up draft was, whether it was used or not.
 
-        Told once for every row and lookup that had an offer, before the row's `update`.
+        Called once for every row and lookup that had an offer, before the row's `update`.
 
         Args:
-            known: how many of its tokens the round has shown to be right or wrong, from the first.
-            right: how many of those are what the row goes on with, up to the first that is not.
+            known: how many of its first tokens the round has shown to be right or wrong.
+            right: how many of those, up to the first wrong one, are the row's own next tokens.
         """
 
 
 def first_offer(offers: Sequence[Offer]) -> int | None:
-    """The first draft that has something to offer to any row; a lookup, a match of two tokens."""
+    """The first source with an offer for any row; a lookup needs a match of two tokens."""
     for number, offer in enumerate(offers):
         for row, length in offer.lengths.items():
             if length and (offer.matches is None or offer.matches[row] >= 2):
@@ -93,7 +92,7 @@ def first_offer(offers: Sequence[Offer]) -> int | None:
 
 
 def completed(value: Any) -> Controller:
-    """An object with some parts of a `Controller`, the others added.
+    """An object with some parts of a `Controller`, completed by its defaults.
 
     Raises:
         TypeError: it has none of them.
@@ -121,10 +120,10 @@ def completed(value: Any) -> Controller:
 
 
 def signal_of(controller: Controller) -> str:
-    """What a controller's confidences are of: its `signal`, by default "probability".
+    """The kind of confidence that a controller gets: its `signal`, by default "probability".
 
-    "margin": of 1 - exp(-m), m the margin between the two best scores that the token was drawn by,
-    noise included where draft and target share it. Under the rejection rule it, too, is told the
-    probability.
+    "margin" is 1 - exp(-m) for the margin m between the two best scores that the token was drawn
+    by, noise included if draft and target share it. Under the rejection rule every controller gets
+    the probability.
     """
     return getattr(controller, "signal", "probability")

@@ -85,7 +85,7 @@ class Heuristic(Controller):
     """The "heuristic" schedule of `transformers`: 2 more after a fully accepted draft, else 1 less.
 
     Starts at 20 tokens, the library's default `num_assistant_tokens`, and never goes below 1. The
-    library knows no upper end; here `max_draft_length`, where given, caps the schedule itself.
+    library has no upper limit; here `max_draft_length`, if given, caps the schedule.
     """
 
     needs_confidence = False
@@ -123,7 +123,7 @@ def make_controller(
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`). Only `expected-gain` reads `costs` and `priors`
-    (see `acceptance.prior_acceptance`), those of each draft. Raises ValueError for an unknown name
+    (see `Source.prior`), one of each source. Raises ValueError for an unknown name
     and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:

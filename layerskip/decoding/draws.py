@@ -1,13 +1,12 @@
-"""Tokens from a round's logits: scores, draws, and which drafted tokens stay.
+"""Draws tokens from a round's logits and decides which drafted tokens are accepted.
 
-Knows laws, noise and where rows stand; knows no model, no controller, no ends.
 Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,18 +38,18 @@ from layerskip.model.cache import on_device
 
 
 @dataclass
-class Drafts:
-    """What a round has drafted.
+class DraftedTokens:
+    """The tokens that a round has drafted.
 
     Attributes:
-        tokens: drafted tokens per row; empty where they are still to be read from the device.
-        confidences: those of the tokens per row, of the controller's signal, where it needs them.
-        lengths: per row, how many tokens the target is asked about.
-        fed: in the session's order of rows what is left to feed, (R, T): each row's last token,
-            drafted or emitted; of looked-up drafts all, and the last emitted one before them.
-        steps: of every draft step its positions, and the tokens drawn there, -1 for none, (N,);
-            none where tokens were looked up.
-        laws: for the rejection rule, of every position of all steps the draft's law, (V,).
+        tokens: drafted tokens per row; empty if they have not been read from the device yet.
+        confidences: per row, the tokens' confidences, if the controller needs them.
+        lengths: per row, how many tokens the target is to verify.
+        fed: tokens still to feed, (R, T), in the session's order of rows: each row's last token,
+            drafted or emitted; for looked-up drafts the last emitted one and all of the draft.
+        steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
+            empty for looked-up tokens.
+        laws: for the rejection rule, the draft's law (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """
 
@@ -58,30 +57,30 @@ class Drafts:
     confidences: list[list[float]]
     lengths: list[int]
     fed: Tensor
-    steps: list[tuple[list[Position], Tensor]]
-    laws: list[Tensor]
-    unread: bool
+    steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+    unread: bool = False
 
     def token(self, position: Position) -> int:
-        """The token drafted at a position, -1 where there is none, or it is still to be read."""
+        """The token drafted at a position; -1 if there is none, or it has not been read yet."""
         row, offset = position
         return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
 
     def at(self, positions: Sequence[Position]) -> list[int]:
-        """Where each position lies among those of all steps, -1 for none."""
+        """The index of each position among those of all steps, -1 for none."""
         places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
         return [places.get(position, -1) for position in positions]
 
 
-class Verdict(NamedTuple):
-    """What the target says of its logits (N, V).
+class VerifiedTokens(NamedTuple):
+    """The target's decisions on its logits (N, V).
 
     Attributes:
-        accepted: of every position whether the token drafted there is accepted (N,), or None where
-            it is if it equals what is drawn.
-        drawn: by the rejection rule a correction or the bonus, otherwise the target's own token;
+        accepted: whether the token drafted at each position is accepted, (N,). None: it is where
+            it equals the token drawn.
+        drawn: under the rejection rule a correction or the bonus, otherwise the target's own token;
             -1 where no token has a score above -inf, or one is NaN, (N,).
-        scores: processed scores (N, V), where they are kept; nobody else's memory.
+        scores: processed scores (N, V), if they are kept; memory of their own.
     """
 
     accepted: Tensor | None
@@ -100,7 +99,7 @@ class Draws:
         width: W.
         prompt_lengths: tokens of each prompt, pads not counted.
         emitted: tokens each row has emitted; both this and `history` are the caller's to extend.
-        native: what draws in one call, where there is such (see `Backend.drawn`).
+        native: the native call that draws, if there is one (see `Backend.drawn`).
     """
 
     def __init__(
@@ -129,13 +128,13 @@ class Draws:
         """Draw from a draft's raw logits (N, V) at those positions.
 
         Args:
-            signal: what confidences are of: the "probability" of a token under the softmax of its
-                raw logits, or the "margin" m between the two best of the scores that it is drawn
-                by, as 1 - exp(-m); None for none.
+            signal: the kind of confidence: "probability", that of the token under the softmax of
+                its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
+                the scores it is drawn by; None for none.
 
         Returns:
-            Tokens as in `Verdict.drawn`, (N,); their confidences, (N,), where asked for; for the
-            rejection rule their laws, N of (V,).
+            Tokens as in `VerifiedTokens.drawn`, (N,); their confidences, (N,), if asked for; for
+            the rejection rule their laws, N of (V,).
         """
         if self.native is not None and signal != "probability":
             tokens, behind = self._drawn(self.native, raw, positions)
@@ -162,17 +161,17 @@ class Draws:
         self,
         raw: Tensor,
         positions: Sequence[Position],
-        drafts: Drafts | None = None,
+        drafts: DraftedTokens | None = None,
         *,
         keep: bool = False,
-    ) -> Verdict:
-        """What the target says of its raw logits (N, V) at those positions, ascending.
+    ) -> VerifiedTokens:
+        """The target's decisions on its raw logits (N, V) at those positions, ascending.
 
-        Behind a looked-up token that falls nothing is said where processors read the history: they
-        need not stand texts that they forbid.
+        Where processors read the history, positions behind a rejected looked-up token are left
+        undecided: processors may fail on a text that they forbid.
 
         Args:
-            drafts: what the round has drafted; None for the prefill.
+            drafts: the round's drafted tokens; None for the prefill.
             keep: whether to keep the scores.
         """
         looked_up = drafts is not None and not drafts.steps and any(drafts.tokens)
@@ -181,9 +180,9 @@ class Draws:
         return self._judge(raw, positions, drafts, keep=keep)
 
     def _judge_in_turn(
-        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts, *, keep: bool
-    ) -> Verdict:
-        """`_judge` by offset, for rows whose drafts have been accepted so far."""
+        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, *, keep: bool
+    ) -> VerifiedTokens:
+        """`_judge`, offset by offset, for the rows whose drafts have been accepted so far."""
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
         accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
         scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
@@ -203,13 +202,18 @@ class Draws:
                 scores[few] = said.scores
             on = zip(some, stays.tolist(), strict=True)
             alive = {row for (row, _), stay in on if stay}
-        return Verdict(accepted, drawn, scores)
+        return VerifiedTokens(accepted, drawn, scores)
 
     def _judge(
-        self, raw: Tensor, positions: Sequence[Position], drafts: Drafts | None, *, keep: bool
-    ) -> Verdict:
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None,
+        *,
+        keep: bool,
+    ) -> VerifiedTokens:
         if self.native is not None and not keep:
-            return Verdict(None, self._drawn(self.native, raw, positions)[0], None)
+            return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)
         accepted, drawn, kept = [], [], []
         for scores, some in self._pieces(raw, positions):  # (n, V)
             if self.rejection and drafts is not None:
@@ -220,7 +224,7 @@ class Draws:
             drawn.append(token)
             if keep:
                 kept.append(scores)
-        return Verdict(
+        return VerifiedTokens(
             torch.cat(accepted) if accepted else None,
             torch.cat(drawn),
             torch.cat(kept) if keep else None,
@@ -241,8 +245,8 @@ class Draws:
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]
     ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
-        """Processed scores (n, V) of raw logits (N, V), a few positions at a time, and these."""
-        # what reads a history is called with all rows at once: once for every length among them
+        """Processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
+        # processors that read the history get all rows at once: one call for each length
         few = len(positions) if self.law.reads_history else at_once(raw)
         for first in range(0, len(positions), few):
             some = positions[first : first + few]
@@ -255,15 +259,15 @@ class Draws:
         return largest(self._noisy(scores, positions, TARGET))
 
     def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
-        """Scores (N, V), their noise added, whose largest is drawn at each position."""
+        """Scores (N, V) plus noise; the largest at each position is drawn."""
         if self.greedy:
             return scores
         keys, places = self._stream(positions)
         if purpose == TARGET:
             noise = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
-            # A draft thrown away has told the controller something of its noise, so that no later
-            # round may draft from the same: each round has a stream of its own.
+            # A rejected draft has shown the controller something of its noise. So no later round
+            # may use the same noise: each round has a stream of its own.
             starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
             keys = list(map(stream_key, keys, starts))
             size, device = scores.shape[-1], scores.device
@@ -271,20 +275,20 @@ class Draws:
         return noise.add_(scores)
 
     def forget(self, row: int, *, finished: bool) -> None:
-        """Drop the noise of the places that a row has passed, or all of it."""
+        """Drop the noise of places that a row has passed; of a finished row all."""
         if not self.greedy:
             (key,), (place,) = self._stream([(row, 0)])
             self.noise.forget(key, None if finished else place)
 
     def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
-        """Noise-stream key and place, pads not counted, of the token drawn at each position."""
+        """Noise-stream key and place (pads not counted) of the token drawn at each position."""
         keys = [self.keys[row] for row, _ in positions]
         lengths = self.prompt_lengths
         places = [lengths[row] + len(self.emitted[row]) + offset for row, offset in positions]
         return keys, places
 
     def _reject(
-        self, drafts: Drafts, positions: Sequence[Position], scores: Tensor
+        self, drafts: DraftedTokens, positions: Sequence[Position], scores: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)

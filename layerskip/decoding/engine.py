@@ -21,7 +21,7 @@ from layerskip.decoding.controller import (
     first_offer,
     signal_of,
 )
-from layerskip.decoding.draws import Drafts, Draws, Verdict
+from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
@@ -29,8 +29,8 @@ from layerskip.decoding.sources.base import Offer, Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
-Draft = SkipConfig | Source
-"""Where drafts come from: a source, or a skip config, whose sublayers draft."""
+DraftOrSkip = SkipConfig | Source
+"""A source of drafts, or a skip config, which stands for the source of its sublayers."""
 
 Stop = Callable[[int, Tensor], bool]
 
@@ -72,8 +72,8 @@ class Decoder:
 
     Args:
         model: the opened model.
-        drafts: where drafts come from; of several, a round takes one for all rows.
-        controller: decides how long to draft, and from which (see `Chooser`); it is reset here.
+        drafts: sources of drafts; each round takes one of them for all rows.
+        controller: decides how long to draft, and from what (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
 
@@ -86,7 +86,7 @@ class Decoder:
     def __init__(
         self,
         model: Sublayers,
-        drafts: Draft | Sequence[Draft],
+        drafts: DraftOrSkip | Sequence[DraftOrSkip],
         controller: Controller,
         request: Request,
         *,
@@ -130,7 +130,7 @@ class Decoder:
         )
         self.signal: str | None = None  # of the confidences that the controller is told
         if controller.needs_confidence:
-            # by the rejection rule the noise of a draft says nothing of the target's draw
+            # under the rejection rule draft and target have different noise
             self.signal = "probability" if self.draws.rejection else signal_of(controller)
         self._reads_history = request.stop is not None or request.law.reads_history
         self.stats = DecodingStats(sources=[SourceCounts() for _ in self.drafts])
@@ -178,9 +178,9 @@ class Decoder:
         return self._close(index, tokens, source, drafts, positions, verdict.scores, raw)
 
     def _compact(self) -> None:
-        """Leave finished rows behind where the others fit into half of the rows, or fewer.
+        """Drop finished rows if the others fit into half of the rows, or fewer.
 
-        What stays is a power of two, so that passes have few shapes; finished rows fill it up.
+        A power of two of rows stays, so that passes have few shapes; finished rows fill it up.
         """
         rows = self.session.rows
         going = [row for row in rows if not self.finished[row]]
@@ -201,7 +201,7 @@ class Decoder:
             self._times.append(self.request.clock())
 
     def _plan(self) -> tuple[int | None, list[int]]:
-        """Which draft the round takes, if any, and how many tokens each row drafts at most."""
+        """The source of the round, if any, and how many tokens each row drafts at most."""
         controller = self.controller
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
         self._proposals = [
@@ -223,14 +223,16 @@ class Decoder:
         return draft_limit(self.max_draft_length, left, free)
 
     def _proposed(self, proposal: Proposal) -> Proposal:
-        """A proposal without what it has behind an end of text."""
+        """A proposal, cut off behind an end of text."""
         if proposal.tokens is None:
             return proposal
         ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
         return Proposal.of(proposal.tokens[: next(ends, None)], proposal.match or 0)
 
-    def _known(self, proposals: Mapping[int, Proposal], limits: Sequence[int]) -> Drafts | None:
-        """Drafts of known tokens, so many of each row at most; None where they are not known."""
+    def _known(
+        self, proposals: Mapping[int, Proposal], limits: Sequence[int]
+    ) -> DraftedTokens | None:
+        """Drafts of known tokens, up to each row's limit; None if the tokens are not known yet."""
         tokens: list[list[int]] = [[] for _ in self.rows]
         for row, proposal in proposals.items():
             if proposal.tokens is None:
@@ -242,32 +244,27 @@ class Decoder:
         longest = max(map(len, tokens))
         fed = [[self.emitted[row][-1], *tokens[row]] for row in self.session.rows]
         fed = [each + each[-1:] * (longest + 1 - len(each)) for each in fed]
-        return Drafts(
+        return DraftedTokens(
             tokens=tokens,
             confidences=[[] for _ in self.rows],
             lengths=list(map(len, tokens)),
             fed=on_device(fed, self.device),  # (R, T)
-            steps=[],
-            laws=[],
-            unread=False,
         )
 
-    def _draft(self, source: int, limits: Sequence[int]) -> Drafts:
-        """Draft in lockstep, each row for as long as its controller says.
+    def _draft(self, source: int, limits: Sequence[int]) -> DraftedTokens:
+        """Draft in lockstep, each row for as long as the controller says.
 
-        Where nobody asks for the tokens before the target has seen them, they are not read: the
-        host does not wait for the device. A draft then goes on behind an end, for nothing.
+        If nothing needs the tokens before the target has seen them, they are not read, so that the
+        host does not wait for the device. A draft may then run on behind an end of text.
         """
         law, controller = self.request.law, self.controller
         unread = not controller.needs_confidence and not law.reads_history
         places = self.session.rows
-        drafts = Drafts(
+        drafts = DraftedTokens(
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
             fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
-            steps=[],
-            laws=[],
             unread=unread,
         )
         drafting = [row for row in self.rows if limits[row] > 0]
@@ -278,7 +275,7 @@ class Decoder:
             raw = self.session.draft_step(last, step, source)  # (R, V)
             here = None
             if len(drafting) < len(places):
-                # the others have no history of this length, which processors would stumble over
+                # processors cannot be called for the other rows: their histories are shorter
                 here = on_device([places[row] for row in drafting], self.device)  # (N,)
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
@@ -316,10 +313,9 @@ class Decoder:
 
     @staticmethod
     def _read(*values: Tensor) -> list[list[float]]:
-        """Numbers (n,) each on the host: the one place where it waits for the device.
+        """Tensors (n,) as numbers on the host: the only place where it waits for the device.
 
-        From another device they travel together, as int64: whole numbers as they are, others as the
-        bits of float32.
+        From another device they are copied together as int64, floats as the bits of float32.
         """
         if len(values) == 1 or values[0].device.type == "cpu":
             return [each.tolist() for each in values]
@@ -334,14 +330,14 @@ class Decoder:
         ]
 
     def _remember(self, row: int, offset: int, token: int) -> None:
-        """Write a token `offset` places behind the row's emitted ones into its history."""
+        """Write a token into a row's history, `offset` places after its emitted ones."""
         if self._reads_history:
             self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
     def _judged(
-        self, drafts: Drafts, positions: Sequence[Position], verdict: Verdict
+        self, drafts: DraftedTokens, positions: Sequence[Position], verdict: VerifiedTokens
     ) -> list[list[int]]:
-        """Tokens of each row: drafted ones up to the first that falls, then the target's own."""
+        """Each row's tokens: drafted ones up to the first rejected, then the target's own."""
         flags = [] if verdict.accepted is None else [verdict.accepted]
         steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
         target, *others = self._read(verdict.drawn, *flags, *steps)
@@ -380,12 +376,12 @@ class Decoder:
         index: int,
         tokens: list[list[int]],
         source: int | None,
-        drafts: Drafts | None,
+        drafts: DraftedTokens | None,
         positions: Sequence[Position],
         scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
-        """Emit each row's tokens one by one, stopping where the row ends; count; commit."""
+        """Emit each row's tokens until it ends, update the counts, and commit the session."""
         emitted: list[list[int]] = [[] for _ in self.rows]
         drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
         for row, candidates in enumerate(tokens):
@@ -432,7 +428,7 @@ class Decoder:
         return round_
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell a controller that chooses what known tokens, taken or not, were worth."""
+        """Tell a controller that chooses how good known tokens were, drafted or not."""
         if self._chooser is None:
             return
         for number, proposals in enumerate(self._proposals):
@@ -446,7 +442,7 @@ class Decoder:
         request, emitted = self.request, self.emitted[row]
         ended = token in request.eos or len(emitted) >= request.max_new_tokens
         if request.stop is not None:
-            # asked even at an end: criteria may keep count of the tokens they have seen
+            # called even at an end: criteria may count the tokens that they have seen
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
@@ -460,7 +456,7 @@ def _offer(proposals: Mapping[int, Proposal]) -> Offer:
 def _by_row(
     values: Tensor, positions: Sequence[Position], emitted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """Of values (N, V) at those positions those of the emitted tokens: per row (emitted, V)."""
+    """From values (N, V) at positions, those of the emitted tokens: per row (emitted, V)."""
     places = [
         [i for i, (at, offset) in enumerate(positions) if at == row and offset < len(tokens)]
         for row, tokens in enumerate(emitted)

@@ -1,4 +1,4 @@
-"""When another drafted token is expected to pay: the default controller.
+"""The default controller: drafts while another token is expected to pay.
 
 See `controller` for what a controller is, and `controllers` for the published rules.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
-from layerskip.decoding.acceptance import PRIOR, Acceptance, Copies, bin_of
+from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.sources.base import Offer
 
@@ -24,7 +24,7 @@ _LOSS_SHARE = 0.01  # target steps per token
 
 
 class _Source:
-    """One of the drafts: its prices, and what is known of it."""
+    """One of the sources: its costs and its acceptance so far."""
 
     def __init__(self, costs: CostTable, longest: int, prior: float) -> None:
         self.costs = costs
@@ -41,10 +41,10 @@ class _Source:
         self.reset(0.0)
 
     def reset(self, others: float) -> None:
-        """Forget all, for a batch in which a row has so large a share of others."""
-        self.acceptance, self.copies = Acceptance(self.prior), Copies()
+        """Forget everything; `others` is the share of a batch that is not a row's own."""
+        self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
-        # A probe is due at once: against the first draft only the prior could speak.
+        # A probe is due at once, since only the prior could advise against the first draft.
         self.probe_interval = self.first_interval
         self.unused = self.first_interval  # rounds since the last one that drafted from it
 
@@ -60,15 +60,15 @@ class _Row:
     survival: float = 1.0
     """P(all tokens drafted in this round are accepted)."""
     bins: list[int] = field(default_factory=list)
-    """Of the confidences of this round's tokens."""
+    """Bins of the confidences of this round's tokens."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What the rows that take part in a round have in common."""
+    """The state of a round that its rows share."""
 
     offers: Sequence[Offer] | None = None
-    """What the engine let choose from; None where there was nothing to choose."""
+    """The sources' offers; None if the engine asked for no choice."""
     source: int | None = 0
     cut: int = 0
     """How many tokens of a looked-up draft are worth their price."""
@@ -78,11 +78,11 @@ class _Round:
     steps: int = 0
     probing: bool = False
     accepted: dict[int, int] = field(default_factory=dict)
-    """By row, of those that have reported."""
+    """By row, for the rows that have reported."""
 
 
 class ExpectedGain(Controller):
-    """Drafts on while the expected gain of another token exceeds its price.
+    """Drafts while the expected gain of another token exceeds its price.
 
     With d tokens drafted, another is drafted iff P(all d accepted) * P(next accepted) exceeds
     (c + v(d + 2) - v(d + 1)) * S, where S is the running rate in tokens per target step, never
@@ -91,38 +91,36 @@ class ExpectedGain(Controller):
     the best stop among all later ones, not only of the next token. The probabilities are learned
     during the call, and shared, like S, by the rows of the batch. S forgets over about 50 target
     steps: a token is worth what its neighbours cost, and stretches differ. The longest draft only
-    matters in loops, where it is drafted; costs past the measured lengths are extrapolated.
+    matters in loops; costs past the measured lengths are extrapolated.
 
     Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
     gains of its rows together exceed the price, which all of them pay. A batch takes as long as its
-    slowest row, which gains less than the mean, and measured costs of a batch are off by a tenth:
-    so S is never below 1 + (1 - 1/B)/4 for B rows. Its probes tell more, and are up to half as
-    frequent.
+    slowest row, which gains less than the mean, and measured costs of a batch are off by a tenth.
+    So S is never below 1 + (1 - 1/B)/4 for B rows. Probes of a batch tell more, and are up to half
+    as frequent.
 
-    Of several drafts a round takes the one whose best stop promises most: expected tokens less S
-    times their cost. Looked-up drafts are learned about in every round, taken or not, by how many
-    tokens they have in common with the history; others where they are taken.
+    Of several sources a round takes the one whose best stop promises most: expected tokens less S
+    times their cost. It learns about lookups in every round, used or not, by how many tokens they
+    have in common with the history; about other sources only when they are used.
 
-    Where drafts would gain less than a twentieth if nine tokens of ten were accepted, it never
-    drafts.
-    Where no draft is expected to gain, it decodes plainly and probes with a model's draft now and
-    then: again at once after a probe that paid, half as often after one that did not. The first
-    round is such a probe. The same holds, whatever is expected, while a row is behind plain
-    decoding by more than 2 target steps and 1% of its tokens: expectations were wrong then, or
-    other rows won what it lost. A batch takes as long as its slowest row, so the row furthest
-    behind decides alone, and drafts from what has not cost it anything so far.
+    It never drafts from a source that would gain less than a twentieth with nine tokens of ten
+    accepted. If no draft is expected to gain, it decodes plainly and probes with a model's draft
+    now and then: again at once after a probe that paid, half as often after one that did not. The
+    first round is such a probe. It does the same while a row is behind plain decoding by more than
+    2 target steps and 1% of its tokens: then expectations were wrong, or other rows won what it
+    lost. As a batch takes as long as its slowest row, the row furthest behind then decides alone,
+    and drafts only from sources that have not cost it anything so far.
 
     Args:
-        costs: of the draft; of several, one table for each, in their order. Where drafts are looked
-            up, c is 0.
-        priors: of each draft, see `prior_acceptance`; the usual one by default.
+        costs: the cost table of the source, or one for each of several. For lookups c is 0.
+        priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
 
     Raises:
         ValueError: not as many priors as costs.
     """
 
     needs_confidence = True
-    signal = "margin"  # on real texts it tells acceptance better than the probability does
+    signal = "margin"  # on real texts it predicts acceptance better than the probability does
 
     def __init__(
         self,
@@ -145,7 +143,7 @@ class ExpectedGain(Controller):
         self._least_rate = 1.0 + _BATCH_RATE * others
         for source in self._sources:
             source.reset(others)
-        # of a looked-up draft nothing is hoped for in advance
+        # lookups have no prior
         models = [source for source in self._sources if source.costs.draft > 0.0]
         best = [(expected_tokens(s.prior, s.best), s.round_costs[s.best]) for s in models]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
@@ -174,7 +172,7 @@ class ExpectedGain(Controller):
 
     def limit(self, row: int, allowed: int) -> int:
         round_, state = self._round, self._rows[row]
-        if round_.offers is None:  # nobody chooses: there is one draft
+        if round_.offers is None:  # no choice: there is one source
             if row in round_.rows:
                 self._end_round()
             round_ = self._round
@@ -223,18 +221,18 @@ class ExpectedGain(Controller):
         state.losses[round_.source or 0] += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
         if round_.offers and round_.offers[round_.source or 0].matches is not None:
-            return  # `learn` is told of looked-up tokens
+            return  # `learn` counts looked-up tokens
         for position in range(min(drafted, accepted + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
             source.acceptance.observe(confidence_bin, position < accepted)
 
     @property
     def _taken(self) -> _Source:
-        """The source of the round in progress; of a plain step any will do."""
+        """The source of the round in progress; for a plain step any."""
         return self._sources[self._round.source or 0]
 
     def _decide(self, offers: Sequence[Offer]) -> int | None:
-        """Which source promises most, or is due for a probe; sets who judges and where to cut."""
+        """The source that promises most, or is due for a probe; sets `judges` and `cut`."""
         round_ = self._round
         losses = {row: sum(self._rows[row].losses) for row in round_.rows}
         last = max(round_.rows, key=losses.__getitem__)
@@ -258,7 +256,7 @@ class ExpectedGain(Controller):
         return None
 
     def _promise(self, number: int, offer: Offer) -> tuple[float, int]:
-        """What the best stop of a source is expected to gain, and where it is."""
+        """The best stop of a source: its expected gain, and its number of tokens."""
         source, judges, matches = self._sources[number], self._round.judges, offer.matches
         lengths = {row: min(offer.lengths[row], source.longest) for row in judges}
         survival = dict.fromkeys(judges, 1.0)

@@ -1,6 +1,6 @@
-"""The law: the distribution that a token is drawn from after every logits processor and warper.
+"""The law: the distribution that a token is drawn from, after all logits processors and warpers.
 
-Exactly one function, `Law.scores`, makes it, for draft and target alike, fed with the history that
+One function, `Law.scores`, computes it for draft and target alike, from the history that
 `generate()` would pass for that row. Letters: B rows, N positions, V vocabulary.
 """
 
@@ -19,7 +19,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def _known(*names: str) -> frozenset[type]:
-    """The library's classes of these names, of those that this version of it has."""
+    """The library's classes of these names, as far as this version has them."""
     return frozenset(vars(logits_process)[name] for name in names if name in vars(logits_process))
 
 
@@ -37,7 +37,7 @@ _POSITIONWISE = _known(
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-# Those that read the history of the row that they process, and no row number.
+# Those that read the history of their row, but not its number.
 _OF_THE_ROW = _known(
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
@@ -51,21 +51,21 @@ _OF_THE_ROW = _known(
     "SuppressTokensAtBeginLogitsProcessor",
     "WatermarkLogitsProcessor",
 )
-# Those that know the rows of the batch by number.
+# Those that depend on a row's number in the batch.
 _OF_THE_BATCH = _known(
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
 )
-# Where the library's prefix constraint keeps the user's function of (row number, tokens so far).
+# The attribute in which the library keeps the user's function of (row number, tokens so far).
 _ROW_QUESTION = "_prefix_allowed_tokens_fn"
 
 
 def check_processor(processor: Any) -> None:
-    """Refuse a logits processor that is not known to be a pure function of what it is given.
+    """Refuse a logits processor that is not known to be a pure function of its inputs.
 
-    A draft that is thrown away would leave its mark on one that keeps state between calls. Known
-    are those of `transformers`; any other says so itself, by an attribute `layerskip_pure = True`.
+    A rejected draft would change the state of one that keeps state between calls. Those of
+    `transformers` are known; any other declares itself by an attribute `layerskip_pure = True`.
 
     Raises:
         ValueError: it keeps state, or does not say that it keeps none; with its name.
@@ -90,7 +90,7 @@ def check_processor(processor: Any) -> None:
 
 
 class Warp(NamedTuple):
-    """A law that logits become by temperature, top-k and top-p, in this order.
+    """A law of temperature, top-k and top-p, applied in this order.
 
     Attributes:
         top_k: 0 for all tokens.
@@ -134,7 +134,7 @@ class Law:
 
     @property
     def warp(self) -> Warp | None:
-        """The same law in a few numbers, where it is no more than these; else None."""
+        """The law as a few numbers; None if it is more than temperature, top-k and top-p."""
         found, order = Warp(), []
         for processor in self.processors:
             known: Any = processor
@@ -191,7 +191,7 @@ class Law:
         rows: Sequence[int],
         lengths: Sequence[int],
     ) -> Tensor:
-        """Ask a row's question once per position: of other rows there is nothing true to ask."""
+        """Call a function of the row number once per position, with that row's history only."""
         question = getattr(processor, _ROW_QUESTION)
         out = []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -209,10 +209,10 @@ class Law:
         lengths: Sequence[int],
         everyone: bool,
     ) -> Tensor:
-        """Call a processor with the positions that have seen equally many tokens, together.
+        """Call a processor once for all positions that have seen equally many tokens.
 
-        With `everyone` it is given all rows of the batch, each at its true number: rows that ask
-        for nothing at this length are filled with a copy of one that does.
+        With `everyone` it gets all rows of the batch, each at its true number: rows without a
+        position of this length are filled with a copy of one that has one.
         """
         out = torch.empty_like(scores)  # (N, V)
         for length in sorted(set(lengths)):
@@ -228,16 +228,16 @@ class Law:
         return out
 
 
-_LARGE = 2**14  # tokens from which on a CPU is spared what the usual ways to a law do
-# Unlikely tokens are those below what top-p gives up over one of these, or twice the vocabulary.
+_LARGE = 2**14  # vocabulary from which on a CPU uses `_nucleus`
+# Unlikely tokens have less than (1 - top_p) over one of these, or over twice the vocabulary.
 _SHARES = (2**9, 2**13)
 
 
 def _nucleus(warper: Any, scores: Tensor) -> Tensor:
-    """Scores (N, V) as the library's top-p makes them, from a sort of few tokens.
+    """Scores (N, V) after the library's top-p, but sorting few tokens.
 
-    Unlikely tokens that have less than 1 - p together are out in any order. Only the others are
-    sorted; of equal scores at the cut the highest ids stay (the library leaves that to its sort).
+    Unlikely tokens with less than 1 - p together are removed without sorting. Of equal scores at
+    the cut the highest ids stay (the library leaves that to its sort).
     """
     given_up = 1 - warper.top_p
     least = max(1, warper.min_tokens_to_keep)

@@ -1,6 +1,6 @@
-"""Gumbel noise of sampling, as a function of (key, position, purpose) and nothing else.
+"""Gumbel noise of sampling, a function of (key, position, purpose) only.
 
-It is the same on every device and in any batch, which is what makes coupled sampling reproducible.
+It is the same on every device and in any batch. This makes coupled sampling reproducible.
 Letters: N positions, V vocabulary.
 """
 
@@ -105,10 +105,10 @@ _AHEAD, _BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows:
 
 
 def at_once(values: Tensor, most: int = 2**20) -> int:
-    """How many rows of values (N, V) to work on at once: of so many numbers at most, but one.
+    """How many rows of values (N, V) to work on at once: at least one, of at most so many numbers.
 
-    On a GPU launches are what counts, so all of them. On a CPU few: what is made of them stays in
-    its caches, and in memory that the process had before (a fresh mapping costs a fault a page).
+    On a GPU all, since launches cost most. On a CPU few, so that results stay in its caches and in
+    memory that the process has already (new memory costs a page fault a page).
     """
     return max(1, most // values.shape[-1] if values.device.type == "cpu" else len(values))
 
@@ -116,8 +116,8 @@ def at_once(values: Tensor, most: int = 2**20) -> int:
 class NoiseBlocks:
     """The noise that draft and target of one decoding share, made once for every place.
 
-    Where a place is missing, those of all rows that ask are made, with some ahead, in one call
-    (on a GPU: as many launches for many rows as for one). They are held until they are forgotten.
+    Missing places of all rows, and some ahead, are made in one call (on a GPU many rows take as
+    many launches as one). They are kept until `forget`.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class NoiseBlocks:
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.
 
-        A row that shares the key and lags behind makes its own again.
+        A slower row with the same key makes it again.
         """
         made = self._made.get(key, {})
         for past in [past for past in made if place is None or past < place]:

@@ -1,9 +1,8 @@
 """The three forward passes of a call: prefill, draft step, verify.
 
-A session holds one batch's cache and how far each row's exact keys and values reach. Drafting
-carries tokens through the shared prefix for good; the hidden states at its end are kept, and
-verification starts from them. Rows are named by their number in the call, also where finished ones
-have been left behind.
+A session holds one batch's cache and the length of each row's exact keys and values. Drafting
+computes the sublayers of the shared prefix exactly and keeps the hidden states at its end;
+verification starts from them. Rows keep their number in the call after finished ones are dropped.
 Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
 positions.
 """
@@ -28,11 +27,11 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
 
-def _lean(method: Method) -> Method:
-    """Run a pass in inference mode on the lean path, whose many small kernels it makes cheaper.
+def _in_inference_mode(method: Method) -> Method:
+    """Run a pass in inference mode, which makes small kernels cheaper, except on "modules".
 
-    Logits stay an inference tensor, which nobody writes into: a copy for every caller to have of
-    his own costs as much as reading them. The module path may call anything, so not there.
+    Modules may do anything, so they run as usual. Logits stay inference tensors, which nobody
+    writes into: a copy would cost as much as reading them.
     """
 
     @wraps(method)
@@ -56,14 +55,14 @@ class Session:
         prompts: token ids of each row without pads, each (length,).
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
-        emitted: tokens each row has emitted, the caller's to extend; states of drafts read them.
+        emitted: tokens each row has emitted; the caller extends them, and states read them.
 
     Attributes:
         total, slots: the most tokens of a row, and of its keys and values.
-        states: what each source holds for the batch.
-        rows: the rows that passes carry, in their order, and the place of each in a pass.
+        states: each source's state for the batch.
+        rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
-            last emitted token is not among them, it is fed by the next pass.
+            last emitted token is not among them: the next pass feeds it.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Session:
         self.emitted = emitted
         self.total = max(self.prompt_lengths) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
-        # gamma + 1 slack slots: rows that drafted less ride along as padding behind their end
+        # gamma + 1 slack slots: shorter drafts are padded behind their end
         self.slots = self.total + max_draft_length + 1
         self.cache = model.new_cache(len(prompts), self.slots)
         self.cache.reserve(max(self.prompt_lengths))
@@ -97,9 +96,9 @@ class Session:
         self._steps = 0  # that it took, once verified
         self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
 
-    @_lean
+    @_in_inference_mode
     def prefill(self) -> Tensor:
-        """Carry every prompt through the whole model; logits after its last token, (B, V)."""
+        """Run every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
 
         def run(chunk: Tensor, first: int) -> Tensor:
@@ -112,9 +111,9 @@ class Session:
         self.cache.settled = True
         return self.model.logits(last[None])[0]
 
-    @_lean
+    @_in_inference_mode
     def keep(self, rows: Sequence[int]) -> int:
-        """Leave all rows but these (ascending) out of further passes; the bytes this copied."""
+        """Drop all rows but these (ascending) from further passes; returns the bytes copied."""
         places = [self.rows[row] for row in rows]
         self.rows = {row: place for place, row in enumerate(rows)}
         length = max(self.lengths[row] for row in rows)
@@ -128,14 +127,14 @@ class Session:
         return Pass(self.model, self.cache, self.rotary)
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
-        """Carry tokens (R, T) through the shared prefix and keep where they arrive, (R, T, H)."""
+        """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""
         step = self._place(offset, tokens.shape[1])
         hidden = self._carry(self.model.embed(tokens), step, 0, self._prefix)
         self._boundary.append(hidden)
         return hidden, step
 
     def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
-        """Carry hidden states (R, T, H) on, those at taps kept."""
+        """Run hidden states (R, T, H) through sublayers, and keep those at taps."""
         for tap in self._taps:
             if first < tap <= last:
                 hidden, first = self.model.run(hidden, step, range(first, tap)), tap
@@ -153,7 +152,7 @@ class Session:
         self._tapped[tap][rows, self.cache.placed(hidden.device) + 1] = hidden
 
     def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
-        """States at a tap, (R, count, H), from each row's `starts` token on, or tokens `before`."""
+        """States at a tap, (R, count, H), from each row's `starts` token, or `before` it, on."""
         states, start = self._tapped[tap], starts[0] + 1 - before
         if start + count <= states.shape[1] and all(each == starts[0] for each in starts):
             return states[:, start : start + count]
@@ -162,29 +161,29 @@ class Session:
         rows = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
         return states[rows, slots.clamp(max=states.shape[1] - 1)]
 
-    @_lean
+    @_in_inference_mode
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
-        Tokens outside of the model's draft vocabulary have -inf. Offsets run 0, 1, 2, ... within a
-        round, without gaps, all of one source.
+        Tokens outside the draft vocabulary have -inf. A round takes one source, and its offsets
+        are 0, 1, 2, ... without gaps.
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
         hidden, step = self._feed(tokens[:, None], offset)
         return state.step(tokens, hidden, step, offset)
 
-    @_lean
+    @_in_inference_mode
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
-        """Raw target logits (N, V) at those positions, ascending, of the tokens fed in this round.
+        """Raw target logits (N, V) at positions (ascending) of this round's tokens.
 
         Offset 0 is a row's last emitted token; the largest offset is the longest draft of any row.
         `draft_step` may have fed one token more, where nothing could be drawn after it.
 
         Args:
-            tokens: the last tokens of each row's round, (R, T), that no draft step was fed. Behind
-                draft steps that is the last drafted one, else the last emitted one and all drafts;
-                where a row has fewer than others, anything goes.
+            tokens: the tokens of each row that no draft step was fed, (R, T). After draft steps
+                the last drafted one, else the last emitted one and the draft; short rows are
+                padded with any token.
         """
         count = 1 + max(offset for _, offset in positions)
         known = count - tokens.shape[1]
@@ -200,13 +199,13 @@ class Session:
         last = self.model.num_sublayers
         if len(positions) == len(self.rows) * count and not self._taps:
             return self.model.finish(hidden, step, range(self._prefix, last)).flatten(0, 1)
-        # the head is large: only where somebody reads it
+        # the head is large: compute it only where it is read
         wanted = [self.rows[row] * count + offset for row, offset in positions]
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
     def tell(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell the states what a row has emitted: its tokens of the prefill, or of a round."""
+        """Tell the states which tokens a row has emitted in the prefill or a round."""
         for state in self.states:
             state.commit(row, emitted, self._steps if state is self._drafting else 0)
 

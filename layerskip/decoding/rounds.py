@@ -1,4 +1,4 @@
-"""What a round of decoding did, and the counts of many; knows nothing of how.
+"""The record of one round of decoding, and the counts of many.
 
 Letters: V vocabulary.
 """
@@ -20,16 +20,15 @@ class Round:
         tokens: emitted tokens per row, in order; empty for rows that had finished.
         drafted: tokens drafted per row.
         accepted: drafted tokens that were emitted, per row.
-        confidences: per row, of each drafted token what the controller was told; empty where it
-            needs nothing.
-        signal: what that is: "probability", the draft's own (softmax of its raw logits at
-            temperature 1), or "margin", 1 - exp(-m), m between the draft's two best scores, noise
-            included; None where the controller needs nothing.
+        confidences: per row, each drafted token's confidence; empty if the controller needs none.
+        signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
+            temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
+            scores, noise included; None if the controller needs none.
         finished: whether each row is finished after this round.
-        source: which of the decoder's drafts was drafted from; None where nothing was drafted.
-        scores, logits: per row, (emitted, V) float32, where the request asked for them.
-        times: what the request's clock said when the round began, when its drafts were there, when
-            the target's logits were, and when its tokens were out.
+        source: the number of the decoder's source that drafted; None if nothing was drafted.
+        scores, logits: per row, (emitted, V) float32, if the request asked for them.
+        times: the request's clock at the round's start, after drafting, after the target's pass,
+            and at its end.
     """
 
     index: int
@@ -47,7 +46,7 @@ class Round:
 
 @dataclass
 class SourceCounts:
-    """What one of several drafts had a part in: as in `DecodingStats`."""
+    """Counts of one of several sources, as in `DecodingStats`."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -64,12 +63,12 @@ class DecodingStats:
         num_draft_tokens: tokens drafted.
         num_accepted_tokens: drafted tokens that were emitted.
         accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
-        sources: of each of the decoder's drafts the first three of these that are about drafts.
+        sources: per source, the three counts of drafts and drafted tokens.
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
         num_sequences: rows, each of which got one token from the prefill.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
-        num_compactions: times finished rows were left behind, and the cache's other rows moved up.
-        compacted_bytes: keys and values that this copied.
+        num_compactions: times that finished rows were dropped, and the other rows moved up.
+        compacted_bytes: bytes of keys and values that this copied.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
 
@@ -95,12 +94,6 @@ class DecodingStats:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / drafts: tokens per verify that followed a draft, the bonus included."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Emitted tokens per target pass over all rounds, also those that did not draft."""
-        emitted = self.num_new_tokens - self.num_sequences
-        return emitted / self.num_rounds if self.num_rounds else 0.0
 
     def add(self, round_: Round, cost: Callable[[int], int]) -> None:
         """Count a round; `cost` gives the sublayer-tokens of a row's round by drafted tokens."""

@@ -1,6 +1,6 @@
-"""From scores to tokens: the largest one, and the rejection rule (Leviathan et al. 2023,
-Algorithm 1; Chen et al. 2023).
+"""The rules that turn scores into tokens: the largest score, and the rejection rule.
 
+The rejection rule is Algorithm 1 of Leviathan et al. 2023, also in Chen et al. 2023.
 Letters: N positions, V vocabulary.
 """
 
@@ -24,22 +24,22 @@ def largest(scores: Tensor) -> Tensor:
 def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`largest` of scores (N, V), and 1 - exp(-m), m its margin over the second-best, (N,) each."""
     (best, token), *searched = _best(scores)
-    # the second-best is among those that the largest was found among, here or there
+    # the second-best is in one of the tensors that the largest was found in
     others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
     behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
     return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
 
 
 def ahead(behind: Tensor) -> Tensor:
-    """1 - exp(-m) of the margins -m by which second-best scores are behind, overwritten, (N,)."""
+    """1 - exp(-m) from -m, the second-best scores minus the best, in place, (N,)."""
     return behind.expm1_().neg_()
 
 
 def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Largest of scores (N, V) and its token, (N, 1) each; then among what and where it was found.
+    """Largest of scores (N, V) and its token, (N, 1) each; then the tensors it was found in.
 
-    Of many numbers first which part of a row has it: a maximum without its place is several times
-    faster on a CPU.
+    In large rows the part with the maximum is found first: on a CPU a maximum without its place is
+    several times faster.
     """
     part = math.gcd(scores.shape[-1], 1024)
     if scores.numel() <= TILE or part < 64 or scores.device.type != "cpu":
@@ -69,7 +69,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(p: Tensor, tokens: Tensor) -> Tensor:
-    """`residual` of drafts that are one token each, (N, 1), for certain: p but for it, (N, V)."""
+    """`residual` for drafts that are certain of one token each, (N, 1): p without it, (N, V)."""
     rest = p.scatter(-1, tokens, 0.0)
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

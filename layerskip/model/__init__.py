@@ -1,1 +1,1 @@
-"""A `transformers` checkpoint as 2L residual sublayers; no rounds, no laws."""
+"""A `transformers` checkpoint as 2L residual sublayers, and ways to compute them."""

@@ -1,7 +1,7 @@
-"""What a way to compute sublayers takes and gives; knows none of them.
+"""The interface of backends: ways to compute a model's sublayers and head.
 
-There is one file for each: `modules.py` calls the library's modules, `lean.py` takes fewer kernels,
-`native.py` one call of C++ for a pass, `compiled.py` compiles the lean kernels.
+There is one file for each. `modules.py` calls the library's modules. `fused.py` needs fewer
+kernels. `native.py` makes one call of C++ for a pass. `compiled.py` compiles the fused kernels.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
@@ -23,10 +23,10 @@ Tables = dict[str, tuple[Tensor, Tensor]]
 
 
 class Rotary(Protocol):
-    """Rotary tables of a call, in the layout of a backend."""
+    """Rotary tables of a call, in the layout that a backend needs."""
 
     def at(self, cache: Any) -> Mapping[str, Any]:
-        """By layer type, the angles at the positions of the pass the cache is placed for."""
+        """By layer type, the angles at the positions of the pass that the cache is placed for."""
         ...
 
 
@@ -57,14 +57,14 @@ class Backend(ABC):
     """One way to compute a model's sublayers and head.
 
     Attributes:
-        name: the `execution` that it is asked for by.
+        name: its name as an `execution`.
         blocks: the 2L sublayers, with norms and residual add.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
-        drawn: where there is one, the native call that draws tokens: of logits (N, V), the numbers
-            of a `laws.Warp`, and noise (N times (V,), or none) or instead `starts` (where the noise
-            streams begin), the token of the largest of scores plus noise, (N,), -1 for none, and by
-            how much it is ahead, negative, (N,).
+        drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
+            of a `laws.Warp`, and noise (N times (V,), or none) or the `starts` of its streams, it
+            returns the token with the largest score plus noise, (N,), -1 for none, and its
+            negative lead over the second, (N,).
     """
 
     name: str
@@ -75,38 +75,43 @@ class Backend(ABC):
 
     @abstractmethod
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        """A sublayer with weights rounded to so many bits, 8 or 4 (see `rounded`), healed or not.
+        """A sublayer with weights rounded to 8 or 4 bits (see `rounded`), perhaps healed.
 
         Raises:
             ValueError: its weights can be rounded only by changing the model's modules.
         """
 
     @abstractmethod
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
-        """The sublayers of a decoder layer like the model's own that the model lacks.
+        """Attention and MLP of an extra decoder layer: one built like the model's, but not in it.
 
         Args:
             window, kind: its sliding window and layer type.
-            bits: as of `low`; None: exact.
+            bits: as for `low`; None: exact.
         """
 
     @abstractmethod
     def product(self, module: nn.Linear, bits: int) -> Function:
-        """A linear that the model lacks, rounded: inputs (..., C) to (..., R)."""
+        """An extra linear with rounded weights: inputs (..., C) to (..., R)."""
 
     @abstractmethod
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V), on the device of the
-        embedding; of some rows of the head, -inf elsewhere; rounded to so many bits. Takes no
-        step."""
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
+
+        The logits are on the embedding's device. The block ignores its step.
+
+        Args:
+            rows: the only rows of the head to compute; other logits are -inf.
+            bits: that the head is rounded to; None: exact.
+        """
 
     @abstractmethod
     def rotary(self, tables: Tables) -> Rotary: ...
 
     def capacity(self, slots: int) -> int:
-        """How many slots, and angles, to have where so many are asked for."""
+        """How many slots and angles to allocate where so many are asked for."""
         return slots
 
     def disturbed(self) -> AbstractContextManager[None]:
@@ -121,7 +126,7 @@ class Backend(ABC):
 
 
 def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
-    """A block of functions of hidden states, one after the other; None is left out."""
+    """A block that applies functions one after the other; None is left out."""
     chain = tuple(function for function in functions if function is not None)
 
     def block(hidden: Tensor, _: Step | None) -> Tensor:

@@ -1,12 +1,12 @@
-"""Modules trained to draft for a frozen model; knows their arithmetic, no losses, no rounds.
+"""Modules that are trained to draft for a frozen model.
 
-Four kinds, after four papers. Each turns hidden states of the model into hidden states that the
-model's own final norm and head read; those, and the embedding, stay frozen and are no part of them.
+There are four kinds, from four papers. Each turns hidden states of the model into hidden states for
+the model's own final norm and head. Those and the embedding stay frozen and are not part of it.
 - `ExitBlock`: a decoder layer behind an early exit (Kangaroo, Liu et al. 2024, arXiv 2404.18911);
 - `FeatureBlock`: a decoder layer over the model's last hidden state and the token that followed it,
   fed with its own output where it runs ahead (EAGLE, Li et al. 2024, arXiv 2401.15077);
 - `Heads`: several tokens from one such pair (Medusa-1, Cai et al. 2024, arXiv 2401.10774);
-- `Streams`: several tokens in one pass of such a layer, in which learned streams behind the last
+- `Streams`: several tokens in one pass of such a layer, in which learned streams after the last
   token attend to the text (the n-stream attention of ProphetNet, Qi et al. 2020, arXiv 2001.04063).
 Letters: B rows, T tokens, H hidden width, K heads or streams.
 """
@@ -31,16 +31,16 @@ from layerskip.model.trained import trained_weights
 _EPSILON = 1e-6
 
 
-class _Whole:
-    """A pass over whole texts from their first token on, without a cache, as in training.
+class _WholeTexts:
+    """A pass over whole texts from their first token on, without a cache, for training.
 
     Args:
-        hidden: what is fed, (B, T K, H).
-        streams: K: of every token its own place and those of the streams ahead of it, which see
-            the text up to the token and each other, and are seen by no other token's.
+        hidden: the inputs, (B, T K, H).
+        streams: K. Every token has its own place and K - 1 places ahead of it, the streams. They
+            see the text up to the token and each other; other tokens do not see them.
 
     Attributes:
-        rope, masks: as of every `Step`.
+        rope, masks: as in `Step`.
     """
 
     cache = None
@@ -63,15 +63,15 @@ class _Whole:
             for window, mask in seen.items()
         }
         if not model.eager and streams == 1:
-            for window in self.masks:  # the kernel knows causality, and is faster without a mask
+            for window in self.masks:  # the kernel is causal, and faster, without a mask
                 if window is None or window >= count:
                     self.masks[window] = None
 
 
 class Layer(nn.Module):
-    """A decoder layer beside those of a model, built like one of them.
+    """An extra decoder layer, built like one of a model's.
 
-    It attends as the model's full layers do, if it has such.
+    It attends like the model's layers with full attention, if there are any.
 
     Args:
         model: whose layers it is like.
@@ -98,15 +98,15 @@ class Layer(nn.Module):
 
     def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
         """Its attention and its MLP, as a backend computes them, rounded or exact."""
-        blocks: tuple[Block, Block] = backend.beside(self.built, self.window, self.kind, bits)
+        blocks: tuple[Block, Block] = backend.extra_layer(self.built, self.window, self.kind, bits)
         return blocks
 
     def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:
-        """Hidden states (B, T, H) of whole texts to as many, every token seeing those before it.
+        """Hidden states (B, T, H) of whole texts to as many; tokens see those before them.
 
-        With streams (B, T K, H), as of `_Whole`.
+        With streams (B, T K, H), as for `_WholeTexts`.
         """
-        step: Any = _Whole(self.architecture, hidden, streams)
+        step: Any = _WholeTexts(self.architecture, hidden, streams)
         for block in self._differentiable:
             hidden = block(hidden, step)
         return hidden
@@ -128,24 +128,24 @@ class ExitBlock(nn.Module):
         self.layer = Layer(model, like)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """For training: states at the exit of whole texts, (B, T, H), to what the head reads.
+        """For training: states of whole texts at the exit, (B, T, H), to states for the head.
 
-        Position t has seen tokens 0 to t and tells token t + 1.
+        Position t has seen tokens 0 to t and predicts token t + 1.
         """
         out: Tensor = self.layer(hidden)
         return out
 
 
 class FeatureBlock(nn.Module):
-    """A decoder layer over the last hidden state of the token before, and the token.
+    """A decoder layer over a token and the last hidden state of the token before it.
 
-    Its output stands for the token's own last hidden state (before the final norm), so that it may
-    be fed with it in place of the model's. It begins as what it is fed with, the state passed on:
-    on demo-gemma2 that is worth .04 of overlap after 100,000 tokens, on SmolLM2 nothing.
+    Its output predicts the token's own last hidden state (before the final norm), so that it can
+    be fed with its output instead of the model's. At first it passes the state on unchanged: on
+    demo-gemma2 that gains .04 of overlap after 100,000 tokens, on SmolLM2 nothing.
 
     Args:
-        like: the layer whose weights it begins with, but for what its attention and MLP give out;
-            the last one by default.
+        like: the layer whose weights it begins with, except the outputs of attention and MLP,
+            which begin as zeros; the last one by default.
     """
 
     def __init__(self, model: Architecture, like: int | None = None) -> None:
@@ -159,7 +159,7 @@ class FeatureBlock(nn.Module):
                     parameter.zero_()
 
     def join(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """What the layer is fed with: both in the scale of the features, (..., H) each."""
+        """The layer's inputs: both in the scale of the features, (..., H) each."""
         both, scale = _scaled(features, embedded)
         out: Tensor = self.fuse(both) * scale
         return out
@@ -168,14 +168,14 @@ class FeatureBlock(nn.Module):
         """For training, of whole texts, (B, T, H) each to (B, T, H).
 
         Position t holds token t: its embedding, and the last hidden state of token t - 1 (zeros
-        before the first; from a second pass on perhaps the block's own). It tells token t + 1.
+        before the first; in later passes perhaps the block's own). It predicts token t + 1.
         """
         out: Tensor = self.layer(self.join(features, embedded))
         return out
 
 
 class Heads(nn.Module):
-    """K tokens at once from the last hidden state of the token before, and the token.
+    """Predicts K tokens at once from a token and the last hidden state of the one before it.
 
     Args:
         count: K.
@@ -194,9 +194,9 @@ class Heads(nn.Module):
         return len(self.heads)
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """Of any positions, (B, T, H) each to (B, T, K, H).
+        """Any positions, (B, T, H) each to (B, T, K, H).
 
-        Position t holds what it does in `FeatureBlock`; head k (from 0) tells token t + 1 + k.
+        Position t is as in `FeatureBlock`; head k (from 0) predicts token t + 1 + k.
         """
         both, scale = _scaled(features, embedded)
         each = torch.stack([head(both) for head in self.heads], dim=-2)  # (B, T, K, H)
@@ -205,10 +205,10 @@ class Heads(nn.Module):
 
 
 class Streams(FeatureBlock):
-    """K tokens in one pass: a `FeatureBlock`, and behind the last token K - 1 streams.
+    """Predicts K tokens in one pass: a `FeatureBlock` with K - 1 streams after the last token.
 
-    A stream is fed with the same pair, joined in its own way. It stands at a place further on, sees
-    the text and the streams before it, and tells the token behind its place.
+    A stream gets the same inputs, combined with weights of its own. Its position is further on. It
+    sees the text and the streams before it, and predicts the token after its position.
 
     Args:
         count: K.
@@ -218,25 +218,25 @@ class Streams(FeatureBlock):
     def __init__(self, model: Architecture, count: int = 4, like: int | None = None) -> None:
         super().__init__(model, like)
         self.ahead = _linear(model, 2, count - 1)
-        nn.init.zeros_(self.ahead.weight)  # streams that began as the token would pull it away
+        nn.init.zeros_(self.ahead.weight)  # copies of the token would pull its weights away
         self.count = count
 
     def streams(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """What the streams ahead of a token are fed with, (..., H) each to (..., K - 1, H)."""
+        """The inputs of the streams ahead of a token, (..., H) each to (..., K - 1, H)."""
         both, scale = _scaled(features, embedded)
         each = self.ahead(both).unflatten(-1, (self.count - 1, -1))  # (..., K - 1, H)
         out: Tensor = each * scale[..., None, :]
         return out
 
     def fed(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """What a token and its streams are fed with, (..., H) each to (..., K, H)."""
+        """The inputs of a token and its streams, (..., H) each to (..., K, H)."""
         own = self.join(features, embedded)[..., None, :]  # (..., 1, H)
         return torch.cat([own, self.streams(features, embedded)], -2)
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
         """For training, of whole texts, (B, T, H) each to (B, T, K, H).
 
-        Position t holds what it does in `FeatureBlock`; stream k (from 0) tells token t + 1 + k.
+        Position t is as in `FeatureBlock`; stream k (from 0) predicts token t + 1 + k.
         """
         fed = self.fed(features, embedded)  # (B, T, K, H)
         out: Tensor = self.layer(fed.flatten(1, 2), self.count).view_as(fed)
@@ -245,8 +245,8 @@ class Streams(FeatureBlock):
 
 AnyBlock = ExitBlock | FeatureBlock | Heads
 TOKENS = "tokens"
-"""In a module's file: the tokens that it was trained to tell apart, (n,) int32; all, if none are
-there. What it says of others nobody has corrected: on SmolLM2 an eighth of its law."""
+"""In a module's file: the tokens that it was trained on, (n,) int32; all tokens if it is missing.
+Other tokens' probabilities are untrained: on SmolLM2 they sum to an eighth."""
 
 
 class OpenBlock(NamedTuple):
@@ -260,14 +260,14 @@ class OpenBlock(NamedTuple):
 def open_block(
     model: Architecture, backend: Backend, trained: Trained, bits: int | None = None
 ) -> OpenBlock:
-    """The module that a skip config names, its weights those of the file in the model's dtype.
+    """The module that a skip config names, with the file's weights in the model's dtype.
 
     Args:
         backend: computes with it.
         bits: that its linears are rounded to, if they are.
 
     Raises:
-        ValueError: the file is none of this model's (see `trained_weights`), or holds no such
+        ValueError: the file does not belong to this model (see `trained_weights`), or holds no such
             module.
     """
     weights = dict(trained_weights(model.model, trained))
@@ -303,12 +303,12 @@ def open_block(
                 f"the trained draft {trained.weights} drafts tokens that this model lacks: it has "
                 f"0..{model.vocabulary - 1}; train one for this model with `layerskip train`"
             )
-    beside = () if isinstance(block, Heads) else block.layer.sublayers(backend, bits)
+    sublayers = () if isinstance(block, Heads) else block.layer.sublayers(backend, bits)
     if bits is not None:
         for name, module in block.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("layer."):
                 module.forward = backend.product(module, bits)  # type: ignore[assignment]
-    return OpenBlock(block, beside, drawn)
+    return OpenBlock(block, sublayers, drawn)
 
 
 def _linear(model: Architecture, inputs: int, outputs: int) -> nn.Linear:

@@ -1,10 +1,10 @@
-"""Key-value buffers with a length per row; knows nothing of models, tokens or laws.
+"""Key-value buffers of a batch, with a length per row.
 
-One buffer per attention layer, written by position. Rolling back is forgetting: the engine lowers
-a row's length, and the slots behind it are overwritten before anything reads them. Keys and values
-are copied when the buffers grow, by half each time and 256 slots at least, and by `keep`, when rows
-are left behind. So buffers hold less than twice the slots in use (beyond the first few hundred),
-and one layer's once more while they are copied.
+There is one buffer per attention layer, written by position. To roll back, the engine lowers a
+row's length; the slots behind it are overwritten before anything reads them. Keys and values are
+copied when the buffers grow (by half, and by at least 256 slots) and when `keep` drops rows. So
+buffers hold less than twice the slots in use (beyond the first few hundred), and one layer's once
+more while they are copied.
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -20,19 +20,19 @@ _MORE = 256  # slots that buffers grow by, at least
 
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
-    """Integers as a tensor on a device, for whose pending work the host does not wait."""
+    """Integers as a tensor on a device; the host does not wait for the device's pending work."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def whole(slots: int) -> int:
-    """A number of slots rounded up, by a quarter at most beyond 256, to one of few."""
+def rounded_up(slots: int) -> int:
+    """A number of slots rounded up to one of few sizes; beyond 256 by at most a quarter."""
     unit = 1 << max(6, slots.bit_length() - 3)
     return -(-slots // unit) * unit
 
 
 def capacity(slots: int) -> int:
-    """Slots to allocate: never are all of them in use, which would be another case to compile."""
-    return whole(slots) + 1
+    """Slots to allocate. One is always free, as full buffers would be another case to compile."""
+    return rounded_up(slots) + 1
 
 
 class RowCache:
@@ -49,7 +49,7 @@ class RowCache:
             full length all the same (that is the memory price of rollback); windows are masked.
 
     Attributes:
-        size: slots S that the buffers have now; more than any pass so far has used, or all.
+        size: slots S that the buffers have now: more than any pass has used so far, or all.
     """
 
     def __init__(self, rows: int, slots: int, windows: Sequence[int | None]) -> None:
@@ -83,14 +83,14 @@ class RowCache:
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
 
     def reserve(self, slots: int) -> None:
-        """Let the buffers have so many slots; where they have not, half as many again."""
+        """Make room for so many slots; buffers that are too small also get half as many again."""
         if slots >= self.size and self.size < self.slots:
             more = capacity(slots + max(slots // 2, _MORE))
             length, self.size = self.size, min(more, self.slots)
             self._renew(slice(None), length)
 
     def _renew(self, places: slice | list[int], length: int) -> int:
-        """Move rows, up to a length, into new buffers, layer by layer; the bytes this copied."""
+        """Move rows, up to a length, into new buffers, layer by layer; returns the bytes copied."""
         copied = 0
         for buffers in (self.keys, self.values):
             for layer, old in buffers.items():
@@ -114,7 +114,7 @@ class RowCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values (B, H, T, D); return all there are to attend to."""
+        """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
         first = 0
         if self.in_step:
@@ -141,9 +141,7 @@ class RowCache:
         return self.keys[layer], self.values[layer]
 
     def keep(self, places: Sequence[int], length: int) -> int:
-        """Let the rows at `places` (ascending), up to a length, be all there are from now on.
-
-        They move to buffers of their own, so that what the others held is freed.
+        """Keep only the rows at `places` (ascending), up to a length, and free the others.
 
         Returns:
             The bytes copied.
@@ -185,6 +183,6 @@ def causal(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as one to add to scores: 0 where a query sees a slot, else the dtype's least."""
+    """A bool mask as a mask to add: 0 where a query sees a slot, else the dtype's minimum."""
     out = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return out.masked_fill_(~mask, torch.finfo(dtype).min)

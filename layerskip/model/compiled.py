@@ -1,12 +1,12 @@
-"""Passes over sublayers as compiled functions; knows the lean blocks, no rounds, laws or policies.
+"""The "compiled" backend: passes over fused blocks, compiled by `torch.compile`.
 
-A function is compiled for a list of blocks (sublayers, and perhaps a head behind them) and a number
-of rows, once for one token per row and once for several: how many tokens, how many slots are in use
-and how large the buffers are may change from call to call. It is handed the weights at every call
-and keeps none. It is called without the guards of `torch.compile`, which would cost a small model
-all there is to gain: what they look at is in the key that a function is found by.
-On a CPU native passes are faster; there this is the twin of what a GPU runs, which tests can reach.
-Not used: `torch.compiler.nested_compile_region`, which would compile equal layers once, but gave
+A function is compiled for a list of blocks (sublayers, and perhaps a head) and a number of rows:
+once for one token per row and once for several. The number of tokens, the slots in use and the size
+of the buffers may change from call to call. Weights are passed in at every call and not kept. The
+guards of `torch.compile` are switched off, as they would cost a small model all of the gain; what
+they check is part of the key of each function.
+On a CPU native passes are faster. There this backend lets tests run what a GPU runs.
+`torch.compiler.nested_compile_region` would compile equal layers once. It is not used, as it gave
 wrong numbers in torch 2.13 (NaN from two layers on).
 On a GPU functions are captured as CUDA graphs (not measured: no machine to try it on).
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, S slots of the
@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.model.backend import Block, Step
-from layerskip.model.cache import RowCache, additive, capacity, causal, whole
+from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
 from layerskip.model.families import Architecture
-from layerskip.model.lean import Attention, Lean, gathered
+from layerskip.model.fused import Attention, Fused, gathered
 from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]
@@ -66,26 +66,26 @@ def _quietly(function: Function, *arguments: Any) -> Tensor:
 def warn_refusal(reason: str) -> None:
     """Say, once, that there is no compiler."""
     warnings.warn(
-        f"nothing can be compiled here, so that passes take the lean path: {reason}; install a C++ "
-        "compiler (on a GPU: Triton), or use execution='auto'",
+        f"nothing can be compiled here, so that passes take the fused path: {reason}; install a "
+        "C++ compiler (on a GPU: Triton), or use execution='auto'",
         stacklevel=2,
     )
 
 
-class Compiled(Lean):
-    """The lean blocks of a model, in compiled passes: in all but those of a prefill.
+class Compiled(Fused):
+    """The fused blocks of a model, in compiled passes: in all but those of a prefill.
 
-    For as long as the model lives its compiled functions are remembered.
+    Compiled functions are kept for as long as the model lives.
     """
 
     name = "compiled"
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, compilable)
-        self._known: dict[Any, Function] = {}  # by what tells them apart among these blocks
+        self._known: dict[Any, Function] = {}  # by blocks and situation
 
     def capacity(self, slots: int) -> int:
-        """Those of padding, too; never are all in use, which would be another case to compile."""
+        """See `cache.capacity`."""
         return capacity(slots)
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
@@ -100,7 +100,7 @@ class Compiled(Lean):
             list(blocks),
             hidden.contiguous(),
             slots,
-            torch.arange(whole(cache.end), device=hidden.device),  # (U,)
+            torch.arange(rounded_up(cache.end), device=hidden.device),  # (U,)
             [cache.keys[layer] for layer in layers],
             [cache.values[layer] for layer in layers],
             step.rotary.tables,
@@ -112,18 +112,15 @@ class Compiled(Lean):
         key = (tuple(blocks), situation)
         function = self._known.get(key)
         if function is None:
-            function = self._known[key] = self._function((_built(blocks), situation), arguments)
+            functions = _functions.setdefault(self.model.model, {})
+            built = (_built(blocks), situation)
+            if built not in functions:
+                functions[built] = _first(arguments)
+            function = self._known[key] = functions[built]
         if captured:
             torch.compiler.cudagraph_mark_step_begin()
             return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
         return function(*arguments)[:, :count]
-
-    def _function(self, key: Any, arguments: tuple[Any, ...]) -> Function:
-        """The function of blocks that are built like these, compiled if there is none yet."""
-        functions = _functions.setdefault(self.model.model, {})
-        if key not in functions:
-            functions[key] = _first(arguments)
-        return functions[key]
 
 
 def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[Tensor, Tensor]:
@@ -140,7 +137,7 @@ def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What blocks consist of: tensors, code and constants; code and lengths fix their order."""
+    """The tensors, code and constants that blocks consist of, in a fixed order."""
     if isinstance(value, tuple | list):
         yield len(value)
         for each in value:
@@ -156,7 +153,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _built(blocks: Sequence[Block]) -> tuple[Any, ...]:
-    """How blocks are built, whatever the values of their weights are."""
+    """How blocks are built, without the values of their weights."""
     return tuple(
         (type(leaf), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)

@@ -1,9 +1,9 @@
-"""A head of few rows and its logits; knows neither the model nor which tokens are worth keeping.
+"""An output head with few of the vocabulary's rows.
 
 The head is the largest part of a short draft's cost, and few tokens make up most of any text: a
 draft that reads only the frequent tokens' rows costs less and proposes nearly the same (FR-Spec,
-arXiv 2502.14856). Nothing else changes: the other tokens' logits are -inf before the draft's law,
-the target has all of them, and accept rules do not ask where a draft comes from.
+arXiv 2502.14856). Nothing else changes: the other tokens' logits are -inf for the draft, the target
+has all of them, and accept rules do not ask where a draft comes from.
 Letters: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
 """
 
@@ -23,8 +23,8 @@ class TrimmedHead:
     """Some rows of an unembedding: their weight (n, H), bias (n,) or None, and tokens (n,).
 
     Args:
-        head: the whole of it.
-        rows: which tokens: ids, whose rows are copied, or a slice, whose rows are only looked at.
+        head: the full head.
+        rows: token ids, whose rows are copied, or a slice, whose rows are views.
     """
 
     def __init__(self, head: nn.Linear, rows: Sequence[int] | slice) -> None:
@@ -52,11 +52,10 @@ _lock = threading.Lock()
 
 
 def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
-    """Rows of a head, copied once and made anew when its weight has changed.
+    """Rows of a head, copied once, and again when its weight has changed.
 
-    The copies of one head hold no more rows than it has itself; the oldest go first. A weight
-    that was changed unnoticed (through `.data`) makes for poor drafts until then, never for another
-    text.
+    All copies of one head together hold at most as many rows as it has; the oldest go first. A
+    change through `.data` goes unnoticed: it makes drafts worse, but never changes the text.
     """
     with _lock:
         kept = _copies.setdefault(head, {})
@@ -71,7 +70,7 @@ def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
 
 
 def _state(head: nn.Linear) -> tuple[Any, ...]:
-    """What differs when a head's numbers are others, as far as can be told for nothing."""
+    """Values that change with a head's numbers, as far as that can be checked for free."""
     return tuple(
         (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype, part.device)
         for part in head.parameters(recurse=False)

@@ -1,10 +1,10 @@
 """Builds and loads the C++ module of the native passes, once for a machine.
 
-It is built by torch's own extension loader, on first use, into the folder where torch keeps such
-builds (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a name that is a hash of the source,
-flags, compiler and versions. A child process compiles it and tries it, so that neither a broken
-build nor a wrong instruction can take this process down. Whatever fails is a reason, not an error:
-the lean path serves without. A build that failed is tried again after an hour, or when asked to.
+Torch's extension loader builds it on first use, into the folder where torch keeps such builds
+(`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a hash of the source, flags, compiler and
+versions. A child process compiles and tries it, so that neither a broken build nor a wrong
+instruction can end this process. If that fails, the reason is kept and the fused path is used. A
+failed build is tried again after an hour, or on request.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _FLAGS = {
 }
 
 RETRY_AFTER = 3600.0
-"""Seconds for which a build that failed is not tried again."""
+"""Seconds before a failed build is tried again."""
 WAIT = 180.0
 """Seconds to wait for another process that is building."""
 _AGAIN = "to try again, run layerskip env --rebuild"
-# failures that say something about the moment and nothing about the build
+# failures with a passing cause, which a later build need not meet
 _PASSING_SIGNALS = ("SIGHUP", "SIGINT", "SIGKILL", "SIGTERM", "SIGXCPU")
 _PASSING_WORDS = re.compile(
     r"\bkilled\b|no space left|disk quota|memoryerror|cannot allocate|memory exhausted"
@@ -55,12 +55,12 @@ _PASSING_WORDS = re.compile(
 
 
 class Unavailable(Exception):
-    """There are no native passes on this machine, and why."""
+    """Why there are no native passes on this machine."""
 
 
 @cache
 def refusal() -> str | None:
-    """Why there is no native module here, or None. The first time on a machine it is built."""
+    """Why there is no native module here, or None. Builds it the first time on a machine."""
     try:
         extension()
     except Unavailable as reason:
@@ -79,7 +79,7 @@ def extension() -> Any:
 
 
 def rebuild() -> None:
-    """Build the native module anew, whatever is there or has failed before.
+    """Build the native module again, whatever is there or has failed before.
 
     Raises:
         Unavailable: it cannot be built or loaded; what was there stays.
@@ -154,7 +154,7 @@ def _key() -> str:
 
 @cache
 def _version(compiler: str) -> str | None:
-    """The first line that a compiler says of itself: after an update the module is built anew."""
+    """The first line of `compiler --version`: after an update the module is built again."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -163,7 +163,7 @@ def _version(compiler: str) -> str | None:
 
 
 def _folder() -> Path:
-    """Where the library lies, or would."""
+    """The folder of the library, whether it is there or not."""
     if platform.system() not in ("Linux", "Darwin"):
         raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
@@ -171,14 +171,14 @@ def _folder() -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Have a folder that nobody else can write to, and those above it where they are missing."""
+    """Make a folder that nobody else can write to, and missing folders above it."""
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_owners(library: Path) -> None:
-    """Refuse a library that another user could have put there, or exchanged."""
+    """Refuse a library that another user could have written or replaced."""
     library = library.resolve()
     for place, path in enumerate((library, *library.parents)):
         found = path.stat()
@@ -194,7 +194,7 @@ def _check_owners(library: Path) -> None:
 
 
 def _others_write(found: os.stat_result) -> bool:
-    """Whether a mode lets others write; a group that is this user's alone is not others."""
+    """Whether a mode lets other users write; a group of this user alone does not count."""
     import grp
     import pwd
 
@@ -208,7 +208,7 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _check_failed(folder: Path) -> None:
-    """Refuse to build what failed a while ago."""
+    """Refuse to build what failed recently."""
     failed = folder.with_suffix(".failed")
     age = time.time() - failed.stat().st_mtime if failed.exists() else RETRY_AFTER
     if age < RETRY_AFTER:
@@ -226,7 +226,7 @@ def _check_tools() -> None:
 
 
 def _build(folder: Path, again: bool) -> None:
-    """Make a folder with the library in it, whole or not at all."""
+    """Build the library and move its folder into place, whole or not at all."""
     failed = folder.with_suffix(".failed")
     if not again:
         _check_failed(folder)
@@ -249,14 +249,14 @@ def _build(folder: Path, again: bool) -> None:
         made.mkdir(mode=0o700)
         library = Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
         library.chmod(0o700)
-        if folder.exists():  # whoever has loaded it keeps it
+        if folder.exists():  # processes that have loaded it keep it
             folder.rename(Path(scratch, "before"))
         made.rename(folder)
     failed.unlink(missing_ok=True)
 
 
 def _path() -> str:
-    """Where programs are found, ninja of the package among them."""
+    """The PATH, with the ninja package in front."""
     import ninja
 
     return os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
@@ -267,19 +267,19 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
         return f"the build ended by signal {-done.returncode}"
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     # a compiler's, or with a capital an assembler's; not an exception's name
-    told = [line for line in lines if re.search(r"\b[eE]rror:", line)] or lines[-1:]
-    return " ".join((told or ["no message"])[0].split())[:300]
+    errors = [line for line in lines if re.search(r"\b[eE]rror:", line)] or lines[-1:]
+    return " ".join((errors or ["no message"])[0].split())[:300]
 
 
 def _passing(done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a build failed for want of memory or disk, or because somebody ended it."""
+    """Whether a build failed for lack of memory or disk, or because it was stopped."""
     if done.returncode < 0 and signal.Signals(-done.returncode).name in _PASSING_SIGNALS:
         return True
     return _PASSING_WORDS.search(done.stdout + done.stderr) is not None
 
 
 def _compile(folder: Path, options: list[str]) -> None:
-    """Compile in a folder and try what came out: the child's part."""
+    """Compile in a folder and try the result. The child process runs this."""
     sources = [str(_SOURCE), str(_SOURCE.with_name("integers.cpp"))]
     module = cpp_extension.load(
         NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False

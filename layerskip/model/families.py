@@ -1,7 +1,4 @@
-"""Which checkpoints are served exactly, what they are made of, and what is refused by name.
-
-Knows the library's configurations and modules; computes nothing.
-"""
+"""The supported model families, the parts of a model, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the architectures that share one decoder shape.
+    """The differences between architectures that share one decoder shape.
 
     Attributes:
         package: in `transformers.models`.
         prefix: of the class names there.
-        sandwich: each sublayer has a norm behind it too (Gemma 2, Gemma 3).
+        sandwich: each sublayer also ends with a norm (Gemma 2, Gemma 3).
         windows: which layers slide: "none", "all" (if `config.sliding_window` is set), or by
             `config.layer_types`.
         softcap: the logits pass through `config.final_logit_softcapping` (if set).
@@ -60,13 +57,13 @@ _ATTENTION = ("eager", "sdpa")
 
 
 class Architecture:
-    """A causal language model that is served, and what it is made of.
+    """A supported causal language model and its parts.
 
     Args:
         model: of a family in `FAMILIES`, or PEFT's wrapper of one.
 
     Attributes:
-        decoder, layers: the modules that are opened up.
+        decoder, layers: the modules whose parts are called one by one.
         eager: attention is the library's eager function, not torch's.
         windows: sliding window in tokens of each layer, or None for full attention.
         spread: layers lie on several devices; hidden states travel to them.
@@ -125,7 +122,7 @@ class Architecture:
 
     @property
     def model(self) -> Any:
-        """The model, which lives for as long as somebody holds it (see `Sublayers.handle`)."""
+        """The model; only a weak reference is kept (see `Sublayers.handle`)."""
         return self._known()
 
     def each_layer(self) -> Iterator[tuple[Any, int | None, str]]:
@@ -135,7 +132,7 @@ class Architecture:
     def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
         """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
 
-        Norms count with the sublayer or head they belong to; of an embedding a pass reads a row.
+        Norms count with their sublayer or head. The embedding does not: a pass reads one row.
 
         Args:
             bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
@@ -155,7 +152,7 @@ class Architecture:
 
     @property
     def softcap(self) -> float | None:
-        """Of the final logits."""
+        """The softcap of the final logits, if there is one."""
         return self.config.final_logit_softcapping if self.family.softcap else None
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
@@ -186,7 +183,7 @@ class Architecture:
                 )
 
     def _check_hooks(self) -> None:
-        """Refuse hooks on modules that are opened up and never called: they would be lost."""
+        """Refuse hooks on modules that are never called as a whole: they would not run."""
         named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
         for name, module in {"the model": self.model, "the decoder": self.decoder, **named}.items():
             if foreign_hooks(module):
@@ -223,9 +220,9 @@ def read_bytes(module: nn.Module, bits: int | None) -> int:
 
 
 def _bytes(weight: Tensor, bits: int | None = None) -> int:
-    """What a weight holds in memory, at most so many bits a number and the scales of a matrix.
+    """A weight's bytes in memory; with `bits`, of its rounded copy if that is smaller.
 
-    Of a weight packed by a subclass, that is what its parts hold.
+    For a weight packed by a subclass, the bytes of its parts.
     """
     packed = getattr(weight, "__tensor_flatten__", None)
     whole = (
@@ -249,9 +246,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def foreign_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks but the library's own.
+    """Whether a module has forward hooks other than the library's own.
 
-    Those collect outputs for `output_hidden_states` and stay behind, idle, after the first use.
+    The library's collect outputs for `output_hidden_states` and stay, idle, after the first use.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(

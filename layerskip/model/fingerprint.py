@@ -1,4 +1,4 @@
-"""What tells checkpoints apart, whatever folder they lie in; computes nothing with them."""
+"""The hash that tells checkpoints apart."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from torch import Tensor
 _SAMPLES = 32  # numbers of every tensor
 
 
-def fingerprint(model: Any, like: str | None = None) -> str:
-    """Tell checkpoints apart whatever folder they lie in: `model_hash`, "weights-" and 16 digits.
+def fingerprint(model: Any) -> str:
+    """The `model_hash` of a checkpoint, whatever folder it lies in: "weights-" and 16 digits.
 
-    Over every parameter's name and shape and some of its numbers, rounded to bfloat16 so that a
-    bfloat16 checkpoint is the same in every dtype it is loaded in. Adapted, merged and quantised
-    models are others than the one they come from. Where weights are offloaded, names and shapes
-    have to do, and "shapes-" stands in front: hashes of different kinds cannot be compared.
-
-    Args:
-        like: an older hash to compare with: one without a word in front is answered in kind.
+    It covers every parameter's name and shape and some of its numbers, rounded to bfloat16 so that
+    a bfloat16 checkpoint has the same hash in every dtype. Adapted, merged and quantised models
+    have hashes of their own. Where weights are offloaded it covers names and shapes only, and
+    begins with "shapes-"; hashes of different kinds cannot be compared.
     """
-    if like is not None and "-" not in like:
-        return _first_version(model)
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters())
     seen = not any(tensor.is_meta for _, tensor in tensors)
     digest = hashlib.sha256(str(model.config.model_type).encode())
@@ -38,23 +33,10 @@ def fingerprint(model: Any, like: str | None = None) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some numbers of a tensor, from its first to its last, as bfloat16; none where it is packed
-    in a way of its own."""
+    """Some numbers of a tensor, evenly spread, as bfloat16; none of a tensor subclass."""
     if type(tensor.data) is not Tensor:
         return torch.empty(0, dtype=torch.bfloat16)
     flat = tensor.detach().flatten()  # (N,)
     count = min(_SAMPLES, len(flat))
     places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(1, count - 1)
     return flat[places].bfloat16()
-
-
-def _first_version(model: Any) -> str:
-    """16 digits over the sizes and the final norm: they do not tell a merged adapter apart."""
-    config = model.config
-    norm: Tensor = model.get_submodule("model").norm.weight  # (H,)
-    sizes = [config.model_type, config.vocab_size, config.hidden_size, config.intermediate_size]
-    sizes += [config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads]
-    digest = hashlib.sha256(repr(sizes).encode())
-    if not norm.is_meta:  # offloaded: the sizes have to do
-        digest.update(bytes(norm.detach().bfloat16().cpu().view(torch.uint8).tolist()))
-    return digest.hexdigest()[:16]

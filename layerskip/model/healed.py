@@ -1,9 +1,9 @@
-"""Deltas of low rank that heal products with rounded weights; knows no rounding and no file.
+"""Deltas of low rank that correct products with rounded weights.
 
-A draft's weight is off by what rounding lost, and by what the sublayers lack that it leaves out. A
-trained delta B A mends that, at rank 16 with a twentieth of the weight's numbers. In 4 bits it is
-added to what comes out, W x + B (A x): rounding would lose it. Rounding to 8 bits keeps it, so that
-W + B A is what is rounded, and healing costs nothing when decoding.
+A draft has errors from rounding and from the sublayers that it leaves out. A trained delta B A
+reduces them; at rank 16 it has a twentieth of the weight's numbers. In 4 bits it is added to the
+product, W x + B (A x), since rounding would lose it. 8 bits keep it, so W + B A is rounded, and
+healing costs nothing when decoding.
 Letters: R rows and C columns of a weight, r rank.
 """
 
@@ -18,29 +18,29 @@ from torch import Tensor
 from layerskip.model.products import Function
 
 MERGED = 8
-"""Bits that keep what a delta adds to a weight."""
+"""Bits that are enough to keep a delta that is added to a weight."""
 Delta = tuple[Tensor, Tensor]
 """Inner (r, C) and outer (R, r)."""
 
 
 @dataclass(frozen=True)
 class Deltas:
-    """Those of a model's weights.
+    """The deltas of a model's weights.
 
     Attributes:
-        hash: tells them from others.
+        hash: of their file.
         by_weight: by the id of the weight.
     """
 
     hash: str
     by_weight: Mapping[int, Delta]
 
-    def within(self, weight: Tensor, bits: int) -> Delta | None:
-        """What a weight is healed with before it is rounded to so many bits."""
+    def merged_into(self, weight: Tensor, bits: int) -> Delta | None:
+        """The delta that is added to a weight before it is rounded to so many bits."""
         return self.by_weight.get(id(weight)) if bits == MERGED else None
 
-    def beside(self, weight: Tensor, bits: int) -> Delta | None:
-        """What its products are healed with."""
+    def added_to(self, weight: Tensor, bits: int) -> Delta | None:
+        """The delta that is added to a weight's products."""
         return None if bits == MERGED else self.by_weight.get(id(weight))
 
 
@@ -67,7 +67,7 @@ def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor], hash: str
 
 
 def healed(product: Function, delta: Delta | None) -> Function:
-    """A product of inputs (..., C), (..., R), with what the delta adds."""
+    """A product of inputs (..., C), (..., R), plus its delta's."""
     if delta is None:
         return product
     inner, outer = delta

@@ -1,10 +1,10 @@
-"""Weights that are read together, lying together; knows no sublayers, products or passes.
+"""Weights that read the same input, stored together so that one product replaces several.
 
 Projections of the same input (query, key and value; gate and up) are joined: their rows lie in one
-storage, of which the modules' parameters become views. Values, `state_dict()`, memory and the
-parameters' identities stay, and one product replaces several, which spares a small model much of
-its decoding time. Only plain linears are joined: what is adapted, quantised, hooked, offloaded or
-shares its storage with something else is left as it is.
+storage, and the modules' parameters become views of it. Values, `state_dict()`, memory and the
+parameters' identities stay the same. One product replaces several, which saves a small model much
+of its decoding time. Only plain linears are joined, not those that are adapted, quantised, hooked,
+offloaded or share their storage with something else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass
 class _Held:
-    """Who holds a model's weights joined, and which of them are views: (module, name)."""
+    """How many callers want a model's weights joined, and which are views: (module, name)."""
 
     holders: int = 0
     views: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -53,7 +53,7 @@ def joined(model: nn.Module) -> Iterator[None]:
 
 
 def join(model: nn.Module) -> None:
-    """Join a model's weights until as many calls of `part`; for good, if none is ever made."""
+    """Join a model's weights until `part` is called as many times."""
     with _lock, _ordinary():
         held = _held.setdefault(model, _Held())
         held.holders += 1
@@ -79,7 +79,7 @@ def part(model: nn.Module) -> None:
 
 
 def together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of all rows of parts that lie one behind the other in one storage, else None."""
+    """One tensor of all rows of parts that follow each other in one storage, else None."""
     first = parts[0]
     if first is None:
         return None
@@ -114,7 +114,7 @@ def _is_plain_linear(module: Any) -> bool:
 
 
 def is_plain(weight: Any) -> bool:
-    """Whether a weight is an ordinary parameter: no subclass behind it, and there to be read."""
+    """Whether a weight is an ordinary parameter: not a subclass, and its numbers can be read."""
     return (
         type(weight) is nn.Parameter
         and type(weight.data) is Tensor
@@ -125,13 +125,13 @@ def is_plain(weight: Any) -> bool:
 
 @contextmanager
 def _ordinary() -> Iterator[None]:
-    """Make tensors that can be trained, also where the caller is in inference mode."""
+    """Tensors made inside can be trained, even if the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _join(group: Sequence[nn.Linear], name: str) -> list[tuple[nn.Module, str]]:
-    """Join the linears' parameters of that name where they can be; those that are views now."""
+    """Join the linears' parameters of a name if possible; returns those that are views now."""
     parts: list[Any] = [getattr(linear, name) for linear in group]
     if not all(map(is_plain, parts)) or len({(each.dtype, each.device) for each in parts}) > 1:
         return []

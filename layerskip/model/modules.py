@@ -1,7 +1,8 @@
-"""Sublayers as calls of the library's own modules, which are never copied or patched.
+"""The "modules" backend: sublayers as calls of the library's own modules.
 
-So quantised, adapted, hooked and offloaded modules work, and models spread over devices: hidden
-states travel to the layer before the residual, and logits back to where tokens come in.
+The modules are never copied or patched. So quantised, adapted, hooked and offloaded modules work,
+and models spread over devices: hidden states move to a layer's device before the residual, and
+logits back to the embedding's.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
@@ -23,11 +24,11 @@ from layerskip.model.products import Function, plain
 from layerskip.model.rounded import copies_of, linears
 
 LinearOf = Callable[[nn.Linear], Function]
-"""Makes the product that stands in for a linear."""
+"""Makes the product that replaces a linear's."""
 
 
-class Rotary:
-    """Cosines and sines of every position of a call, by layer type: computed once, then sliced."""
+class ModuleRotary:
+    """Cosines and sines of all positions of a call, by layer type, to be sliced."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -62,11 +63,11 @@ class Modules(Backend):
         def linear(module: nn.Linear) -> Function:
             weight = module.weight
             product = self.copies.of(weight, bits, deltas=deltas).linear(module.bias)
-            return healed(product, None if deltas is None else deltas.beside(weight, bits))
+            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
 
         return linear
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
         attend, mlp = layer.self_attn, layer.mlp
@@ -93,11 +94,11 @@ class Modules(Backend):
             chain.append(_on(self.model.device))
         return in_turn(*chain)
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables)
+    def rotary(self, tables: Tables) -> ModuleRotary:
+        return ModuleRotary(tables)
 
     def block(self, sublayer: int, linear: LinearOf | None = None) -> Block:
-        """A sublayer, its linears as they are or taken in another way."""
+        """A sublayer, its linears as they are or replaced."""
         number = sublayer // 2
         layer, window, kind = self.layers[number]
         name = "mlp" if sublayer % 2 else "self_attn"
@@ -146,14 +147,14 @@ class Modules(Backend):
 
 
 def _on(device: torch.device, function: Function | None = None) -> Function:
-    """A function on a device, wherever its input comes from."""
+    """A function that moves its input to a device first."""
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
 def twin(module: Any, linear: LinearOf, name: str) -> Any:
-    """A module with other products in its linears: copied shallowly on the way to them.
+    """A shallow copy of a module whose linears take other products.
 
-    Weights swapped inside of the module itself would be seen by other threads that call it.
+    Replacing them in the module itself would change what other threads compute.
     """
     chosen = {id(linear) for _, linear in linears(module)}
 

@@ -1,10 +1,10 @@
-"""Sublayers in one native call a pass, on a CPU; knows no passes' order, laws or skip policies.
+"""The "native" backend: one C++ call for a pass of few tokens, on a CPU.
 
-The C++ source beside this file (`native.cpp`) carries few tokens through any sublayers and a head:
-on a small model the lean path's kernels cost more than its weights, and BLAS reads a weight anew
-for every few tokens. Long prompts are arithmetic and stay with the lean path. All that follows a
-prompt is native, however long a pass: there a token's numbers do not depend on what it is verified
-beside, and a clock, which decides how long drafts are, must not decide between two arithmetics.
+The C++ source is `native.cpp`. It carries few tokens through any sublayers and a head. On a small
+model the fused path's kernels take longer than reading its weights, and BLAS reads a weight again
+for every few tokens. Long prompts are limited by arithmetic and stay on the fused path. Every pass
+after the prompt is native, however long it is. So a token's numbers do not depend on the tokens
+verified with it. A clock decides how long drafts are, and it must not choose the arithmetic.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model import lean
+from layerskip.model import fused
 from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture
+from layerskip.model.fused import Fused, Place
 from layerskip.model.healed import Deltas
-from layerskip.model.lean import Lean, Place
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
@@ -39,7 +39,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def refusal(model: Architecture) -> str | None:
-    """Why a model that the lean path serves has no native passes, or None."""
+    """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
     weights = [p for part in (*model.layers, model.model.lm_head) for p in part.parameters()]
@@ -49,7 +49,7 @@ def refusal(model: Architecture) -> str | None:
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for layer in model.layers:
-        function = lean.activation(_activation(layer.mlp))
+        function = fused.activation(_activation(layer.mlp))
         if function is not F.silu and not isinstance(function, partial):
             return f"there are no native passes with {type(function).__name__}"
     return None
@@ -58,7 +58,7 @@ def refusal(model: Architecture) -> str | None:
 @cache
 def warn_refusal(reason: str) -> None:
     """Say, once, that there are no native passes."""
-    warnings.warn(f"passes take the lean path: {reason}", stacklevel=2)
+    warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 
 Matrix = Callable[[nn.Linear], Any]
@@ -66,43 +66,39 @@ Matrix = Callable[[nn.Linear], Any]
 
 
 class NativeBlock:
-    """A sublayer, or a head, as the native passes know it and as the lean path does.
+    """A sublayer, or a head, for native passes and for the fused path.
 
     Attributes:
-        number: in the backend's plan.
-        layer: of an attention, its number in the cache.
-        after: what follows a head.
+        number: its number in the backend's plan.
+        layer: for an attention, its number in the cache.
+        after: what to apply to the logits of a head.
     """
 
     def __init__(
         self,
         backend: Native,
         number: int,
-        lean: Block,
+        fused: Block,
         layer: int | None = None,
         after: Function | None = None,
     ) -> None:
-        self.backend, self.number, self.lean = backend, number, lean
+        self.backend, self.number, self.fused = backend, number, fused
         self.layer, self.after = layer, after
 
     def __call__(self, hidden: Tensor, step: Step | None) -> Tensor:
         return self.backend.run(hidden, step, [self])
 
 
-def _is_native(block: Any) -> bool:
-    return isinstance(block, NativeBlock)
-
-
-class Rotary(lean.Rotary):
-    """Rotary tables of a call as both paths take them: the native one whole, by layer type."""
+class NativeRotary(fused.FusedRotary):
+    """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
     def __init__(self, tables: Tables, width: int, make: Any) -> None:
         super().__init__(tables, width)
         self.angles = [make(cos.contiguous(), sin.contiguous()) for cos, sin in tables.values()]
 
 
-class Native(Lean):
-    """The blocks of a plain-weight model, few tokens of which take one native call a pass."""
+class Native(Fused):
+    """The blocks of a plain-weight model; a pass of few tokens is one native call."""
 
     name = "native"
     packed = True
@@ -116,23 +112,23 @@ class Native(Lean):
         self.plan = self.extension.Plan()
         self._kinds = list(dict.fromkeys(model.layer_types))
         self.blocks = tuple(
-            self._native(self.layers[sublayer // 2], bool(sublayer % 2), lean, self._exact)
-            for sublayer, lean in enumerate(self.blocks)
+            self._native(self.layers[sublayer // 2], bool(sublayer % 2), fused, self._exact)
+            for sublayer, fused in enumerate(self.blocks)
         )
         attention = model.layers[0].self_attn
         self._heads = (_kv_heads(attention), attention.head_dim)
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        lean, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
+        fused, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
         if sublayer % 2 and not _in_blocks(place[0].mlp):
-            return lean
+            return fused
         matrix = partial(self._low, bits=bits, deltas=deltas)
-        return self._native(place, bool(sublayer % 2), lean, matrix)
+        return self._native(place, bool(sublayer % 2), fused, matrix)
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
-        attention, mlp = super().beside(layer, window, kind, bits)
+        attention, mlp = super().extra_layer(layer, window, kind, bits)
         place = layer, window, kind
         matrix = self._exact if bits is None else partial(self._low, bits=bits)
         attention = self._native(place, False, attention, matrix)
@@ -141,7 +137,7 @@ class Native(Lean):
         return attention, mlp
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
-        """Products of wide passes, in the numbers of a native one, which rounds inputs, too."""
+        """Products of wide passes, with the numbers of native ones, which round inputs, too."""
 
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
             matrix = self._rounded(weight, bias, bits, deltas)
@@ -167,12 +163,12 @@ class Native(Lean):
         after = None if rows is None else rows.spread
         return NativeBlock(self, number, super().head(rows, bits), after=after)
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables, self._heads[1], self.extension.Angles)
+    def rotary(self, tables: Tables) -> NativeRotary:
+        return NativeRotary(tables, self._heads[1], self.extension.Angles)
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
-        # what torch computes between the passes would wait for a second thread as they did
+        # torch's own work between the passes would wait for a second thread, too
         before = self.extension.limit_threads(1) if self.extension.disturbed() else None
         try:
             yield
@@ -187,9 +183,11 @@ class Native(Lean):
         prompt = step is None or not step.cache.settled
         if torch.is_grad_enabled() or chained or (prompt and rows * count > self.longest):
             for block in blocks:
-                hidden = getattr(block, "lean", block)(hidden, step)
+                hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for native, some in groupby(blocks, _is_native):  # what is timed is wrapped, and is not
+        for native, some in groupby(
+            blocks, lambda block: isinstance(block, NativeBlock)
+        ):  # blocks wrapped for timing are not
             if native:
                 hidden = self._run(hidden, step, list(some))
             else:
@@ -216,22 +214,21 @@ class Native(Lean):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, place: Place, second: bool, lean: Block, matrix: Matrix) -> NativeBlock:
+    def _native(self, place: Place, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
         layer, window, kind = place
         if second:
-            return NativeBlock(self, self._mlp(layer, matrix), lean)
+            return NativeBlock(self, self._mlp(layer, matrix), fused)
         number = self._attention(layer, window, self._kinds.index(kind), matrix)
-        return NativeBlock(self, number, lean, layer.self_attn.layer_idx)
+        return NativeBlock(self, number, fused, layer.self_attn.layer_idx)
 
     def _attention(self, layer: Any, window: int | None, angles: int, matrix: Matrix) -> int:
-        module = layer.self_attn
-        joined = hasattr(module, "qkv_proj")
-        names = ("qkv_proj",) if joined else ("q_proj", "k_proj", "v_proj")
-        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the lean path
+        module, sandwich = layer.self_attn, self.model.family.sandwich
+        names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
         cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
         number: int = self.plan.attention(
             before=self._norm(layer.input_layernorm),
-            after=self._after(layer.post_attention_layernorm),
+            after=self._norm(layer.post_attention_layernorm) if sandwich else None,
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.o_proj),
             q_norm=self._norm(getattr(module, "q_norm", None)),
@@ -249,28 +246,25 @@ class Native(Lean):
 
     def _mlp(self, layer: Any, matrix: Matrix) -> int:
         module, sandwich = layer.mlp, self.model.family.sandwich
-        joined = hasattr(module, "gate_up_proj")
-        names = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
+        one = hasattr(module, "gate_up_proj")
+        names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
         number: int = self.plan.mlp(
             before=self._norm(
                 layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
             ),
-            after=self._after(layer.post_feedforward_layernorm) if sandwich else None,
+            after=self._norm(layer.post_feedforward_layernorm) if sandwich else None,
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.down_proj),
-            gelu=lean.activation(_activation(module)) is not F.silu,
+            gelu=fused.activation(_activation(module)) is not F.silu,
         )
         return number
 
     def _norm(self, module: Any) -> Any:
         if module is None:
             return None
-        one_plus = hasattr(module, "eps")  # Gemma's, see `lean.rms_norm`
+        one_plus = hasattr(module, "eps")  # Gemma's, see `fused.rms_norm`
         epsilon = module.eps if one_plus else module.variance_epsilon
         return self.extension.Norm(module.weight, epsilon, one_plus)
-
-    def _after(self, module: Any) -> Any:
-        return self._norm(module) if self.model.family.sandwich else None
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
@@ -282,7 +276,7 @@ class Native(Lean):
         self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
     ) -> Any:
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
-        delta = None if deltas is None else deltas.beside(weight, bits)
+        delta = None if deltas is None else deltas.added_to(weight, bits)
         inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
         how: dict[str, Any] = {"bits": bits, "rows": rows, "columns": columns}
@@ -300,8 +294,8 @@ def _kv_heads(attention: Any) -> int:
 
 def _in_blocks(mlp: Any) -> bool:
     """Whether up begins with a block of rows where gate and up are rounded together."""
-    joined = getattr(mlp, "gate_up_proj", None)
-    return joined is None or joined.weight.shape[0] // 2 % ROWS == 0
+    both = getattr(mlp, "gate_up_proj", None)
+    return both is None or both.weight.shape[0] // 2 % ROWS == 0
 
 
 def _activation(mlp: Any) -> Any:

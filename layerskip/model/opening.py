@@ -1,8 +1,8 @@
-"""Opens a model once and remembers it: what was built serves every call until the model changes.
+"""Opened models, remembered until the model changes.
 
-At every call it is looked whether modules, hooks, forwards or the places of weights are others than
-they were, in about a millisecond; changed numbers in the same place need no new opening, since
-passes read weights where they lie, and copies of them notice for themselves.
+Every call checks, in about a millisecond, whether modules, hooks, forwards or the places of weights
+have changed. Changed numbers in the same place need no new opening: passes read weights where they
+lie, and copies of weights check for changes themselves (see `rounded`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
-    """A model as `Sublayers`, built anew only where it is not what it was at the last call."""
+    """A model as `Sublayers`, built again only if it has changed since the last call."""
     if isinstance(model, Sublayers):
         return model
     model = unwrapped(model)
@@ -45,9 +45,9 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
 
 
 def release(model: Any) -> int:
-    """Give back the memory that copies of a model's weights take, and all else that is kept of it.
+    """Free the copies of a model's weights, and everything else that is kept for it.
 
-    What decodes at the moment goes on with what it holds; the next call makes its copies anew.
+    Decodings in progress keep what they use. The next call makes new copies.
 
     Returns:
         The bytes of the copies.
@@ -62,7 +62,7 @@ def release(model: Any) -> int:
 
 
 def _state(model: Any) -> list[Any]:
-    """What an opening depends on, as far as it can be told for nearly nothing."""
+    """What an opening depends on, as far as it can be checked cheaply."""
     config = getattr(model, "config", None)
     found: list[Any] = [getattr(config, name, None) for name in _CONFIG]
     found += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]

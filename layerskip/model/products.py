@@ -1,7 +1,7 @@
-"""How products with plain weights are taken; knows no sublayers.
+"""Products with plain weights: by BLAS or by oneDNN, whichever is faster.
 
-On a CPU, where BLAS is at its worst with the few rows that decoding and verifying have, products
-are taken in the way that is measured to be the fastest for their number: by BLAS or by oneDNN.
+On a CPU, BLAS is slow with the few rows that decoding and verifying have. So both are timed once
+for each number of rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Linear = Callable[[Tensor, Tensor | None], Function]
 """Makes a function of inputs from a weight and a bias."""
 
 SMALLEST_MODEL = 8 << 20
-"""Bytes of all matrices from which on they do not stay in cache between two passes."""
-_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last stands for all larger
+"""Bytes of all matrices beyond which they do not stay in cache between two passes."""
+_COUNTS = (1, 2, 4, 8, 16)  # rows that products are timed with; the last also serves larger numbers
 _SWEEPS = 3
 _SAMPLE = 32 << 20  # bytes of each shape from which on no further matrix is timed
 _LARGEST_TIMED = 128 << 20  # bytes of a matrix; of larger ones the first rows
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 
 def matrices(model: Any) -> list[Tensor]:
-    """What a pass over one token reads: matrices of the layers, joined ones as one; the head."""
+    """The matrices that a pass reads: of the layers (joined ones as one) and the head."""
     found: list[Tensor] = []
     inside: set[int] = set()
     for group in groups(model):
@@ -55,7 +55,7 @@ def plain(weight: Tensor, bias: Tensor | None) -> Function:
 
 
 def onednn(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear by oneDNN, with the weight as it lies: what compiled code calls on a CPU."""
+    """The linear by oneDNN, without repacking the weight, as compiled code calls it on a CPU."""
     linear = torch.ops.mkldnn._linear_pointwise
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
@@ -63,10 +63,10 @@ def onednn(weight: Tensor, bias: Tensor | None) -> Function:
 
 
 def compilable(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear for code that is compiled: one token's product in plain loops on a CPU.
+    """The linear for compiled code: one token's product in plain loops on a CPU.
 
-    They read memory faster than its BLAS does (1.25 to 1.4 times with float32 matrices of 1 to 64
-    MB on a Zen 4 core). In half precision, for several tokens, and not compiled, it is `plain`.
+    Loops read memory faster than BLAS (1.25 to 1.4 times with float32 matrices of 1 to 64 MB on a
+    Zen 4 core). In half precision, for several tokens, and when not compiled, it is `plain`.
     """
     linear = F.linear
     loops = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
@@ -83,8 +83,8 @@ def compilable(weight: Tensor, bias: Tensor | None) -> Function:
 def best_linear(matrices: Sequence[Tensor]) -> Linear:
     """The fastest linear for passes over these matrices, by the number of tokens in a pass.
 
-    Measured once in a process for models of the same shapes, in about a second; only in float32 on
-    a CPU, where there is a choice.
+    Measured once in a process for models of the same shapes, in about a second. There is a choice
+    only in float32 on a CPU.
     """
     if (
         any(m.device.type != "cpu" or m.dtype is not torch.float32 for m in matrices)
@@ -133,7 +133,7 @@ def _measure(matrices: Sequence[Tensor]) -> tuple[Linear, ...]:
 
 
 def _pieces(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Some of these matrices, of every shape: what a pass reads, but sooner."""
+    """Some of these matrices, of every shape, to save time."""
     taken: dict[torch.Size, int] = {}
     found = []
     for matrix in matrices:
@@ -145,7 +145,7 @@ def _pieces(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _has_onednn() -> bool:
-    """Whether oneDNN's linear is there: an operator that torch does not promise to keep."""
+    """Whether torch has oneDNN's linear; it does not promise to keep that operator."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     try:

@@ -1,16 +1,15 @@
-"""Weights in low precision, and products with them; knows no sublayers, passes or skip policies.
+"""Weights rounded to 8 or 4 bits, and products with them.
 
-Rounded to 8 bits, -127 to 127, with one scale for a row, or to 4 bits, -8 to 7, with one scale of
-either sign for every 32 columns of a row; scales are bfloat16 numbers. Copies are made once for a
-model and kept beside it for as long as it lives: all its decodings share them, whoever opens it.
+8 bits: numbers from -127 to 127 with one scale per row. 4 bits: numbers from -8 to 7 with one
+scale, of either sign, for every 32 columns of a row. Scales are bfloat16. Copies are made once for
+a model and kept for as long as it lives; all its decodings share them.
 
-A copy belongs to the numbers it was made from. At every call its weight is compared with what it
-was: by place, shape, dtype, device and version, which changes in place raise, and by some of its
-numbers, since changes through `.data` leave no trace. What has changed is rounded anew when it is
-next used. A change through `.data` to none of those numbers goes unnoticed. It costs drafts
-acceptance and nothing else: no text depends on a copy, since the exact weights verify whatever a
-draft proposes.
-A copy may be healed: then a trained delta of low rank is in what was rounded (see `healed`).
+Every call compares each weight with what it was when it was copied: by place, shape, dtype, device
+and version (which changes in place raise), and by some of its numbers, since changes through
+`.data` leave no other trace. A changed weight is rounded again when it is next used. A change
+through `.data` to none of those numbers goes unnoticed. That lowers acceptance and nothing else:
+no text depends on a copy, since the exact weights verify every draft.
+A copy may be healed: then a trained delta of low rank was added before rounding (see `healed`).
 Letters: R rows, C columns, G groups of 32 columns, U units of 64, r rank.
 """
 
@@ -33,8 +32,8 @@ from layerskip.model.products import Function
 GROUP = 32
 """Columns that share a scale in 4 bits."""
 LARGEST = (-8.6, -8.0, -7.4, 7.0)
-"""What the largest number of such a group may become: of the scales that this gives, the one that
-loses least is taken. On SmolLM2 six tenths of the squared error of 7 alone; 50 scales: .57."""
+"""Values that the largest number of a group is scaled to; the scale with the least error is taken.
+On SmolLM2 that leaves .6 of the squared error of 7 alone; 50 scales leave .57."""
 ROWS = 16
 """Rows of a block of packed numbers. `integers.h` says how they lie."""
 _UNIT = 64  # columns that lie together
@@ -44,12 +43,12 @@ _SAMPLES = 32  # numbers of every weight that are compared
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight (R, C) in so many bits.
+    """A rounded weight (R, C).
 
     Attributes:
-        numbers: (R, C), int8; of 4 bits two in a byte, (R, G, 16): columns 0 to 15 of a group in
+        numbers: (R, C), int8. In 4 bits two to a byte, (R, G, 16): columns 0 to 15 of a group in
             the lower halves, with an offset of 8. Packed for native products, (bytes,).
-        scales: (R,), of 4 bits (R, G), bfloat16; None where they lie packed among the numbers.
+        scales: (R,), in 4 bits (R, G), bfloat16; None where they are packed with the numbers.
     """
 
     bits: int
@@ -63,15 +62,17 @@ class Rounded:
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight that it stands for, (R, C)."""
+        """The weight in a wider dtype, (R, C)."""
         numbers, scales = _unpacked(self) if self.packed else (self.numbers, self.scales)
         assert scales is not None
         return _widened(numbers, scales, self.shape[1], dtype)
 
     def linear(self, bias: Tensor | None) -> Function:
-        """Products of inputs (..., C) with the widened weight, (..., R): slow but in code that is
-        compiled. Fast ones are native; torch's own end the process with widths that do not suit
-        them (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns)."""
+        """Products of inputs (..., C) with the widened weight, (..., R).
+
+        They are fast only in compiled code, or by the native backend. Torch's own crash with some
+        widths (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns).
+        """
         if self.packed:
             return lambda x: F.linear(x, self.widened(x.dtype), bias)
         numbers, scales, columns = self.numbers, self.scales, self.shape[1]
@@ -91,7 +92,7 @@ class Rounded:
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     """Round a weight (R, C) to 8 or 4 bits."""
     rows, columns = weight.shape
-    # a size that has the numbers of several chunks, which keeps memory for the rounding small
+    # in chunks, so that rounding needs little memory
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     with torch.inference_mode(False), torch.no_grad():
         chunks = [_rounded(some, bits) for some in weight.detach().split(step)]
@@ -118,7 +119,7 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Numbers, (R, C) or, of 4 bits, (R, G, 32); and their scales (R,) or (R, G)."""
+    """Numbers, (R, C) or in 4 bits (R, G, 32), and their scales (R,) or (R, G)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if bits == 8:
         scales = (exact.abs().amax(-1) / 127).bfloat16()  # (R,)
@@ -188,7 +189,7 @@ def _packed4(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
-    """Numbers and scales as they lie where they are not packed."""
+    """The numbers and scales of a packed copy, in the layout that is not packed."""
     rows, columns = copy.shape
     units = -(-columns // _UNIT)
     if copy.bits == 8:
@@ -211,7 +212,7 @@ def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
 
 
 class _Origin:
-    """What a weight was when its copies were made, and they by bits, layout and healing."""
+    """A weight's state when it was copied, and its copies by bits, layout and healing."""
 
     def __init__(self, weight: Tensor) -> None:
         self.facts = _facts(weight)
@@ -241,11 +242,11 @@ def _facts(weight: Tensor) -> tuple[Any, ...]:
     return version, weight.shape, weight.dtype, weight.device
 
 
-class Copies:
+class RoundedCopies:
     """The rounded weights of a model, each made when it is first asked for.
 
     Attributes:
-        changes: how often copies were dropped, for those who keep what they make of them.
+        changes: how often copies were dropped; callers that keep something made of them compare.
     """
 
     def __init__(self) -> None:
@@ -259,11 +260,11 @@ class Copies:
         """A weight of the model in low precision.
 
         Args:
-            weight: the same object as long as it is the same weight.
+            weight: copies are found by this object.
             packed: for native products.
-            deltas: what is rounded with it, where such a copy can hold it.
+            deltas: added before rounding, where such a copy can hold them.
         """
-        delta = None if deltas is None else deltas.within(weight, bits)
+        delta = None if deltas is None else deltas.merged_into(weight, bits)
         healing = None if delta is None or deltas is None else deltas.hash
         key = (bits, packed, healing)
         with self._lock:
@@ -277,7 +278,7 @@ class Copies:
             return kept[key]  # type: ignore[no-any-return]
 
     def forget_changed(self) -> None:
-        """Drop the copies of weights that are not what they were."""
+        """Drop the copies of weights that have changed."""
         with self._lock:
             changed = [w for w, origin in self._made.items() if not origin.holds(w)]
             for weight in changed:
@@ -292,27 +293,27 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Of all copies."""
+        """Bytes of all copies."""
         with self._lock:
             return sum(c.nbytes for origin in self._made.values() for c in origin.copies.values())
 
 
-_copies: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[nn.Module, RoundedCopies] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def copies_of(model: nn.Module) -> Copies:
-    """The copies of a model, those of changed weights forgotten."""
+def copies_of(model: nn.Module) -> RoundedCopies:
+    """The copies of a model, without those of changed weights."""
     with _lock:
-        copies = _copies.setdefault(model, Copies())
+        copies = _copies.setdefault(model, RoundedCopies())
     copies.forget_changed()
     return copies
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears of a sublayer, or a head, that can be rounded, and their names ("" itself).
+    """The linears of a sublayer or head that can be rounded, and their names ("" for itself).
 
-    Others are used as they are: quantised ones, adapters' own small ones, offloaded ones.
+    Others are used as they are: quantised and offloaded ones, and the small ones of adapters.
     """
     for name, each in module.named_modules():
         last = name.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""A `transformers` decoder as 2L residual sublayers; knows no rounds, laws or skip policies.
+"""A `transformers` decoder as 2L residual sublayers.
 
 Sublayer 2i is the attention of layer i, sublayer 2i+1 its MLP, each with its norms and residual
-add. The model stays as it was found; a backend computes with its weights or calls its modules.
+add. The model is not changed: a backend computes with its weights or calls its modules.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model import compiled, extension, lean, native
+from layerskip.model import compiled, extension, fused, native
 from layerskip.model.backend import Backend, Block, Rotary
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.families import Architecture
-from layerskip.model.lean import Lean
+from layerskip.model.fused import Fused
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
 from layerskip.model.weights import DraftWeights
@@ -31,7 +31,7 @@ ASKED = "as asked for"
 
 
 class Pass:
-    """What every sublayer of one forward pass shares: the cache, angles and masks when asked for.
+    """What all sublayers of one forward pass share: the cache, angles and masks.
 
     Args:
         cache: placed for the pass.
@@ -48,7 +48,7 @@ class Pass:
     @cached_property
     def masks(self) -> dict[int | None, Tensor | None]:
         """By sliding window, the attention mask of the pass."""
-        # the eager kernel knows no causality of its own; sdpa does when it is given no mask
+        # the eager kernel always needs a mask; sdpa is causal without one
         always = self.model.eager and self.cache.count > 1
         # one mask for all layers: sdpa takes bool, whatever dtype a layer has
         dtype = torch.bool if self.model.backend.bool_masks else self.model.dtype
@@ -71,9 +71,9 @@ class Sublayers(Architecture):
     Args:
         model: a `transformers` causal language model of a family in `families.FAMILIES`, or
             PEFT's wrapper.
-        execution: "modules" calls the library's modules, "fused" the lean path for plain weights,
+        execution: "modules" calls the library's modules, "fused" the fused path for plain weights,
             "native" the same in one call for passes of few tokens on a CPU, "compiled" in compiled
-            functions, but for the prefill (with a warning the lean path where either cannot be
+            functions, except the prefill (with a warning the fused path where either cannot be
             had), "auto" the first of native, fused and modules that can serve the model as it is
             now.
 
@@ -102,9 +102,9 @@ class Sublayers(Architecture):
 
     @property
     def exact(self) -> bool:
-        """Whether a token's numbers are the same, bit by bit, whatever it is verified beside.
+        """Whether a token's numbers are the same bit by bit, whatever tokens are verified with it.
 
-        Elsewhere kernels of libraries compute, which sum in another order beside other tokens.
+        On other backends library kernels may sum in another order for other passes.
         """
         return self.execution == "native"
 
@@ -133,15 +133,21 @@ class Sublayers(Architecture):
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """Around a round: where others need the cores, it makes do with one thread."""
+        """A context for a round: it uses one thread where other processes need the cores."""
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """An empty cache for a batch."""
         return RowCache(rows, self.backend.capacity(slots), self.windows)
 
+    def first_pass(self, rows: int, count: int) -> Pass:
+        """A pass over the first `count` tokens of every row, with a cache of its own."""
+        cache = self.new_cache(rows, count)
+        cache.place([0] * rows, count)
+        return Pass(self, cache, self.rotary(count, count))
+
     def rotary(self, slots: int, total: int) -> Rotary:
-        """Rotary tables for `slots` positions; none past `total - 1`, the last real one."""
+        """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""
         slots = self.backend.capacity(slots)
         positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -168,7 +174,7 @@ class Sublayers(Architecture):
     def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
 
-        Of a pass that verifies or decodes, `step` says so: its numbers are of one arithmetic.
+        Pass `step` where a pass verifies or decodes: all of those use one arithmetic.
         """
         return self.head(hidden, step)
 
@@ -188,7 +194,7 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     if execution == "modules":
         return Modules(model), ASKED
-    reason = lean.refusal(model)
+    reason = fused.refusal(model)
     if reason is not None:
         if execution == "auto":
             return Modules(model), reason
@@ -201,18 +207,18 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         if reason is None:
             return Compiled(model), ASKED
         compiled.warn_refusal(reason)
-        return Lean(model), reason
+        return Fused(model), reason
     if execution == "fused":
-        return Lean(model), ASKED
+        return Fused(model), ASKED
     reason = native.refusal(model)
     if reason is None:
         reason = extension.refusal()
     elif execution == "auto":
-        return Lean(model), reason if model.device.type == "cpu" else None
+        return Fused(model), reason if model.device.type == "cpu" else None
     if reason is None:
         return Native(model), None
     native.warn_refusal(reason)
-    return Lean(model), reason
+    return Fused(model), reason
 
 
 def embed(decoder: Any, tokens: Tensor) -> Tensor:

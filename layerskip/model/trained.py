@@ -1,7 +1,7 @@
-"""Weights trained for a model's drafts, in a file; knows whose they are, not what they are for.
+"""The files of trained draft weights: reading, checking and writing them.
 
-A file is taken for what its hash says and for nothing else: not in part, not changed, and not
-beside a model with other weights than those it was trained on.
+A file must have the hash that its skip config names, and the model must have the weights that the
+file was trained on; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _lock = threading.Lock()
 
 
 def trained_weights(model: nn.Module, trained: Trained) -> Weights:
-    """The tensors of a file, by name; read once for a model, and checked whenever it is opened.
+    """The tensors of a file, by name. They are kept for the model; the file is checked each time.
 
     Raises:
-        ValueError: the model's weights are not those they were trained on, or the file is not
-            there, not whole or another one; says which in one line.
+        ValueError: the model has other weights than they were trained on, or the file is missing,
+            damaged or another one; says which in one line.
     """
-    base = fingerprint(model, like=trained.base)
+    base = fingerprint(model)
     if base != trained.base:
         raise ValueError(
             f"the trained draft {trained.weights} belongs to a model with other weights "
@@ -63,7 +63,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
 
 
 def save_trained(path: Path, weights: Weights, kind: str, model: nn.Module) -> Trained:
-    """Write a file of tensors, whole or not at all, and name it as this model's.
+    """Write a file of tensors, whole or not at all; returns its description for this model.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.

@@ -1,8 +1,8 @@
 """The weights that drafts compute with: rounded, healed, trained, or fewer rows of the head.
 
-Everything here is made when it is first asked for and kept for as long as the model stays opened;
-copies are shared by all openings of a model (see `rounded`). No text depends on any of it: the
-exact weights verify whatever a draft proposes.
+They are made on first use and kept for as long as the model stays opened. Rounded copies are shared
+by all openings of a model (see `rounded`). No text depends on them, since the exact weights verify
+every draft.
 Letters: B rows, T tokens of a pass, H hidden width, V vocabulary.
 """
 
@@ -21,8 +21,8 @@ from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture, read_bytes
 from layerskip.model.fingerprint import fingerprint
+from layerskip.model.fused import head_refusal
 from layerskip.model.healed import Deltas, paired
-from layerskip.model.lean import head_refusal
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
@@ -30,12 +30,12 @@ _Key = tuple[int | None, int | None, str | None]
 
 
 class DraftWeights:
-    """What drafts of an opened model run.
+    """The blocks that drafts of an opened model run.
 
     Args:
         model: the opened model.
         backend: computes with it.
-        exact: its own sublayers and its own head, as blocks.
+        exact: blocks of the model's own sublayers, then of its head.
 
     Attributes:
         vocabulary: how many tokens drafts can draw; the model's, unless `trimmed`.
@@ -52,26 +52,26 @@ class DraftWeights:
         self._low: dict[_Key, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
         self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
-        self._hashes: dict[str, str] = {}
+        self._hash: str | None = None
 
-    def fingerprint(self, like: str) -> str:
+    def fingerprint(self) -> str:
         """The model's hash, as `fingerprint`, of what it was when it was opened."""
-        if like not in self._hashes:
-            self._hashes[like] = fingerprint(self.model.model, like=like)
-        return self._hashes[like]
+        if self._hash is None:
+            self._hash = fingerprint(self.model.model)
+        return self._hash
 
     def refresh(self) -> None:
-        """Forget what was made of weights that have changed since."""
+        """Drop what was made of weights that have changed since."""
         self.copies.forget_changed()
         if self._seen != self.copies.changes:
             self._seen = self.copies.changes
             self._low.clear()
             self._deltas.clear()
             self._modules.clear()
-            self._hashes.clear()
+            self._hash = None
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
-        """The same for drafts that can draw these tokens only, but for less.
+        """The same, but drafts read the head's rows of these tokens only, and draw no others.
 
         A head that is not a plain weight stays whole, with a warning.
 
@@ -107,11 +107,11 @@ class DraftWeights:
         return few
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
-        """What a draft runs behind its shared prefix, its head last.
+        """The blocks that a draft runs after its shared prefix; the head is the last.
 
         Raises:
             ValueError: the skip config does not fit the model, or the model cannot run in low
-                precision, and why.
+                precision.
         """
         skip = skip.resolve(self.model.num_layers)
         low, prefix = skip.rounded(), skip.shared_prefix()
@@ -120,13 +120,13 @@ class DraftWeights:
         return [*found, self.head(skip)]
 
     def head(self, skip: SkipConfig | None = None) -> Block:
-        """The head that a draft reads, exact or rounded, of the tokens that it may draft."""
+        """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
         if skip is None or (self._rows_of(skip) is self._rows and not skip.head_bits):
             return self._head
         return self._rounded(None, skip)
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
-        """The rows of the head that a draft reads, None for all: a module may have few tokens."""
+        """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
         if skip.trained is None or not skip.trained.module:
             return self._rows
         head: Any = self.model.model.get_submodule("lm_head")
@@ -136,7 +136,7 @@ class DraftWeights:
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
     def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer in low precision, or a head of the draft's own."""
+        """A sublayer in low precision, or (None) a head that is rounded or has few rows."""
         trained, backend = skip.trained, self.backend
         key: _Key
         if sublayer is None:
@@ -148,7 +148,7 @@ class DraftWeights:
             return self._low[key]
         assert skip.low is not None
         if trained is not None and trained.module:
-            trained = None  # modules beside rounded sublayers
+            trained = None  # modules do not change the rounded sublayers
         bits = skip.low.bits
         key = (sublayer, bits, None if trained is None else trained.hash)
         if key not in self._low:
@@ -157,10 +157,10 @@ class DraftWeights:
         return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
-        """What heals the linears of the sublayers, checked once for each opening.
+        """The deltas of the sublayers' linears, checked once for each opening.
 
         Raises:
-            ValueError: the file is not the one that is named, or heals another model.
+            ValueError: the file is not the one that is named, or belongs to another model.
         """
         if trained.hash not in self._deltas:
             weights = {name: linear.weight for name, linear in self.linears()}
@@ -169,10 +169,10 @@ class DraftWeights:
         return self._deltas[trained.hash]
 
     def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names, opened and checked once for each opening.
+        """The module that a skip config names, checked once for each opening.
 
         Raises:
-            ValueError: it is none of this model's (see `open_block`).
+            ValueError: it does not belong to this model (see `open_block`).
         """
         trained, bits = skip.trained, skip.module_bits
         assert trained is not None
@@ -189,7 +189,7 @@ class DraftWeights:
                 yield f"layers.{index // 2}.{part}.{name}", linear
 
     def nbytes(self, skip: SkipConfig) -> int:
-        """Memory that a draft's own weights take, or would take: rounded and trained ones."""
+        """Bytes that a draft's rounded and trained weights take, or would take."""
         skip = skip.resolve(self.model.num_layers)
         own = 0
         if skip.trained is not None and skip.trained.module:
@@ -207,12 +207,12 @@ class DraftWeights:
             nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
         if skip.trained is not None and not skip.trained.module:
             deltas = self.deltas(skip.trained)
-            apart = [deltas.beside(weight, bits) for weight in weights]
+            apart = [deltas.added_to(weight, bits) for weight in weights]
             nbytes += sum(part.nbytes for delta in apart if delta is not None for part in delta)
         return nbytes
 
     def read_by(self, skip: SkipConfig) -> list[float]:
-        """Bytes of the weights that a step of a resolved config's sublayers and head reads."""
+        """Bytes that a draft step reads: of each sublayer of a resolved config, and the head."""
         model, low = self.model, skip.low
         whole, rounded = model.weight_bytes(), set(skip.rounded())
         lower = whole if low is None else model.weight_bytes(low.bits)

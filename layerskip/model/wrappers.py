@@ -1,7 +1,7 @@
-"""From what an adapter library puts around a model to the model inside; knows no such library.
+"""Unwraps models from adapter libraries, and refuses wrappers that change prompts.
 
-Adapters inside of layers (LoRA and its kind) are part of the model and stay. What changes a prompt
-on its way to the decoder lies outside of everything that is opened up here, and is refused.
+Adapters inside layers (such as LoRA) are part of the model and stay. What changes a prompt on its
+way to the decoder lies outside of the layers, would be lost, and is refused.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from layerskip.decoding.noise import gumbel_noise
 from layerskip.decoding.sources.base import Source
-from layerskip.replay.drawing import NOTHING, Beside, Drawn, Histories, draw, narrowed, propose
-from layerskip.replay.trace import Text, Trace
+from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, narrowed, propose
+from layerskip.replay.trace import Trace, TraceText
 
-Chain = tuple[Text, int, int]  # the text left, the place and the id of the first token fed
+Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the first token fed
 Survival = Sequence[float]
 Vocabularies = Sequence[Tensor | None]  # tokens to draw on each text, (texts, V) bool; None: all
 Enough = Callable[[Sequence[Survival]], Sequence[bool]]
@@ -34,7 +34,7 @@ _TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of th
 _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
 
-class Drafts(NamedTuple):
+class ChainDrafts(NamedTuple):
     """Tokens, confidences and margins of drafts, (C, J) each, as a replay has them."""
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class Drafts(NamedTuple):
     margins: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Drafts]) -> Drafts:
+    def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
         """The drafts of several texts, one behind the other."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -89,14 +89,16 @@ class Chains:
         self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def run(self, enough: Enough | None = None) -> list[Drafts]:
+    def run(self, enough: Enough | None = None) -> list[ChainDrafts]:
         """Drafts (C, J), W times; if followed, what stands behind a wrong token means nothing.
 
         Some of the W end sooner, where it is enough.
         """
         shape = len(self.chains), self.steps
         drafts = [
-            Drafts(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
+            ChainDrafts(
+                torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
+            )
             for _ in self.vocabularies
         ]
         if not all(shape):
@@ -110,7 +112,7 @@ class Chains:
             lengths = self._run(torch.tensor(groups[part::parts]), lengths, drafts, enough)
             enough = None  # the first part has decided for all
         return [
-            Drafts(*(table[:, :length] for table in each))
+            ChainDrafts(*(table[:, :length] for table in each))
             for each, length in zip(drafts, lengths, strict=True)
         ]
 
@@ -118,7 +120,7 @@ class Chains:
         self,
         layout: Tensor,
         lengths: Sequence[int],
-        drafts: Sequence[Drafts],
+        drafts: Sequence[ChainDrafts],
         enough: Enough | None,
     ) -> list[int]:
         """Fill in the drafts of chains (B, G), so many steps of each; returns how many of each."""
@@ -214,7 +216,7 @@ class Chains:
             seen = None if histories is None else [histories[i] for i in few.tolist()]
             return trace.target_law(at.rows[few], seen)
 
-        beside = Beside(
+        beside = TextPlaces(
             trace.following[at.rows].to(raw.device),
             trace.likelihoods[at.rows].to(raw.device),
             [trace.texts[text].key for text in texts.tolist()],

@@ -19,9 +19,9 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
-from layerskip.replay.chains import Chain, Chains, Drafts, Enough, Vocabularies
+from layerskip.replay.chains import Chain, ChainDrafts, Chains, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
-from layerskip.replay.trace import Text, Trace
+from layerskip.replay.trace import Trace, TraceText
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def follow(
 class _OneRow:
     """A text of a trace as the batch of a state that knows its tokens."""
 
-    def __init__(self, trace: Trace, text: Text) -> None:
+    def __init__(self, trace: Trace, text: TraceText) -> None:
         self.model, self.emitted = trace.model, [list[int]()]
         self.prompts = [text.tokens[: text.prompt]]
         self.prompt_lengths, self.rows, self.lengths = [text.prompt], {0: 0}, [text.prompt]
@@ -157,7 +157,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             row.lengths[0] += 1
     tokens = [known + [NOTHING] * (length - len(known)) for known, _ in found]
     sure = torch.ones(len(found), length)  # nobody asks
-    played = _assembled(trace, source, Drafts(torch.tensor(tokens), sure, sure))
+    played = _assembled(trace, source, ChainDrafts(torch.tensor(tokens), sure, sure))
     return replace(played, found=torch.tensor([match for _, match in found]))
 
 
@@ -182,14 +182,14 @@ def _all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, source: Source, drafts: Drafts, longest: int = 0) -> Replay:
+def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int = 0) -> Replay:
     """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
     most = drafts.tokens.shape[1]
     length = max(most, longest)
     if most < length:
         rest = (0, length - most)
         nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
-        drafts = Drafts(nothing, F.pad(drafts.confidences, rest), F.pad(drafts.margins, rest))
+        drafts = ChainDrafts(nothing, F.pad(drafts.confidences, rest), F.pad(drafts.margins, rest))
     texts, wanted, first = [], [], 0
     for text in trace.texts:
         texts.append(slice(first, first + text.starts))
@@ -240,7 +240,9 @@ def _followed(played: Replay) -> Replay:
     )
 
 
-def _exit(trace: Trace, source: Source, layer: int, length: int, allowed: Tensor | None) -> Drafts:
+def _exit(
+    trace: Trace, source: Source, layer: int, length: int, allowed: Tensor | None
+) -> ChainDrafts:
     """Drafts (N, J) that are nothing but shared prefix.
 
     While it agrees with the text, such a draft computes what the target did there, so that the
@@ -271,14 +273,16 @@ def _exit(trace: Trace, source: Source, layer: int, length: int, allowed: Tensor
         chain = (first + number).clamp(max=len(chains))[:, None], behind.clamp_min(0)
         known = _exit_drafts(text, proposed, length)
         tables = zip(known, rest, strict=True)
-        parts.append(Drafts(*(torch.where(behind < 0, own, later[chain]) for own, later in tables)))
+        parts.append(
+            ChainDrafts(*(torch.where(behind < 0, own, later[chain]) for own, later in tables))
+        )
         first += len(places)
-    return Drafts.joined(parts)
+    return ChainDrafts.concatenated(parts)
 
 
-def _exit_drafts(text: Text, proposed: Drawn, length: int) -> Drafts:
+def _exit_drafts(text: TraceText, proposed: Drawn, length: int) -> ChainDrafts:
     """What an exit drafts from each start (starts, J) while it agrees with the text."""
     reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
     reached = reached.clamp(max=len(text.following) - 1)
     known = (proposed.tokens, proposed.confidences, proposed.margins)
-    return Drafts(*(table[reached] for table in known))
+    return ChainDrafts(*(table[reached] for table in known))

@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
     likeliest: Tensor
 
 
-class Beside(NamedTuple):
+class TextPlaces(NamedTuple):
     """What is known of N places of texts.
 
     Attributes:
@@ -97,7 +97,11 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
 
 
 def propose(
-    law: Law, raw: Tensor, histories: Histories, beside: Beside, target: Callable[[Tensor], Tensor]
+    law: Law,
+    raw: Tensor,
+    histories: Histories,
+    beside: TextPlaces,
+    target: Callable[[Tensor], Tensor],
 ) -> Drawn:
     """What drafts propose at places of texts under the rejection rule, given the texts.
 

@@ -18,7 +18,7 @@ from layerskip.model.opening import sublayers_of
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
-from layerskip.served import end_tokens, warpers
+from layerskip.requests import end_tokens, warpers
 
 DRAFT_LENGTHS = tuple(range(1, DRAFT_LENGTH + 1))
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)

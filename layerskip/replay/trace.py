@@ -26,15 +26,15 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.decoding.sources.steps import joined
+from layerskip.decoding.sources.steps import stacked
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.replay.drawing import (
     NOTHING,
-    Beside,
     Drawn,
     Histories,
+    TextPlaces,
     draw,
     narrowed,
     propose,
@@ -49,7 +49,7 @@ _LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places al
 
 
 @dataclass(frozen=True)
-class Text:
+class TraceText:
     """One prompt and the target's continuation.
 
     Attributes:
@@ -100,7 +100,7 @@ class Trace:
 
     model: Sublayers
     law: Law
-    texts: tuple[Text, ...]
+    texts: tuple[TraceText, ...]
     cache: RowCache
     eos: frozenset[int]
     draft_length: int
@@ -142,7 +142,7 @@ class Trace:
         """
         return [self._along(text, text.states) for text in self.texts]
 
-    def proposed(self, text: Text, layer: int, allowed: Tensor | None = None) -> Drawn:
+    def proposed(self, text: TraceText, layer: int, allowed: Tensor | None = None) -> Drawn:
         """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
 
         Args:
@@ -154,7 +154,7 @@ class Trace:
         return Drawn(*(table[0] for table in drawn))
 
     @torch.no_grad()
-    def _along(self, text: Text, states: Tensor, allowed: Tensor | None = None) -> Drawn:
+    def _along(self, text: TraceText, states: Tensor, allowed: Tensor | None = None) -> Drawn:
         """What states of L exits (L, N, H) propose at the N places of a text, (L, N) each."""
         model, law = self.model, self.law
         if allowed is not None:
@@ -174,7 +174,7 @@ class Trace:
             )
             if self.rejection:
                 p = softmax_law(scores_at(law, _own(model, text.states, places), histories))
-                beside = Beside(following[places], likelihoods[places], keys, seen)
+                beside = TextPlaces(following[places], likelihoods[places], keys, seen)
                 layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
             else:
                 noise = None
@@ -254,7 +254,7 @@ def take_trace(
     keys = [stream_key(seed) for seed in seeds]
     # processors that read the tokens so far would read pads; such texts are decoded one by one
     together = 1 if law.reads_history else _ROWS
-    texts: list[Text] = []
+    texts: list[TraceText] = []
     caches: list[RowCache] = []
     for first in range(0, len(rows), together):
         progress("texts of the target", first / len(rows))
@@ -269,7 +269,7 @@ def take_trace(
             caches.append(opened.new_cache(1, len(tokens)))
             place = len(texts), tokens, len(prompt), emitted, key
             texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
-    cache = joined(caches)
+    cache = stacked(caches)
     trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
         raise ValueError("every text of the trace ends with its first token; give other prompts")
@@ -311,7 +311,7 @@ def _read(
     key: int,
     *,
     rejection: bool,
-) -> Text:
+) -> TraceText:
     """Carry a text (T,) through the whole model, looking at it after every layer."""
     cache.place([0], len(tokens))
     step = Pass(model, cache, model.rotary(len(tokens), len(tokens)))
@@ -329,7 +329,7 @@ def _read(
             histories = [tokens[:length] for length in seen] if law.reads_history else None
             p = softmax_law(scores_at(law, _own(model, states, places), histories))  # (N, V)
             likelihoods[places] = p.gather(1, following[places, None])[:, 0].cpu()
-    return Text(
+    return TraceText(
         number=number,
         tokens=tokens.cpu(),
         prompt=prompt,

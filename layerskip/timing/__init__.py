@@ -1,1 +1,1 @@
-"""The clocks: what passes and sublayers cost on this machine."""
+"""Timing of passes and sublayers on this machine."""

@@ -1,6 +1,6 @@
-"""Bytes a second that a device reads in order, from its memory; knows no models.
+"""Measures how many bytes a second a device reads in order from its memory.
 
-Decoding reads every weight for every pass: with few tokens it cannot be faster than this.
+Every pass reads all weights, so decoding few tokens cannot be faster than that.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 
 SIZE = 256 << 20
-"""Bytes of a sweep: more than caches hold, little beside a benchmark."""
+"""Bytes of a sweep: more than caches hold, but quick compared with a benchmark."""
 
 
 class Sweeps:
     """Sweeps over a buffer, each the sum of its float32 numbers on torch's threads.
 
     Args:
-        now: a clock in seconds that waits for what the device has still to do.
+        now: a clock in seconds that waits for the device's pending work.
         size: bytes of the buffer, which lives as long as this.
     """
 

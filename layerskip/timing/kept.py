@@ -1,7 +1,7 @@
-"""Times of passes in small files, for the next process on the same machine.
+"""Times of passes, kept in small files for later processes on the same machine.
 
-They lie in `$LAYERSKIP_CACHE` (nowhere, if that is empty), else in the user's cache folder, one
-file for each model, machine, dtype, number of threads, set of sources and kind of law.
+The folder is `$LAYERSKIP_CACHE` (if that is empty, nothing is kept), else in the user's cache
+folder. Each model, machine, dtype, number of threads, set of sources and kind of law has a file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from layerskip.files.writing import replacing
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 
-_DAYS = 30  # for which a file holds: machines change
-_MOST = 24  # times of a kind
+_DAYS = 30  # that a file is valid: machines change
+_MOST = 24  # times of a kind that are kept
 
 
 def folder() -> Path | None:
-    """Where files of times lie; None: nowhere."""
+    """The folder of the files; None to keep none."""
     named = os.environ.get("LAYERSKIP_CACHE")
     if named is not None:
         return Path(named) / "costs" if named else None
@@ -36,29 +36,29 @@ def folder() -> Path | None:
 def file_of(
     model: Sublayers, place: Mapping[str, Any], keys: Sequence[Hashable], law: Sequence[bool]
 ) -> Path | None:
-    """The file of a kind of call; None where sources cannot be told apart in a file."""
+    """The file of a kind of call; None if a source's key is not a string, or none are kept."""
     root = folder()
     if root is None or not all(isinstance(key, str) for key in keys):
         return None
-    told = (__version__, torch.__version__, fingerprint(model.model), sorted(place.items()))
-    words = json.dumps([*told, model.weights.vocabulary, list(keys), list(law)])
-    return root / f"{hashlib.sha256(words.encode()).hexdigest()[:24]}.json"
+    about = (__version__, torch.__version__, fingerprint(model.model), sorted(place.items()))
+    text = json.dumps([*about, model.weights.vocabulary, list(keys), list(law)])
+    return root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Times as `_Times` takes them; None where there are none, or they are old or broken."""
+    """The arguments of `_Times`; None if there is no file, or it is old or broken."""
     try:
         if time.time() - file.stat().st_mtime > _DAYS * 86400:
             return None
-        told = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
         return {
-            "rounds": {(int(a), int(b)): _seconds(some) for a, b, some in told["rounds"]},
-            "steps": {int(a): _seconds(some) for a, some in told["steps"]},
-            "weights": list(map(float, told["weights"])),
-            "base": int(told["base"]),
+            "rounds": {(int(a), int(b)): _seconds(some) for a, b, some in found["rounds"]},
+            "steps": {int(a): _seconds(some) for a, some in found["steps"]},
+            "weights": list(map(float, found["weights"])),
+            "base": int(found["base"]),
         }
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # then they are measured, and the file is written anew
+        return None  # then costs are measured again, and the file is rewritten
 
 
 def _seconds(some: Any) -> list[float]:
@@ -69,10 +69,10 @@ def _seconds(some: Any) -> list[float]:
 
 
 def write(file: Path | None, times: Any) -> None:
-    """Write times, whole or not at all; a folder that cannot be written keeps none."""
+    """Write times, whole or not at all; skipped if the folder cannot be written."""
     if file is None:
         return
-    told = {
+    record = {
         "rounds": [[a, b, some[:_MOST]] for (a, b), some in times.rounds.items()],
         "steps": [[a, some[:_MOST]] for a, some in times.steps.items()],
         "weights": list(times.weights),
@@ -81,6 +81,6 @@ def write(file: Path | None, times: Any) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
-            partial.write_text(json.dumps(told), encoding="utf-8")
+            partial.write_text(json.dumps(record), encoding="utf-8")
     except OSError:
-        return  # a full disk or a folder of others: every process measures for itself
+        return  # a full disk, or no permission: every process measures for itself

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import low_facts
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.backend import Backend, Block
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.lean import head_refusal
+from layerskip.model.fused import head_refusal
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import Stopwatch, machine, typical
@@ -290,7 +290,7 @@ class _Sweeps:
     def run(self, number: int) -> None:
         """One sweep, in an order that turns from sweep to sweep; the first one is not kept."""
         watch = Stopwatch(self.now)
-        drafts: list[Draft] = [self.skip, *map(_HeadSteps, self.heads)]
+        drafts: list[DraftOrSkip] = [self.skip, *map(_HeadSteps, self.heads)]
         rounds = self._rounds(drafts, watch, max(*self.counts, len(self.heads[0]) + 1))
         turn = number % len(self.counts)
         for count in (*self.counts[turn:], *self.counts[:turn]):
@@ -371,7 +371,9 @@ class _Sweeps:
             if kept:
                 self.low_shares.append(step / (self.now() - start))
 
-    def _rounds(self, drafts: Sequence[Draft], watch: Stopwatch, longest: int) -> Iterator[Round]:
+    def _rounds(
+        self, drafts: Sequence[DraftOrSkip], watch: Stopwatch, longest: int
+    ) -> Iterator[Round]:
         self.probe.note(False)
         decoder = Decoder(self.model, drafts, watch, self.request, max_draft_length=longest)
         rounds = decoder.rounds()

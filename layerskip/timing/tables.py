@@ -1,10 +1,10 @@
-"""What a draft step and a verify pass cost on this machine, in target steps.
+"""The costs of draft steps and verify passes on this machine, in target steps.
 
-Costs are timed by rounds of fixed length on one row, once for each model, set of sources and kind
-of law; they serve batches of any size, and other processes by a small file (see `kept.py`). A call
-that finds none spends at most `_BUDGET` seconds on them, the next ones go on, and what other work
-on the machine has disturbed is timed again. Where no clock may decide (the rejection rule's text
-depends on the draft lengths) the analytic table of weights serves.
+Rounds of fixed length on one row are timed once for each model, set of sources and kind of law. The
+costs serve batches of any size, and other processes through a small file (see `kept.py`). A call
+without costs spends at most `_BUDGET` seconds on measuring; the next calls continue, and times that
+other work on the machine has disturbed are taken again. Under the rejection rule the text depends
+on draft lengths, which a clock must not decide; there the analytic table of weights is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import PrefixConstrainedLogitsProcessor
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.engine import Decoder, Draft, Request
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Offer
@@ -33,23 +33,23 @@ from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import kept
 
-_LENGTHS = (1, 2, 4, 8)  # drafted tokens of the rounds timed; v in between is interpolated
-_KNOWN = (1, 3, 7, 15)  # where tokens are known, whose drafts are longer
-_TYPICAL_LENGTH = 4  # of the drafts that c is read off
+_LENGTHS = (1, 2, 4, 8)  # drafted tokens of the timed rounds; v in between is interpolated
+_KNOWN = (1, 3, 7, 15)  # the same for known tokens, whose drafts are longer
+_TYPICAL_LENGTH = 4  # of the drafts that c is computed from
 _SWEEPS = 12  # half as many leave twice the spread
 _CONTEXT = 4
 _BUDGET = 0.3  # seconds that a call spends on costs, at most
-_PATIENCE = 4  # times as long where times are disturbed, if costs were asked for
-_REPEATED = 1.25  # times the quickest, the second quickest is on a machine that is left alone
-_DEAR = 2.0  # times what its weights say, a draft step costs on a machine that is left alone
-_CALLS = 4  # that measure, at most, while times are disturbed
-_TRIES = 20  # calls that measure, at most, while there are no times of some kind
-_READ = 2e10  # bytes a second that weights are read at, about, where nothing is known
-_ROUNDS = 2  # plain steps' worth of time, less than which is not worth beginning with
+_PATIENCE = 4  # times the budget, if costs were asked for and times are disturbed
+_REPEATED = 1.25  # undisturbed, the second quickest time is at most so many times the quickest
+_DEAR = 2.0  # undisturbed, a draft step takes at most so many times what its weights suggest
+_CALLS = 4  # that measure at most, while times are disturbed
+_TRIES = 20  # calls that measure at most, while a kind of time is missing
+_READ = 2e10  # assumed bytes a second at which weights are read
+_ROUNDS = 2  # a budget of less than so many plain steps is not used
 
 
 class _Costs:
-    """What is known of one kind of call: its times, how many calls measured, tables by rows."""
+    """The costs of one kind of call: times, how many calls measured, and tables by rows."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,11 +63,11 @@ _lock = threading.Lock()
 
 
 class Stopwatch(Controller):
-    """A controller that drafts `length` tokens and notes when the last one was there.
+    """A controller that drafts `length` tokens and notes when the last one was drawn.
 
     Attributes:
-        draft: which of several sources they come from.
-        known: whether that one's tokens are known.
+        draft: the number of the source to draft from.
+        known: whether that source's tokens are known.
     """
 
     needs_confidence = True
@@ -88,7 +88,7 @@ class Stopwatch(Controller):
 
     def limit(self, row: int, allowed: int) -> int:
         self.left = self.length
-        # one more than wanted, so that `keep_drafting` is asked after the last one too
+        # one more than wanted, so that `keep_drafting` is called after the last one, too
         return self.length + (not self.known) if self.length else 0
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
@@ -100,14 +100,14 @@ class Stopwatch(Controller):
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of rounds of one row, by source and tokens drafted, and of draft steps, by source."""
+    """Seconds of rounds of one row by (source, drafted tokens), and of draft steps by source."""
 
     rounds: dict[tuple[int, int], list[float]]
     steps: dict[int, list[float]]
     weights: Sequence[float]
     """c of each source by its weights alone."""
     base: int
-    """The source whose rounds were timed at several lengths."""
+    """The source whose rounds are timed at several lengths."""
 
     @property
     def complete(self) -> bool:
@@ -117,12 +117,11 @@ class _Times:
         )
 
     def disturbed(self) -> bool:
-        """Whether other work on the machine shows, as far as can be told.
+        """Whether other work on the machine seems to have disturbed the times.
 
-        Times then do not repeat: that work only ever adds, so that the quickest two of each kind
-        are alike on a machine that is left alone. Or all of one kind met it: a draft step takes far
-        longer than its weights say. That may be true, where products are slow; then nothing is lost
-        but the time to look twice.
+        Other work only adds to times. So undisturbed, the quickest two of each kind are alike. If
+        all times of a kind were disturbed, a draft step takes far longer than its weights suggest.
+        That also happens where products are slow; then only the time to measure again is lost.
         """
         kinds = [sorted(times) for times in self.rounds.values()]
         if any(len(times) < 2 or times[1] > _REPEATED * times[0] for times in kinds):
@@ -134,8 +133,8 @@ class _Times:
             if times
         )
 
-    def joined(self, other: _Times) -> _Times:
-        """With what another call took of the same kinds."""
+    def merged(self, other: _Times) -> _Times:
+        """These times and those of another call of the same kind."""
         return replace(
             self,
             rounds={key: times + other.rounds[key] for key, times in self.rounds.items()},
@@ -145,8 +144,8 @@ class _Times:
     def tables(self, rows: int = 1) -> list[CostTable]:
         """The table of each source, for a batch of so many rows.
 
-        A pass over several rows costs what one over as many tokens of one row does, and so does a
-        draft step, in the same proportion.
+        A pass over several rows costs as much as one over as many tokens of one row; draft steps
+        cost more in the same proportion.
         """
         seconds = {key: typical(times) for key, times in self.rounds.items()}
         step = seconds[self.base, 0]
@@ -164,7 +163,7 @@ class _Times:
 
 def measure(
     model: Sublayers,
-    drafts: Sequence[Draft],
+    drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
     context: int = _CONTEXT,
@@ -176,24 +175,22 @@ def measure(
     """Time draft steps and verify passes on a short context of the request's first prompt.
 
     Every phase includes its law (without a user's own processors), its draw and the transfer to
-    the host, as in decoding.
-
-    Of several sources one has its verify passes timed at several lengths, one of known tokens if
-    there is one; those of the others are taken to be in proportion.
+    the host, as in decoding. Verify passes are timed at several lengths for one source only, one of
+    known tokens if there is one; for the others they are scaled in proportion.
 
     Args:
-        drafts: whose; of known tokens only the verify passes cost anything.
-        context: tokens of the prompt that are used, at most.
-        budget: seconds after which no further sweep starts, behind the second; four times as many
-            where times are disturbed. `_BUDGET` by default.
-        whole: whether there are two sweeps at any rate; else not even a further round starts where
-            the budget is used up, and kinds may be missing.
-        turn: which round of a sweep comes first, so that calls with small budgets meet all.
+        drafts: the sources; those of known tokens cost verify passes only.
+        context: the most tokens of the prompt that are used.
+        budget: seconds after which no further sweep starts once there are two; four times as many
+            if times are disturbed. `_BUDGET` by default.
+        whole: whether to take two sweeps in any case; else no further round starts once the budget
+            is used up, and some kinds of times may be missing.
+        turn: the round of a sweep to begin with, so that calls with small budgets reach all.
         now: the clock, in seconds.
 
     Returns:
-        Times, of which `tables()` makes a table for each source; None where the model's positions
-        leave no room to measure, or the budget is too small to begin.
+        Times for `tables()`; None if the model's positions leave no room to measure, or the budget
+        is too small to begin.
     """
     budget = _BUDGET if budget is None else budget
     sources = [source_of(model, draft) for draft in drafts]
@@ -206,11 +203,11 @@ def measure(
     known = [source.known for source in sources]
     base = known.index(True) if True in known else 0
     lengths = _KNOWN if known[base] else _LENGTHS
-    # two plain steps: one that follows a long round finds other things in the caches
+    # two plain steps: after a long round the CPU's caches hold other data
     order = [(base, length) for length in (0, 0, *lengths)]
     for i in range(len(sources)):
         if i != base and not known[i]:
-            # before the round that is timed, one to see the tokens of those of other sources
+            # first a round that catches up with the tokens of other sources' rounds
             order += [(i, 1), (i, _TYPICAL_LENGTH)]
     order = order[turn % len(order) :] + order[: turn % len(order)]
     growth = sum(length + 1 for _, length in order)
@@ -219,7 +216,7 @@ def measure(
     sweeps = min(_SWEEPS, room // growth)
     if sweeps < 2:
         return None
-    # a user's own functions may know the request's texts only, and the probe is none of them
+    # a user's own processors may work for the request's texts only, not for this one
     theirs = [
         processor
         for processor in request.law.processors
@@ -264,7 +261,7 @@ def measure(
             if watch.length == _TYPICAL_LENGTH and not watch.known:
                 times.steps[watch.draft].append((watch.drafted - start) / watch.length)
         taken = now() - started
-        # the first sweep meets what is still to be made
+        # the first sweep includes one-time work
         enough = budget if sweep and not times.disturbed() else _PATIENCE * budget
         if sweep and taken > enough:
             break
@@ -272,19 +269,19 @@ def measure(
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Lower quartile: other work on the machine only ever adds to a time."""
+    """The lower quartile, as other work on the machine only adds to times."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def _table(draft: float, totals: dict[int, float]) -> CostTable:
-    """The table in target steps from seconds, of a draft step and of whole rounds by drafts.
+    """The table in target steps, from seconds of a draft step and of rounds by drafted tokens.
 
-    What a round costs beyond its draft steps counts as its verify pass, so that `round_cost` is
-    what was measured. Between measured lengths v is a straight line.
+    A round's time without its draft steps counts as its verify pass, so that `round_cost` is what
+    was measured. Between measured lengths v is linear.
     """
     step = totals[0]
     lengths = sorted(totals)
-    # a longer pass is never cheaper; where it looks so, that was noise
+    # a longer pass is never cheaper, except by noise
     verifies = rising([totals[length] - length * draft for length in lengths])
     verify = [1.0]
     for (low, low_seconds), (high, high_seconds) in pairwise(zip(lengths, verifies, strict=True)):
@@ -296,7 +293,7 @@ def _table(draft: float, totals: dict[int, float]) -> CostTable:
 
 
 def _like(other: CostTable, draft: float, total: float, step: float) -> CostTable:
-    """A table from another draft's and from seconds: of a draft step, a typical round, a step."""
+    """A table scaled from another source's, by seconds of a draft step, a round and a step."""
     verify = (total - _TYPICAL_LENGTH * draft) / step
     part = max(0.0, verify) / other.verify_cost(_TYPICAL_LENGTH + 1)
     return CostTable(
@@ -305,7 +302,7 @@ def _like(other: CostTable, draft: float, total: float, step: float) -> CostTabl
 
 
 def _of_rows(table: CostTable, rows: int) -> CostTable:
-    """The table of a batch, from that of one row: v by all tokens of a pass."""
+    """The table of a batch, from that of one row: v depends on the pass's tokens in all."""
     if rows == 1:
         return table
     step = table.verify_cost(rows)
@@ -313,14 +310,14 @@ def _of_rows(table: CostTable, rows: int) -> CostTable:
     return CostTable(table.draft, tuple(verify), table.source)
 
 
-def analytic(model: Sublayers, draft: Draft) -> CostTable:
-    """The table of a machine limited by reading weights, from their bytes."""
+def analytic(model: Sublayers, draft: DraftOrSkip) -> CostTable:
+    """The table for a machine that is limited by reading weights, from their bytes."""
     source, whole = source_of(model, draft), model.weight_bytes()
     return CostTable.analytic(source.step_bytes(), [*whole["sublayers"], whole["head"]])
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
-    """Where and how a model's passes are timed, as JSON values; threads are those of a CPU."""
+    """Where and how a model's passes run, as JSON values; threads on a CPU only."""
     found: dict[str, Any] = {
         "hardware": hardware(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -330,15 +327,15 @@ def machine(model: Sublayers) -> dict[str, Any]:
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:
-    """What a cost table holds for: JSON values that go with it into a skip config."""
+    """The conditions that a cost table is valid for, as JSON values for a skip config."""
     return {**machine(model), "batch_size": rows, "draft_vocabulary": model.weights.vocabulary}
 
 
 def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
-    """The costs that a skip config brings; None where it has none, or says they are of elsewhere.
+    """The costs in a skip config; None if it has none, or they are for other conditions.
 
     Raises:
-        ValueError, TypeError: they are no cost table.
+        ValueError, TypeError: they are not a cost table.
     """
     if skip.costs is None:
         return None
@@ -359,19 +356,19 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
 
 def cost_tables(
     model: Sublayers,
-    drafts: Sequence[Draft],
+    drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
     seconds: float | None = None,
 ) -> list[CostTable]:
-    """The measured tables of each source, measured at the first calls and remembered.
+    """The table of each source, measured at the first calls and remembered.
 
-    While times are disturbed the next calls, too, measure, and what all of them took counts
-    together: a long-lived process does not go on with what one bad moment said. Until there is a
-    time of every kind, tables are analytic.
+    While times are disturbed the next calls measure, too, and all their times count together, so
+    that a long-lived process does not keep what one bad moment gave. Until there is a time of every
+    kind, tables are analytic.
 
     Args:
-        seconds: that may be spent on it now, where somebody asks for costs; at least two sweeps.
+        seconds: to spend on measuring now, at least two sweeps; for callers that want costs.
     """
     law: Law = request.law
     rows = request.input_ids.shape[0]
@@ -381,17 +378,17 @@ def cost_tables(
     keys = [source.key for source in sources]
     with _lock:
         costs = _costs.setdefault(model.model, {}).setdefault((*keys, kind, place), _Costs())
-    with costs.lock:  # of this kind of call alone
+    with costs.lock:  # for this kind of call only
         file = kept.file_of(model, machine(model), keys, kind) if costs.times is None else None
-        if file is not None and (told := kept.read(file)) is not None:
-            costs.times, costs.calls = _Times(**told), _CALLS
+        if file is not None and (saved := kept.read(file)) is not None:
+            costs.times, costs.calls = _Times(**saved), _CALLS
         done = costs.times is not None and costs.times.complete
         left = costs.times is None or not done or costs.times.disturbed()
         if left and costs.calls < (_CALLS if done else _TRIES):
             asked = {"budget": seconds} if seconds else {"whole": False, "turn": 3 * costs.calls}
             found = measure(model, sources, request, **asked)
             if found is not None:
-                costs.times = found if costs.times is None else costs.times.joined(found)
+                costs.times = found if costs.times is None else costs.times.merged(found)
                 costs.tables.clear()
                 if costs.times.complete and not costs.times.disturbed():
                     kept.write(file or kept.file_of(model, machine(model), keys, kind), costs.times)

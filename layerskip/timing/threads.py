@@ -1,7 +1,7 @@
-"""On how many threads of a CPU a model decodes fastest; knows no texts.
+"""Finds the number of CPU threads on which a model decodes fastest.
 
-More threads than a pass can feed only wait for one another, and where other work has a core the
-whole team waits for the thread that it keeps from running. So the number is measured, not guessed.
+Too many threads wait for one another, and if other work takes a core, all threads wait for the one
+that it delays. So the number is measured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from layerskip.model.sublayers import Sublayers
 
 _BUDGET = 0.3  # seconds after which no further sweep starts
 _SWEEPS = 5
-_PASSES = 3  # of one number of threads in a row; the first finds a team that is only just made
-_LONG = 0.1  # seconds a pass; one that long gains from every thread
-_WORTH = 1.1  # times as fast as with fewer threads, or the cores are better left to others
+_PASSES = 3  # in a row with one number of threads; the first starts them and is not timed
+_LONG = 0.1  # seconds; a pass that long gains from every thread
+_WORTH = 1.1  # more threads have to be this many times as fast
 
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[int]:
-    """So many threads of the CPU for torch, if said; as many as before afterwards."""
+    """Sets torch's number of CPU threads, if given, and restores it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -35,12 +35,12 @@ def cpu_threads(count: int | None) -> Iterator[int]:
 
 
 def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_counter) -> int:
-    """The number of threads to decode one prompt on, at most torch's own; that one afterwards.
+    """The best number of threads to decode one prompt on, at most torch's own number.
 
-    Plain passes of one token with 1, 2, 4, ... threads by turns, for a fraction of a second. The
-    smallest number counts that hardly any other beats. Torch's own number where there is nothing
-    to choose: on another device, with compiled passes (each number would be compiled for), and
-    where passes are so long that every thread pays.
+    Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second,
+    and takes the smallest number that hardly any other beats. It returns torch's own number on
+    other devices, with compiled passes (each number would need compiling), and if passes are so
+    long that every thread pays.
 
     Args:
         now: the clock, in seconds.
@@ -60,7 +60,7 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                 torch.set_num_threads(count)
                 for number in range(_PASSES):
                     start = now()
-                    session.verify(token[None], [(0, 0)])  # of a place that is never committed
+                    session.verify(token[None], [(0, 0)])  # at a place that is never committed
                     if number:
                         seconds[count].append(now() - start)
                 if count == most and min(seconds[most]) > _LONG:

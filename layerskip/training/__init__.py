@@ -1,1 +1,1 @@
-"""Training a draft for a frozen model, and judging what it is worth."""
+"""Training of a draft for a frozen model, and measuring what it is worth."""

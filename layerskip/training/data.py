@@ -1,9 +1,9 @@
 """Texts to train a draft on: a model's own answers, or texts as they are.
 
-A draft serves the texts that its target writes, so that is what it is trained on: answers sampled
-as in serving, to a person's prompts or, without any, to what the model itself would ask. Texts come
-in batches, each a file, whole or not there, and a function of the seed and its number: whoever goes
-on after a kill goes on with the next.
+A draft predicts its target's texts, so it is trained on them: answers sampled as in serving, to a
+person's prompts or, without any, to questions that the model makes up. Each batch of texts is a
+file, written whole or not at all, and a function of the seed and its number. So a training that was
+killed continues with the next batch.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from layerskip.prompts import Prompt
 BATCH = 48
 """Texts decoded together."""
 HELD_OUT = 8
-"""Of so many prompts, one is kept apart: nothing is trained on it."""
+"""One of so many prompts is held out of training."""
 LONGEST_QUESTION, LONGEST_ANSWER = 64, 256
 _MARK = "\u2042\u2042"
-"""Stands for what a user says, to see what the template puts around it."""
+"""A placeholder for a user's message, to find what the chat template puts around it."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """Tokens of a prompt and of what follows; the prompt is the first `prompt` of them."""
+class TrainingText:
+    """Tokens of a prompt and its continuation; the first `prompt` are the prompt."""
 
     ids: list[int]
     prompt: int
 
 
 class Corpus:
-    """Where training texts come from.
+    """A source of training texts.
 
     Args:
-        given: prompts to answer; None: what the model itself would ask.
-        answer: whether to; else what is given are whole texts, taken as they are.
+        given: prompts to answer; None: questions that the model makes up.
+        answer: False: the given prompts are complete texts, taken as they are.
         temperature: of the answers.
 
     Attributes:
         drawn_by: the model that writes: the one given, or a copy of it in another precision.
 
     Raises:
-        ValueError: too few are given to keep one apart.
+        ValueError: too few are given to hold one out.
     """
 
     def __init__(
@@ -77,35 +77,35 @@ class Corpus:
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
 
-    def batch(self, number: int) -> list[Text]:
-        """The training texts of that number; there is no end to them, unless they are given."""
+    def batch(self, number: int) -> list[TrainingText]:
+        """The batch of training texts of a number; given texts end, others do not."""
         if not self.answers:
             mine = self.known[number * BATCH : (number + 1) * BATCH]
-            return [Text(ids, 0) for ids in mine]
+            return [TrainingText(ids, 0) for ids in mine]
         if self.known:
             places = range(number * BATCH, (number + 1) * BATCH)
-            # a few prompts are answered no more often in a batch than so many can be
+            # a few prompts are repeated to fill the batch
             questions = [self.known[i % len(self.known)] for i in places]
         else:
             questions = self._own_questions(number + 1)
         return [
-            Text(ids + new, len(ids))
+            TrainingText(ids + new, len(ids))
             for ids, new in zip(questions, self._continued(questions, number + 1), strict=True)
         ]
 
     def held_out(self, count: int) -> list[list[int]]:
-        """Prompts that no training text begins with: of questions that were kept apart."""
+        """Prompts that were held out: no training text begins with them."""
         if not self.answers:
             begun = [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart]
             return begun[:count]
         if self.apart or self.tokenizer.chat_template:
             return (self.apart or self._own_questions(0))[:count]
-        starts = self._own_questions(0)[:count]  # all alike: what follows tells them apart
+        starts = self._own_questions(0)[:count]  # all alike, so continue them
         said = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
         return [start + [token for token in new if token not in start] for start, new in said]
 
     def _own_questions(self, number: int) -> list[list[int]]:
-        """What the model asks itself: a user's turn of its template, or its start token."""
+        """Questions that the model makes up, as user's turns; or its start token."""
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
             ends = self.model.generation_config.eos_token_id
@@ -130,7 +130,7 @@ class Corpus:
     def _continued(
         self, prompts: Sequence[list[int]], number: int, longest: int = LONGEST_ANSWER
     ) -> list[list[int]]:
-        """What the target says to prompts, sampled; the noise is the batch number's own."""
+        """The target's sampled answers to prompts; each batch number has its own noise."""
         room = self.model.config.max_position_embeddings
         width = max(map(len, prompts))
         if width + 2 > room:
@@ -163,7 +163,7 @@ def collect(
     """Write batches of texts to a folder until they hold so many tokens, or there are no more.
 
     Args:
-        more: whether another batch, that is not there yet, is to be made; the first always is.
+        more: whether to make another missing batch; the first is always made.
 
     Yields:
         Tokens so far, after each batch.
@@ -181,20 +181,20 @@ def collect(
         yield total
 
 
-def read(path: Path) -> list[Text]:
+def read(path: Path) -> list[TrainingText]:
     """The texts of a file.
 
     Raises:
         ValueError: it is cut off or changed.
     """
     try:
-        return [Text(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+        return [TrainingText(ids, prompt) for prompt, ids in parse(path.read_bytes())]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the texts in {path} are cut off or changed; remove the file to draw them again"
         ) from error
 
 
-def all_texts(folder: Path) -> list[Text]:
+def all_texts(folder: Path) -> list[TrainingText]:
     """Every text of a folder, in order."""
     return [text for path in sorted(folder.glob("*.json")) for text in read(path)]

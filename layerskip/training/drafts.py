@@ -1,7 +1,7 @@
 """Training a draft for a frozen model in three stages: texts, features, training.
 
-Each stage leaves files in the working folder, whole or not there, and a second start goes on behind
-the last of them. `judging` says what came of it.
+Each stage leaves complete files in the working folder, and a second start continues after the last
+of them. `judging` measures the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features, processes
 from layerskip.training.loop import optimizers_for, schedule, train, windows_of
-from layerskip.training.losses import Batch, Laws
+from layerskip.training.losses import Laws, TrainingBatch
 from layerskip.training.students import RANK, RATES, Student, skip_for, student_of
 from layerskip.vocabulary import ranked
 
@@ -36,20 +36,20 @@ TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether it pays or not."""
 SAVE_SECONDS = 60.0
 PASSES = 2  # over the texts, where tokens are asked for
-FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # of the minutes that are asked for
-FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, and see texts about as often so
-APART = 8  # windows, at most, that are not trained on: the curve is measured there
-POINTS = 8  # of the curve, beside the one before training
+FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
+FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, so they see texts about as often
+APART = 8  # at most so many windows are held out, to measure the curve
+POINTS = 8  # of the curve, plus one before training
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
-"""How a module decodes where products with rounded weights are fast: the head that it reads is most
-of what its step costs. It is trained with exact ones, which it hardly tells from these."""
+"""The precision of a module where products with rounded weights are fast: a step mostly reads
+the head. It is trained with exact weights, which makes hardly a difference."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained, on how much, and how.
+    """The settings of a training.
 
     Attributes:
         kind: of `layerskip.draft_weights.TRAINED`.
@@ -96,7 +96,7 @@ class Recipe:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; weights to begin with are known by their hash, wherever they lie."""
+        """As JSON values; initial weights by their hash, not by their path."""
         skip = None if self.skip is None else self.skip.to_dict()
         if skip is not None and "trained" in skip:
             del skip["trained"]["weights"]
@@ -107,20 +107,20 @@ class Training:
     """A training in a folder.
 
     Args:
-        opened: the model; its weights stay as they are, and get no gradients from now on.
-        folder: of what is made; empty, or of the same training.
-        progress: told what is done, in words, and the share of it that is.
-        say: told what a person should know.
+        opened: the model; its weights do not change, and get no gradients from now on.
+        folder: for the files; empty, or of the same training.
+        progress: called with a stage in words and the share of it that is done.
+        say: called with notes for the user.
 
     Attributes:
-        skip: what the draft runs of the model, resolved.
-        tap: behind how many sublayers it reads states, if anywhere before the last.
-        curve: how training goes on windows kept apart from it: points of `tokens` trained on,
-            `loss`, and `overlap` by step of the draft.
-        facts: what was trained, on how much, and how long it took, once it has run.
+        skip: the draft's resolved skip config.
+        tap: after how many sublayers it reads states; None: after the last.
+        curve: progress on held-out windows: points of `tokens` trained on, `loss`, and `overlap` by
+            step of the draft.
+        facts: what was trained, on how much, and how long it took; filled by `run`.
 
     Raises:
-        ValueError: the folder holds another training, or the recipe's skip is none for its kind.
+        ValueError: the folder holds another training, or the recipe's skip does not suit its kind.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Training:
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
         if self.skip.trained is not None:
-            opened.weights.deltas(self.skip.trained)  # a wrong file is told now, not in an hour
+            opened.weights.deltas(self.skip.trained)  # refuses a wrong file now, not in an hour
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None
@@ -156,7 +156,7 @@ class Training:
             self.seconds |= parse(self._clock.read_bytes())
 
     def _check_same(self) -> None:
-        """Go on with what is in the folder only where it is this training."""
+        """Refuse a folder that holds another training."""
         path, prompts = self.work / "recipe.json", len(self.corpus.known) + len(self.corpus.apart)
         of = self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
         now = json.loads(json.dumps(of))
@@ -173,7 +173,7 @@ class Training:
             )
 
     def run(self) -> SkipConfig:
-        """All stages; the skip config of the trained draft, which lies in the folder, too."""
+        """Run all stages; returns the trained draft's skip config, also kept in the folder."""
         recipe = self.recipe
         if processes.first():
             self._make_texts()
@@ -194,12 +194,12 @@ class Training:
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
     def clear(self) -> None:
-        """Remove what only training needs; texts and times stay."""
+        """Remove the files that only training needs; texts and times stay."""
         shutil.rmtree(self.work / "features", ignore_errors=True)
         (self.work / "checkpoint.pt").unlink(missing_ok=True)
 
     def _timed(self, stage: str, parts: Iterable[T]) -> Iterator[T]:
-        """Go through a stage's parts; their seconds are added to those of earlier starts."""
+        """Iterate over a stage's parts, and add their seconds to those of earlier starts."""
         before = time.monotonic()
         for part in parts:
             now = time.monotonic()
@@ -215,7 +215,7 @@ class Training:
         of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
         limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * of_texts
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        if self.half:  # texts nearly of the model's law, and sooner
+        if self.half:  # faster, and nearly the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
         folder = self.work / "texts"
         made = data.collect(
@@ -245,7 +245,7 @@ class Training:
         if nbytes > 0:
             self.say(f"{what} take {nbytes / 1e6:.0f} MB of disk while training lasts")
 
-    def _frequent(self, texts: list[data.Text]) -> Tensor:
+    def _frequent(self, texts: list[data.TrainingText]) -> Tensor:
         """The tokens that the loss looks at: the answers' most frequent, (n,)."""
         answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
         frequent = ranked([answers], self.opened.vocabulary)[: self.recipe.vocabulary]
@@ -300,7 +300,7 @@ class Training:
                 share,
             )
         self.facts |= {
-            "tokens": self.curve[-1]["tokens"],  # measured behind the last step, of all starts
+            "tokens": self.curve[-1]["tokens"],  # measured after the last step, over all starts
             "text_tokens": ids.numel(),
             "parameters": sum(each.numel() for each in student.parameters()),
             "seconds": self.seconds,
@@ -313,7 +313,7 @@ class Training:
     def _measure(
         self, tokens: int, student: Student, laws: Laws, ids: Tensor, apart: Iterable[int]
     ) -> None:
-        """Add a point to the curve after so many tokens, of windows kept apart."""
+        """Add a point to the curve after so many tokens, from held-out windows."""
         losses, overlaps = [], []
         with torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half):
             for number in apart:
@@ -325,7 +325,7 @@ class Training:
         self.curve.append({"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": mean})
 
     def _write(self, student: Student, frequent: Tensor) -> None:
-        """Leave the draft's weights and its skip config in the folder."""
+        """Write the draft's weights and its skip config to the folder."""
         kind, model = self.recipe.kind, self.opened.model
         weights = student.weights()
         if kind != "healed" and len(frequent) < self.opened.vocabulary:
@@ -344,8 +344,8 @@ class Training:
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
 
-    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> Batch:
-        """What is learned from the windows of those numbers."""
+    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> TrainingBatch:
+        """The data of a step, from the windows of those numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
         states, tapped = features.states_of(folder, numbers).to(device), None

@@ -1,9 +1,9 @@
 """The frozen target's hidden states of the training texts, kept on disk.
 
-The target runs over the texts once. Its last hidden states are kept in half precision, each token's
-by its largest number (they may be too large for it): the law at every place is computed from them
-through the frozen norm and head whenever it is asked for. Those at a tap are kept beside them where
-a draft reads them.
+The target runs over the texts once. Its last hidden states are kept in half precision, each divided
+by its largest number, as they may be too large for it. The law at every place is computed from them
+by the frozen norm and head when it is needed. States at a tap are kept, too, if a draft reads
+them.
 Letters: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a draft's head.
 """
 
@@ -18,39 +18,32 @@ from safetensors.torch import save
 from torch import Tensor
 
 from layerskip.files.writing import replacing
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 
 CHUNK = 64
 """Windows of a file."""
 LAST, TAPPED = "", "tapped."
-"""Which states, in front of the names of tensors."""
+"""Prefixes of the names of tensors, by kind of states."""
 
 
 def windows(texts: list[list[int]], length: int) -> Tensor:
-    """Texts one behind the other, cut to windows (N, T); what is left over is left out."""
+    """Texts in sequence, cut to windows (N, T); the rest is dropped."""
     stream = torch.tensor([token for text in texts for token in text], dtype=torch.long)
     count = len(stream) // length
     return stream[: count * length].view(count, length)
 
 
 def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
-    """Disk that the features of so many tokens take."""
+    """Bytes of disk that the features of so many tokens take."""
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
-def whole_pass(model: Sublayers, rows: int, count: int) -> Pass:
-    """A pass over so many whole windows of so many tokens."""
-    cache = model.new_cache(rows, count)
-    cache.place([0] * rows, count)
-    return Pass(model, cache, model.rotary(count, count))
-
-
 def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
-    """Hidden states of windows (B, T): the last, before the final norm, and behind `tap` sublayers.
+    """Hidden states of windows (B, T): the last, before the final norm, and after `tap` sublayers.
 
     (B, T, H) each.
     """
-    step = whole_pass(model, *ids.shape)
+    step = model.first_pass(*ids.shape)
     hidden, found = model.embed(ids.to(model.device)), {}
     if tap is not None:
         hidden = found[TAPPED] = model.run(hidden, step, range(tap))
@@ -62,10 +55,10 @@ def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tens
 def compute(
     model: Sublayers, ids: Tensor, folder: Path, *, tap: int | None = None, rows: int = 4
 ) -> Iterator[int]:
-    """Write the features of windows (N, T) to a folder, file by file; those there are kept.
+    """Write the features of windows (N, T) to a folder, file by file; existing files are kept.
 
     Args:
-        tap: as of `run`.
+        tap: as for `run`.
 
     Yields:
         Windows done so far.

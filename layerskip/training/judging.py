@@ -1,9 +1,9 @@
-"""What a trained draft is worth: exact replay on held-out prompts, prices, then the clock.
+"""Measures what a trained draft is worth: by exact replay on held-out prompts, and on the clock.
 
-Nothing here was trained on. Acceptance by depth comes from replay, greedy and with shared noise;
-with measured costs the formula says what that should bring; decoding in turn with plain decoding
-and with what drafted before says what it does. If it does not pay, the skip config written is of
-what paid before.
+The prompts were not trained on. Replay gives the acceptance by depth, greedy and with shared noise.
+With measured costs the formula gives the expected speedup. Then the draft is timed in turn with
+plain decoding and with the draft used before. If it does not pay, the skip config that is written
+is the one that paid before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
@@ -36,7 +36,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
-from layerskip.served import end_tokens
+from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.drafts import TRAINED_FILE, Training
 
@@ -47,7 +47,7 @@ BEFORE, TRAINED = "before", "trained"
 
 
 def judge(training: Training) -> dict[str, Any]:
-    """Judge what a training made, write `skip.json` and `train.json`, clear away what was large.
+    """Judge a trained draft, write `skip.json` and `train.json`, and remove large files.
 
     Returns:
         The record in `train.json`.
@@ -56,7 +56,7 @@ def judge(training: Training) -> dict[str, Any]:
     skip = trained_skip(folder)
     held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
-    base, usual = replace(training.skip, num_layers=None), unprepared(opened).skip
+    base, usual = replace(training.skip, num_layers=None), automatic_draft(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # else it would be the whole model
         drafts["untrained" if base.trained is None else "begun with"] = base
@@ -138,7 +138,7 @@ def request_of(
     seed: int = 0,
     clock: Callable[[], float] | None = None,
 ) -> Request:
-    """To answer one prompt (1, T) as text `seed` of `answers` was."""
+    """The request that answers one prompt (1, T) as text `seed` of `answers`."""
     return Request(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -155,7 +155,7 @@ def _law(temperature: float | None) -> Law:
 
 
 def formula(survival: Sequence[float], costs: CostTable) -> float:
-    """The speedup that acceptance by depth and costs promise, at the best draft length."""
+    """The expected speedup from acceptance by depth and costs, at the best draft length."""
     tokens, best = 1.0, 1.0
     for count, share in enumerate(survival, 1):
         tokens += share
@@ -166,7 +166,7 @@ def formula(survival: Sequence[float], costs: CostTable) -> float:
 def _clock(
     training: Training, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
 ) -> dict[str, dict[str, Any]]:
-    """Speedups over plain decoding, all ways in turn, each with lookups beside it."""
+    """Speedups over plain decoding, all methods in turn, each with lookups."""
     opened, temperature = training.opened, training.recipe.temperature
     task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
     methods = [Engine(opened.model, task)]
@@ -232,9 +232,9 @@ def speedups(
 
 
 def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a trained draft is faster than plain decoding, and than what drafted before.
+    """Whether a trained draft is faster than plain decoding, and than the draft used before.
 
-    Prompt by prompt, by more than they differ: the lower ends of both 95% intervals lie above 1.
+    The lower ends of both 95% intervals over prompts must be above 1.
     """
     if TRAINED not in timed:
         return False
@@ -250,7 +250,7 @@ def _totals(timed: Mapping[str, Any]) -> Totals:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What an earlier run of a finished training measured."""
+    """The record of a finished training, if there is one."""
     path = folder / "train.json"
     return read_training(path) if path.exists() else None
 

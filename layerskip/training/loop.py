@@ -1,7 +1,7 @@
 """A training loop that survives a kill, and its optimizers.
 
-Nothing random has a state: batches are functions of a seed and the step, so that a run resumed from
-a checkpoint is the unbroken run.
+Randomness has no state: batches are functions of a seed and the step, so that a run resumed from a
+checkpoint equals the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from layerskip.training.processes import agreed, average, average_gradients, fir
 OPTIMIZERS = ("adamw", "muon")
 """AdamW, or Muon (Jordan et al. 2024; torch 2.9) for matrices and AdamW for the rest."""
 MUON = 5.0
-"""Times AdamW's rate: scaled to AdamW's size, its steps learn a fifth as much at first."""
+"""Muon's rate over AdamW's: scaled to AdamW's size, its steps learn a fifth as much at first."""
 WARM_UP = 20
-"""Steps until the rate is whole."""
+"""Steps until the full rate."""
 CLIP_NORM = 1.0
 
 
 def optimizers_for(name: str, module: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Optimizers of all of a module's parameters, at a rate that means about the same to both."""
+    """Optimizers of all of a module's parameters, at rates that are about equivalent."""
     matrices = [each for each in module.parameters() if each.dim() == 2 and name == "muon"]
     taken = {id(each) for each in matrices}
     rest = [each for each in module.parameters() if id(each) not in taken]
@@ -58,15 +58,15 @@ def train(
     """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
 
     The end comes with `total_steps`, or with `total_seconds` of training, over all starts.
-    `step_loss(step)` builds the loss of a step from its number alone; every learning rate is its
-    optimizer's own times `schedule(step, share)`, of the budget's share that is used up. Model,
-    optimizers, step and `log` (what the caller adds to it between steps, of plain numbers) are
-    written to `checkpoint` every `save_seconds` and at the end, whole or not at all.
+    `step_loss(step)` builds the loss of a step from its number alone. Learning rates are multiplied
+    by `schedule(step, share)`, `share` being the part of the budget that is used up. Model,
+    optimizers, step and `log` (plain numbers that the caller adds between steps) are written to
+    `checkpoint` every `save_seconds` and at the end, whole or not at all.
 
-    Of several processes each has the loss of its own rows, and the first one writes.
+    With several processes each has the loss of its own rows, and the first one writes.
 
     Raises:
-        FloatingPointError: the loss is no number.
+        FloatingPointError: the loss is not finite.
         OSError: the checkpoint cannot be written.
         ValueError: there is one that cannot be read.
     """
@@ -112,9 +112,9 @@ def train(
                 "log": log,
             }
             with replacing(checkpoint) as partial:
-                whole = io.BytesIO()  # else a full disk is an error of torch's own
-                torch.save(state, whole)
-                partial.write_bytes(whole.getbuffer())
+                buffer = io.BytesIO()  # so that a full disk raises OSError, not torch's own error
+                torch.save(state, buffer)
+                partial.write_bytes(buffer.getbuffer())
             saved_at = time.monotonic()
 
 
@@ -129,12 +129,12 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def schedule(step: int, share: float) -> float:
-    """Up in WARM_UP steps, then cosine to zero over the budget, whatever it is counted in."""
+    """A factor that rises in WARM_UP steps, and falls as a cosine to zero over the budget."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
 def windows_of(count: int, rows: int, step: int, seed: int) -> list[int]:
-    """The windows of a step: each pass over them in an order of its own."""
+    """The windows of a step; every epoch has its own order."""
     epoch, place = divmod(step, count // rows)
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(count, generator=generator)

@@ -1,8 +1,8 @@
 """Losses of a draft's next-token law against the target's.
 
 A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), p the target's
-law and q the draft's. That is what drafts are trained for, but TV alone has little gradient where
-the two are far apart.
+law and q the draft's. Drafts are trained to raise alpha, but TV alone has little gradient where the
+two are far apart.
 Letters: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss looks at.
 """
 
@@ -21,14 +21,14 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.training.processes import average
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Of a draft's logits (..., V), the target's, the tokens that the text goes on with (...), -1 where
-there is none, and a temperature: a scalar."""
-Steps = list[tuple[Tensor, int]]
-"""By step of a draft, hidden states (B, T - a, H), and how many tokens further on than the next one
-their laws are: a."""
+"""A scalar from a draft's logits (..., V), the target's, the text's next tokens (...), -1 for none,
+and a temperature."""
+DraftStates = list[tuple[Tensor, int]]
+"""For each step of a draft, hidden states (B, T - a, H), and a: how many tokens after the next one
+they predict."""
 
 ETA = 3.0  # of `lk`, as published for blocks that read the target's states
-DEEPER = 0.8  # the weight of a step further on: it counts only where those before it are right
+DEEPER = 0.8  # weight of each later step, which matters only if those before it are right
 
 
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: floa
 
 
 def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy at the tokens that the text goes on with."""
+    """Cross-entropy at the text's next tokens."""
     total = F.cross_entropy(
         (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
     )
@@ -100,15 +100,15 @@ LOSSES: dict[str, Loss] = {"lk": lk, "kl": kl, "tvd++": tvd_plus, "ce": ce}
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a step learns from.
+class TrainingBatch:
+    """The data of a training step.
 
     Attributes:
-        ids: (B, T).
-        states: the target's last, (B, T, H).
-        tapped: those at the draft's exit, (B, T, H).
-        target: the target's logits, (B, T, n).
-        following: which of the n tokens the text goes on with, (B, T), -1 where it is none.
+        ids: token ids, (B, T).
+        states: the target's last hidden states, (B, T, H).
+        tapped: its states at the draft's exit, (B, T, H).
+        target: its logits, (B, T, n).
+        following: which of the n tokens comes next in the text, (B, T), -1 for none of them.
     """
 
     ids: Tensor
@@ -119,10 +119,10 @@ class Batch:
 
 
 class Laws:
-    """Laws of hidden states over some tokens, through the frozen norm and head; their distance.
+    """Laws of hidden states over some tokens, by the frozen norm and head, and their distance.
 
     Args:
-        tokens: those that the loss looks at, (n,).
+        tokens: the tokens that the loss looks at, (n,).
         loss: of `LOSSES`.
     """
 
@@ -135,18 +135,18 @@ class Laws:
         self.loss, self.temperature = LOSSES[loss], temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states (B, T, H), with gradients for them: float32, (B, T, n)."""
+        """Logits of hidden states (B, T, H), with gradients: float32, (B, T, n)."""
         out = F.linear(self.norm(hidden.to(self.dtype)), self.rows.weight, self.rows.bias)
         return (out if self.cap is None else self.cap(out)).float()
 
     @torch.no_grad()
-    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> Batch:
-        """What a step learns from, of windows (B, T) and states (B, T, H)."""
+    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> TrainingBatch:
+        """The data of a step, from windows (B, T) and states (B, T, H)."""
         following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
-        return Batch(ids, states, tapped, self.logits(states), following)
+        return TrainingBatch(ids, states, tapped, self.logits(states), following)
 
-    def distance(self, steps: Steps, batch: Batch) -> Tensor:
-        """The loss of a draft's steps, a scalar: their mean, a deeper one counting less."""
+    def distance(self, steps: DraftStates, batch: TrainingBatch) -> Tensor:
+        """The loss of a draft's steps, a scalar: their weighted mean (see DEEPER)."""
         losses = []
         for hidden, ahead in steps:
             target, following = batch.target[:, ahead:], batch.following[:, ahead:]
@@ -154,8 +154,8 @@ class Laws:
         weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
         return (weights * torch.stack(losses)).sum() / weights.sum()
 
-    def overlaps(self, steps: Steps, batch: Batch) -> list[float]:
-        """By step of a draft, the mean overlap of its laws with the target's."""
+    def overlaps(self, steps: DraftStates, batch: TrainingBatch) -> list[float]:
+        """For each step of a draft, the mean overlap of its laws with the target's."""
         return [
             overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).item()
             for hidden, ahead in steps

@@ -1,9 +1,9 @@
 """Several processes that train one draft together.
 
-Started by `torchrun` or `accelerate launch`, which say by environment variables how many there are.
-Every one of them has the whole model and goes through the same steps, each with some rows of a
-step's batch; gradients are averaged, so that all have the same weights. The first one alone makes
-texts and features, writes and judges. One process by itself is the first of one.
+`torchrun` or `accelerate launch` starts them and sets environment variables with their number. Each
+has the whole model and takes the same steps with its own rows of the batch. Gradients are averaged,
+so that all have the same weights. Only the first one makes texts and features, writes files and
+judges. A single process is the first of one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_PATIENCE = timedelta(days=7)  # of the others, while the first one makes texts and features
+_PATIENCE = timedelta(days=7)  # others wait so long while the first makes texts and features
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Be one of the processes that were started together, if there are several."""
+    """Join the processes that were started together, if there are several."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         yield
         return
@@ -42,37 +42,37 @@ def _started() -> bool:
 
 
 def count() -> int:
-    """How many there are."""
+    """The number of processes."""
     return dist.get_world_size() if _started() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0 on."""
+    """The number of this process, from 0."""
     return dist.get_rank() if _started() else 0
 
 
 def first() -> bool:
-    """Whether this is the one that writes."""
+    """Whether this is the process that writes."""
     return rank() == 0
 
 
 def wait() -> None:
-    """Go on when all others are here, too."""
+    """Wait for all processes to get here."""
     if count() > 1:
         dist.barrier()
 
 
 def agreed(value: float, device: torch.device) -> float:
-    """What the first one says."""
+    """The first process's value."""
     if count() == 1:
         return value
-    told = torch.tensor([value], dtype=torch.float64).to(device)
-    dist.broadcast(told, 0)
-    return float(told.item())
+    shared = torch.tensor([value], dtype=torch.float64).to(device)
+    dist.broadcast(shared, 0)
+    return float(shared.item())
 
 
 def average(value: Tensor) -> Tensor:
-    """The mean of a tensor over all of them, without gradients where there are several."""
+    """The mean of a tensor over all processes; without gradients if there are several."""
     if count() == 1:
         return value
     total = value.detach().clone()
@@ -81,7 +81,7 @@ def average(value: Tensor) -> Tensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Let all have the mean of their gradients."""
+    """Replace gradients by their mean over all processes."""
     found = [each.grad for each in parameters if each.grad is not None]
     if count() == 1 or not found:
         return

@@ -1,8 +1,8 @@
-"""Training a model's own early exits, as the shipped models were: states, batches, quality.
+"""Training a model's own early exits, as for the shipped models: states, batches, quality.
 
-**Exit self-distillation**: the law of an early exit is trained towards the model's own final law,
-held fixed, which raises the acceptance of its drafts directly; beside it the cross-entropy at an
-exit, as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
+**Exit self-distillation** trains the law of an early exit towards the model's own final law, which
+is held fixed. This raises the acceptance of drafts directly. The cross-entropy at an exit is added,
+as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 
 Exit E = 1..L means the hidden state after E layers, read through the shared final norm and head.
 """
@@ -78,7 +78,7 @@ def exit_logits(model: Any, hidden: Tensor) -> Tensor:
 def exit_quality(
     model: Any, windows: Tensor, temperatures: Sequence[float] = (1.0, 0.8)
 ) -> list[dict[str, float]]:
-    """What each exit 1..L is worth on `windows` (N, T + 1) of token ids, one dict per exit.
+    """The quality of each exit 1..L on `windows` (N, T + 1) of token ids, one dict per exit.
 
     `loss` in nats per token; `agreement`, the share of positions whose most likely token is the
     final layer's; `overlap@t`, the mean of 1 - TV between the exit's and the final law at

@@ -19,27 +19,26 @@ from layerskip.model.blocks import AnyBlock, ExitBlock, FeatureBlock, Heads, Str
 from layerskip.model.modules import Modules
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
-from layerskip.training.features import whole_pass
-from layerskip.training.losses import Batch, Steps
+from layerskip.training.losses import DraftStates, TrainingBatch
 
 RATES = dict.fromkeys(("feature-block", "heads", "streams"), 5e-3)
 RATES |= {"healed": 1e-3, "exit-block": 3e-3}
-"""Of learning: on demo-gemma2 modules reach in 150,000 tokens what took 240,000 to 470,000 at a
-fifth or a tenth of it."""
+"""Learning rates: on demo-gemma2 modules need 150,000 tokens for what took 240,000 to 470,000 at a
+fifth or a tenth of them."""
 RANK = 16
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROLLOUTS = 3  # steps that a feature block runs ahead of the target in training
-AHEAD = 4  # tokens that heads and streams tell at once
+AHEAD = 4  # tokens that heads and streams predict at once
 
 
 def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
-    """What a draft of a kind runs of the model, resolved.
+    """The resolved skip config of a draft of a kind.
 
-    Where nobody says, a healed one runs everything in 4 bits and the head in 8, an exit block
-    stands behind a quarter of the layers. One that is healed already is healed further.
+    By default a healed one runs everything in 4 bits and the head in 8, and an exit block follows a
+    quarter of the layers. A draft that is already healed is trained further.
 
     Raises:
-        ValueError: this kind cannot stand on it.
+        ValueError: the skip config does not suit this kind.
     """
     if kind == "healed":
         found = (skip or FOUR_BITS).resolve(num_layers)
@@ -64,27 +63,27 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
 
 
 class Student(nn.Module, ABC):
-    """What is trained."""
+    """A module in training."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> Steps:
-        """What the draft's steps make of windows."""
+    def forward(self, batch: TrainingBatch) -> DraftStates:
+        """The states of the draft's steps on windows."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """What goes into the draft's file."""
+        """The tensors of the draft's file."""
 
 
 class Healing(Student):
     """A skip config's draft, with deltas of low rank to train on its rounded linears.
 
-    The forward pass is the draft's own over whole windows: every place sees the draft's keys and
-    values before it, where decoding has the target's.
+    The forward pass runs the draft over whole windows: every place sees the draft's keys and values
+    before it, where decoding has the target's.
 
     Args:
-        model: opened with "modules"; its own weights are left as they are.
-        skip: resolved, with `low`; what it names healed weights for begins with them.
-        dtype: of the rounded weights here.
+        model: opened with "modules"; its own weights do not change.
+        skip: resolved, with `low`; healed weights that it names are the initial ones.
+        dtype: of the rounded weights.
 
     Attributes:
         inner, outer: (r, C) and (R, r) of every rounded linear, by name.
@@ -130,14 +129,14 @@ class Healing(Student):
         return apply
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Hidden states behind the draft's sublayers, before the final norm, (B, T, H)."""
+        """Hidden states after the draft's sublayers, before the final norm, (B, T, H)."""
         model = self.opened[0]
-        step, hidden = whole_pass(model, *ids.shape), model.embed(ids)
+        step, hidden = model.first_pass(*ids.shape), model.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, step)
         return hidden
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.hidden(batch.ids), 0)]
 
     def weights(self) -> dict[str, Tensor]:
@@ -149,7 +148,7 @@ class Healing(Student):
 
 
 class _Block(Student):
-    """A module of `blocks`, its weights in float32 meanwhile."""
+    """A module of `blocks`, its weights in float32 during training."""
 
     def __init__(self, model: Sublayers, block: AnyBlock) -> None:
         super().__init__()
@@ -159,25 +158,25 @@ class _Block(Student):
     def weights(self) -> dict[str, Tensor]:
         return {name: weight.half() for name, weight in self.block.state_dict().items()}
 
-    def before(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The states of the token before each, and what is embedded of it, (B, T, H) each."""
+    def before(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """The state of the token before each, and each token's embedding, (B, T, H) each."""
         return shifted(batch.states), self.embed(batch.ids).float()
 
 
 class _Exit(_Block):
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.block(batch.tapped), 0)]
 
 
 class _Feature(_Block):
-    """Runs over the texts several times, from the second on over what it made of them itself.
+    """Runs over the texts several times, from the second time on with its own outputs as features.
 
-    Then all keys are of its own features, where in decoding only those of drafted tokens are.
+    Then all keys come from its own features; in decoding only those of drafted tokens do.
     """
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         features, embedded = self.before(batch)
-        steps: Steps = []
+        steps: DraftStates = []
         for _ in range(ROLLOUTS):
             steps.append((self.block(features, embedded), 0))  # (B, T, H)
             features = shifted(steps[-1][0])
@@ -187,7 +186,7 @@ class _Feature(_Block):
 class _Ahead(_Block):
     """Heads or streams: all tokens of a draft in one pass."""
 
-    def forward(self, batch: Batch) -> Steps:
+    def forward(self, batch: TrainingBatch) -> DraftStates:
         made = self.block(*self.before(batch))  # (B, T, K, H)
         count = made.shape[1]
         return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
@@ -196,11 +195,11 @@ class _Ahead(_Block):
 def student_of(
     kind: str, model: Sublayers, skip: SkipConfig, *, rank: int, dtype: torch.dtype, seed: int
 ) -> Student:
-    """What is trained for a draft.
+    """The module to train for a draft.
 
     Args:
-        skip: what the draft runs of the model, resolved.
-        rank, dtype, seed: of `Healing`.
+        skip: the draft's resolved skip config.
+        rank, dtype, seed: for `Healing`.
     """
     if kind == "healed":
         modules = Sublayers(model.model, "modules")
@@ -213,5 +212,5 @@ def student_of(
 
 
 def shifted(states: Tensor) -> Tensor:
-    """Those of the token before each, zeros before the first: (B, T, H)."""
+    """The states of the token before each, zeros before the first: (B, T, H)."""
     return F.pad(states[:, :-1], (0, 0, 1, 0))

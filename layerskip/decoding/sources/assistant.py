@@ -1,8 +1,7 @@
-"""A second model of the same vocabulary as the draft.
+"""The source that drafts with a second model of the same vocabulary.
 
-Whatever it drafts, the text is the target's: a model of another vocabulary only drafts badly. That
-both mean the same by a token is for those to check who have the tokenizers (see
-`layerskip.vocabulary`).
+The text is the target's whatever is drafted; a model of another vocabulary only drafts badly.
+Callers that have the tokenizers compare the vocabularies (see `layerskip.vocabulary`).
 Letters: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 """
 
@@ -16,17 +15,17 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.steps import Steps, Texts, joined
+from layerskip.decoding.sources.steps import Steps, Texts, stacked
 from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Assistant(Source):
-    """A second model of the target's vocabulary, with its own way to compute passes.
+    """A second model of the target's vocabulary, with an execution of its own.
 
     Heads may be padded differently: tokens that only one of the models has are not drafted.
 
     Args:
-        model: opened; where it is `trimmed`, drafts have few tokens.
+        model: the opened model; if it is `trimmed`, only those tokens are drafted.
     """
 
     def __init__(self, model: Sublayers) -> None:
@@ -54,14 +53,14 @@ class Assistant(Source):
 
 
 def common(raw: Tensor, target: Sublayers) -> Tensor:
-    """An assistant's raw logits (..., any) as a draft's of the target, (..., V)."""
+    """An assistant's raw logits (..., any), over the target's vocabulary, (..., V)."""
     missing = target.vocabulary - raw.shape[-1]
     raw = raw.to(target.device, target.dtype)
     return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw
 
 
 def known(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
-    """Tokens of the target on the assistant's device; any other in place of those it lacks."""
+    """The target's tokens on the assistant's device; those it lacks become its last one."""
     tokens = tokens.to(assistant.device)
     if assistant.vocabulary < target.vocabulary:
         tokens = tokens.clamp(max=assistant.vocabulary - 1)
@@ -99,7 +98,7 @@ class _State(Following):
         return self.cache.keep(places, length)
 
     def _catch_up(self, count: int) -> Tensor:
-        """See the last `count` tokens of every row; raw logits behind the last one, (R, any)."""
+        """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
         model = self.model
         starts, lasts, tokens = self.latest(count)
 
@@ -123,11 +122,10 @@ class _Steps(Steps):
         caches = []
         for text in texts.texts:
             tokens = known(text.tokens, model, texts.model)[None]  # (1, T)
-            caches.append(model.new_cache(1, tokens.shape[1]))
-            caches[-1].place([0], tokens.shape[1])
-            step = Pass(model, caches[-1], model.rotary(tokens.shape[1], tokens.shape[1]))
+            step = model.first_pass(*tokens.shape)
             model.run(model.embed(tokens), step, range(model.num_sublayers))
-        super().__init__(texts, model, joined(caches))
+            caches.append(step.cache)
+        super().__init__(texts, model, stacked(caches))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         target = self.source.model

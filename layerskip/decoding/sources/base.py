@@ -1,8 +1,9 @@
-"""What may draft: a `Source`, and its `State` in one batch.
+"""The interface of sources of drafts: a `Source`, and its `State` in one batch.
 
-A source proposes tokens for the rows of a batch. What it proposes never changes the text, only the
-pace. The loop, the passes, the timing and the replays ask these two classes and nothing else, so
-that a new kind of source is one new file, perhaps a user's own: `docs/sources.md` has one.
+A source proposes tokens for the rows of a batch. Its proposals never change the text, only the
+speed. The loop, the passes, the timing and the replays use these two classes only. So a new kind of
+source is one new file, perhaps a user's own: `docs/sources.md` has one.
+
 Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
 """
 
@@ -22,17 +23,17 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Batch(Protocol):
-    """What a state may read of the batch that it drafts for; all of it is the engine's to change.
+    """What a state may read of its batch; only the engine changes it.
 
     Attributes:
         model: the target.
         prompts: token ids of each row, pads left out, (length,) each.
         emitted: tokens that each row has emitted.
-        rows: the rows that passes carry, in their order, and the place of each in a pass.
+        rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact; the row's last emitted token
-            is not among them, it is fed by the next pass.
+            is not among them: the next pass feeds it.
         total, slots: the most tokens of a row, and of its keys and values.
-        rotary: the target's angles of all places.
+        rotary: the target's rotary angles of all places.
     """
 
     @property
@@ -55,17 +56,20 @@ class Batch(Protocol):
     def rotary(self) -> Any: ...
 
     def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
-        """The target's states behind so many sublayers, which a state has asked for (`State.tap`),
-        (R, count, H), from each row's token at `starts` on, or tokens `before` that."""
+        """The target's hidden states after `tap` sublayers (see `State.tap`), (R, count, H).
+
+        They begin at each row's token `starts`, or so many tokens `before` it.
+        """
 
 
 class Proposal(NamedTuple):
     """What a row may draft in its next round.
 
     Attributes:
-        length: tokens, at most.
-        tokens: which, where they are known without a pass of any model; else `State.step` is asked.
-        match: of known tokens, how many the row's history has in common with where they come from.
+        length: how many tokens, at most.
+        tokens: the tokens, if they are known without a pass of any model; else `State.step` is
+            called.
+        match: for known tokens, how many tokens the row's history has in common with their source.
     """
 
     length: int
@@ -74,7 +78,7 @@ class Proposal(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[int], match: int) -> Proposal:
-        """Tokens that are known."""
+        """A proposal of known tokens."""
         return cls(len(tokens), tokens, match)
 
 
@@ -82,8 +86,8 @@ class Offer(NamedTuple):
     """The proposals of one source to all rows, as controllers see them.
 
     Attributes:
-        lengths: by row, for every row that is not finished, the most tokens; 0 for none.
-        matches: by row, `Proposal.match`; None where tokens are not known before they are drawn.
+        lengths: the most tokens of every row that is not finished; 0 for none.
+        matches: `Proposal.match` by row; None if tokens are not known before they are drawn.
     """
 
     lengths: Mapping[int, int]
@@ -91,14 +95,14 @@ class Offer(NamedTuple):
 
 
 class Source(ABC):
-    """What may draft, for any number of batches.
+    """A source of drafts, for any number of batches.
 
     Attributes:
-        prior: the share of its tokens that are expected to be accepted before any was verified.
-        longest: tokens that it drafts in a round at most, if there is a limit.
-        max_positions: tokens that a row may have, at most, if there is a limit.
+        prior: the expected acceptance before any token was verified.
+        longest: the most tokens that it drafts in a round, if there is a limit.
+        max_positions: the most tokens that a row may have, if there is a limit.
         skip: the skip config that it is made of, if there is one.
-        exit_layer: the number of the model's first layers that are all it runs, if that is so.
+        exit_layer: if it is a plain early exit, after how many layers.
     """
 
     prior: float = PRIOR
@@ -110,15 +114,17 @@ class Source(ABC):
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """Tells it from others, and keeps no weights alive; costs are remembered by it, in a file
-        where it is a string."""
+        """Identifies the source without keeping weights alive.
+
+        Costs are remembered under it; in a file, if it is a string.
+        """
 
     @abstractmethod
     def open(self, batch: Batch) -> State:
         """Its state in a batch."""
 
     def step_bytes(self) -> Sequence[float]:
-        """Bytes of the weights that one of its steps reads; none where tokens are known."""
+        """Bytes of the weights that a step reads; empty if tokens are known without a step."""
         return ()
 
     @property
@@ -127,19 +133,19 @@ class Source(ABC):
         return not self.step_bytes()
 
     def timed(self) -> Source:
-        """What stands in for it where costs are timed: it always has something to offer."""
+        """The source to time in its place, which always has something to offer."""
         return self
 
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        """What its steps compute for many chains at once, for replays along recorded texts.
+        """Its steps for many chains at once, for replays along recorded texts.
 
         Sources of known tokens need none.
 
         Args:
-            follow: whether chains are left where they leave their texts.
+            follow: whether a chain ends where it differs from its text.
 
         Raises:
-            TypeError: there are none.
+            TypeError: it has none.
         """
         raise TypeError(
             f"a {type(self).__name__} cannot be replayed, as it has no steps; allowed are the "
@@ -148,14 +154,14 @@ class Source(ABC):
 
 
 class State:
-    """What a source holds for the rows of one batch.
+    """A source's state for the rows of one batch.
 
     Attributes:
-        prefix: sublayers of the target, from the front, that its steps go through first; what they
-            compute there is exact, and verification goes on from it.
-        kept: sublayers of the target that its steps go through in all.
-        tap: behind so many sublayers the batch keeps hidden states for it; None: nowhere.
-        longest: as of the source, in this batch.
+        prefix: how many of the target's first sublayers its steps run; their states are exact, and
+            verification starts from them.
+        kept: how many of the target's sublayers its steps run in all.
+        tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
+        longest: as in `Source`, for this batch.
     """
 
     prefix = 0
@@ -164,39 +170,39 @@ class State:
     longest: int | None = None
 
     def __init__(self, batch: Batch) -> None:
-        # weakly: a batch holds its states, and a circle would keep its cache until it is collected
+        # weakly: a batch holds its states, and a cycle would delay the release of its cache
         self._batch = weakref.ref(batch)
 
     @property
     def batch(self) -> Batch:
-        """The batch, which lives for as long as the state is asked for anything."""
+        """The batch, which lives at least as long as the state is used."""
         batch = self._batch()
         assert batch is not None
         return batch
 
     def offer(self, row: int, most: int) -> Proposal:
-        """What a row may draft in its next round, of so many tokens at most."""
+        """What a row may draft in its next round, at most so many tokens."""
         return Proposal(min(most, self.longest or most))
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        """Raw logits (R, V) behind a token of the round, where offers hold no tokens.
+        """Raw logits (R, V) after a token of the round, for offers without tokens.
 
         Args:
-            tokens: of each row the last emitted one at first, then those that it drafts, (R,).
-            hidden: they behind the `prefix`, (R, 1, H), and the pass `step` that took them there.
+            tokens: each row's last emitted token at first, then its drafted ones, (R,).
+            hidden: their states after the `prefix`, (R, 1, H), computed by the pass `step`.
             offset: how many tokens of the round came before.
         """
         raise NotImplementedError(f"{type(self).__name__} offers no tokens and has no step")
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        """A row has emitted tokens, at first those of the prefill.
+        """Reports the tokens that a row has emitted, at first those of the prefill.
 
-        Told before the batch's length of the row moves; `batch.emitted` holds them already.
+        Called before the row's entry in `batch.lengths` changes; `batch.emitted` holds them.
 
         Args:
-            steps: those of its own that the round took, 0 where others drafted.
+            steps: how many of its own steps the round took, 0 where another source drafted.
         """
 
     def keep(self, places: Sequence[int], length: int) -> int:
-        """Leave all rows but those at these places of a pass behind, as `RowCache.keep`."""
+        """Drop all rows but those at these places of a pass, as `RowCache.keep`."""
         return 0

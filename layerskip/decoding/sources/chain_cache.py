@@ -1,4 +1,4 @@
-"""Many drafts of one text in one pass: their keys and values, and who sees what; runs no model.
+"""The keys and values of many drafts of one text in one pass, and their mask.
 
 Letters: B groups, G chains of a group, S places of the text, H key-value heads, D head width.
 """
@@ -16,9 +16,9 @@ from layerskip.model.cache import RowCache
 class ChainCache(RowCache):
     """Keys and values of many drafts at once: a text's up to each start, and each draft's own.
 
-    A row of the buffers serves a group of chains that start in one text: first come the text's
-    slots, then G slots for every step. Which of them a chain sees is for the mask to say: its
-    text's places before its start, and its own slot of each step, inside the layer's window.
+    A row of the buffers serves a group of chains that start in one text. The text's slots come
+    first, then G slots for every step. The mask lets a chain see its text's places before its
+    start, and its own slot of each step, inside the layer's window.
 
     Args:
         known: the texts' own keys and values, a row each.

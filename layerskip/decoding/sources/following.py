@@ -1,9 +1,9 @@
-"""States with keys and values of their own, which follow a batch lazily.
+"""States with keys and values of their own, which catch up with the batch when they draft.
 
-A second model has keys and values of all tokens, and so have modules that were trained to draft.
-The first step of a round that they draft in catches up with what each row has emitted since they
-drafted last, at first with its prompt. So they cost nothing where others draft, drafts that fell
-are overwritten before anything reads them, and rolling back is to lower a number.
+Second models and trained modules have keys and values of all tokens. When they draft in a round,
+the first step catches up with what each row has emitted since they drafted last (at first, with its
+prompt). So they cost nothing while others draft. Rolling back lowers a number; rejected drafts are
+overwritten before anything reads them.
 Letters: R rows of a pass, T tokens, H hidden width.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, State
 from layerskip.model.cache import on_device
 
-# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, and few
-# enough that their activations are small beside the weights.
+# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, but so few
+# that their activations are small compared with the weights.
 _CHUNK = 512
 
 
@@ -26,7 +26,7 @@ class Following(State):
     """A state that has seen some tokens of every row.
 
     Attributes:
-        seen: per row, how many tokens of its history the state holds, from the first one on.
+        seen: per row, how many of its first tokens the state holds.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -34,27 +34,27 @@ class Following(State):
         self.seen = [0] * len(batch.prompts)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        if steps:  # the last token emitted was fed to nobody
+        if steps:  # the last emitted token has not been fed
             self.seen[row] = self.batch.lengths[row] + min(len(emitted), steps)
 
     def missing(self) -> int:
-        """Tokens that the first step of a round has to see, the last emitted one among them."""
+        """How many tokens a round's first step has to see, the last emitted one included."""
         lengths = self.batch.lengths
         return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.batch.rows))
 
     def see(self) -> None:
-        """Where the last emitted token of every row is all that is missing: it is seen."""
+        """Mark the last emitted token of every row as seen, where nothing else is missing."""
         for row in self.batch.rows:
             self.seen[row] = self.batch.lengths[row] + 1
 
     def latest(self, count: int) -> tuple[list[int], list[int], Tensor]:
-        """The last `count` tokens of every row, or all of a row that has fewer; all are seen then.
+        """The last `count` tokens of every row (or all, if it has fewer), and marks them as seen.
 
         Rows that miss fewer see some again, which changes nothing.
 
         Returns:
-            Of each row of a pass the place of the first of them and which of them is the last;
-            and the tokens, (R, T), of short rows with others behind the last.
+            For each row of a pass the place of the first of them, and the index of the last; and
+            the tokens, (R, T), padded behind the last.
         """
         batch = self.batch
         starts, lasts, tokens = [], [], []
@@ -70,14 +70,14 @@ class Following(State):
 
 
 def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Carry many tokens (R, T) through a model, some of them at a time.
+    """Run many tokens (R, T) through a model in chunks.
 
     Args:
-        lasts: which token of each row is the last.
-        run: takes some tokens (R, t) and which the first one is, gives hidden states (R, t, H).
+        lasts: the index of each row's last token.
+        run: takes a chunk (R, t) and the index of its first token, returns states (R, t, H).
 
     Returns:
-        The hidden states of those last tokens, (R, H).
+        The hidden states of the last tokens, (R, H).
     """
     count = max(1, _CHUNK // len(tokens))
     if tokens.shape[1] <= count and min(lasts) == tokens.shape[1] - 1:

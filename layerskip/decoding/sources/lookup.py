@@ -1,7 +1,7 @@
-"""Drafts that are looked up: what followed when the row's last words stood somewhere before.
+"""The source that looks drafts up: what followed when the same words occurred before.
 
-A row's history is its prompt without pads and what it has emitted. The longest suffix of it that
-occurred before, in the history or in other texts, is the match, and what followed there the draft.
+A row's history is its prompt without pads and its emitted tokens. The match is the longest suffix
+of it that occurred before, in the history or in other texts; the draft is what followed there.
 Matches are found by suffix automata (Blumer et al. 1985), which cost a few microseconds a token
 however long the history is.
 """
@@ -12,22 +12,22 @@ from collections.abc import Iterable, Sequence
 
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 
-_END = -1  # stands behind every other text, and is no token
-_ANCESTORS = 64  # of a match that are told where it stands; more there are in loops only
+_END = -1  # marks the end of every other text; not a token
+_ANCESTORS = 64  # states whose place is updated for a token; only loops have more
 
 
 class Automaton:
-    """The suffix automaton of a sequence that grows by a token at a time, amortised O(1) each.
+    """The suffix automaton of a sequence that grows token by token, amortised O(1) each.
 
-    A state stands for the stretches of the sequence that end at the same places; its link leads to
-    the longest shorter ones that end at other places, too.
+    A state stands for all substrings that end at the same places. Its link leads to the state of
+    the longest suffix of them that also ends at other places.
 
     Attributes:
         tokens: the sequence.
         match: length of the longest suffix that occurred before.
-        behind: the place behind that occurrence, of several the latest (in loops a late one).
-        following, link, length, end: of every state where tokens lead to, its link, the length of
-            its longest stretch, and where that ended last (-1: only at the end of a text).
+        behind: the place after its latest earlier occurrence (in loops a late one).
+        following, link, length, end: for every state its transitions, its link, the length of its
+            longest substring, and where that last ended (-1: only at the end of a text).
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Automaton:
         self._last = 0
 
     def append(self, token: int, *, last: bool = False) -> None:
-        """Go on with a token; the last one of a text is none that anything was found behind."""
+        """Append a token; nothing follows the last one of a text."""
         following, link, length, end = self.following, self.link, self.length, self.end
         place = -1 if last else len(self.tokens)
         new, state = len(link), self._last
@@ -54,7 +54,7 @@ class Automaton:
             old = following[state][token]
             if length[old] == length[state] + 1:
                 link[new] = old
-            else:  # the shorter ones of its stretches end here, too: they get a state of their own
+            else:  # its shorter substrings also end here: they get a state of their own
                 short = new + 1
                 following.append(following[old].copy())
                 link.append(link[old])
@@ -77,11 +77,11 @@ NOTHING = Proposal.of([], match=0)
 
 
 class Lookup(Source):
-    """Where drafts are looked up: in each row's own history, and in other texts, if there are any.
+    """Looks drafts up in each row's own history, and in other texts if there are any.
 
     Args:
-        texts: token ids of other texts; indexed here, once, for all rows and decodings. The longer
-            match wins, the row's own of equals. The index takes about half a kilobyte a token.
+        texts: token ids of other texts, indexed once for all rows and decodings. The longer match
+            wins; of equal ones the row's own. The index takes about half a kilobyte a token.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
@@ -97,7 +97,7 @@ class Lookup(Source):
         return _State(batch, [self.row(prompt.tolist()) for prompt in batch.prompts])
 
     def row(self, prompt: Sequence[int]) -> LookupRow:
-        """The history of a row that begins with its prompt."""
+        """The history of a row, which begins with its prompt."""
         row = LookupRow(self)
         row.extend(prompt)
         return row
@@ -119,7 +119,7 @@ class _State(State):
 
 
 class _Echo(Source):
-    """Always finds something: the same token, as often as asked for."""
+    """Always offers a draft: token 0, as often as allowed."""
 
     key = "echo"
 
@@ -133,7 +133,7 @@ class _EchoState(State):
 
 
 class LookupRow:
-    """A row's history, and where its end stands in the other texts."""
+    """A row's history, and the match of its end in the other texts."""
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
@@ -141,7 +141,7 @@ class LookupRow:
         self._state = self._match = 0  # in the other texts
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Tell what the row has emitted."""
+        """Append tokens that the row has emitted."""
         others = self._lookup.others
         for token in tokens:
             self._own.append(token)
@@ -153,13 +153,13 @@ class LookupRow:
                 self._match += 1
 
     def find(self, longest: int) -> Proposal:
-        """The draft, of so many tokens at most.
+        """The draft, of at most so many tokens.
 
-        In the history it runs on into itself, as a loop would; at the end of another text it ends.
+        In the history a draft continues into itself, as a loop would. It ends with another text.
         """
         own, others = self._own, self._lookup.others
         state, match = self._state, self._match
-        while others.end[state] < 0 < state:  # nothing stands behind that
+        while others.end[state] < 0 < state:  # nothing follows there
             state = others.link[state]
             match = others.length[state]
         if match > own.match:

@@ -1,8 +1,7 @@
-"""What the steps of a source compute for many chains at once, for replays; nothing is drawn here.
+"""The steps of sources for many chains at once, for replays; nothing is drawn here.
 
-A chain begins at a place of a text and feeds its own tokens. It sees what a draft would have there:
-the text's keys and values before its start, and its own from there on, of every cache that the
-source has.
+A chain begins at a place of a text and feeds its own tokens. It sees what a draft there would see:
+the text's keys and values before its start, and its own after it, in every cache of the source.
 Letters: B groups, G chains of a group, P places of all texts, T tokens of a text, H hidden width, V
 vocabulary.
 """
@@ -33,7 +32,7 @@ class Text(Protocol):
 
 
 class Texts(Protocol):
-    """Recorded texts of a model, and its keys and values of all their tokens, a row each."""
+    """Recorded texts of a model, with its keys and values of all their tokens, a row each."""
 
     @property
     def model(self) -> Sublayers: ...
@@ -43,19 +42,19 @@ class Texts(Protocol):
     def cache(self) -> RowCache: ...
 
     def rotary(self, slots: int, model: Sublayers) -> Any:
-        """Angles of so many places, for drafts of any text by a model."""
+        """Rotary angles of so many places, for drafts by a model."""
 
 
 class Steps(ABC):
-    """A source's steps, and how far a pass of chains is.
+    """A source's steps for chains, and the state of the chains in progress.
 
     Args:
         source: the texts that chains begin in.
-        model: what computes.
-        caches: keys and values of the texts, of every cache that it writes.
+        model: the model that computes.
+        caches: the texts' keys and values, for every cache that the steps write.
 
     Attributes:
-        longest: tokens that it drafts at most, if there is a limit.
+        longest: the most tokens that it drafts, if there is a limit.
     """
 
     longest: int | None = None
@@ -66,7 +65,7 @@ class Steps(ABC):
         self.carried: list[Tensor] = []  # (B, G, H) each, from step to step
 
     def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
-        """Begin with chains of some texts (B,) at places (B, G), of so many steps at most."""
+        """Begin chains in texts (B,) at places (B, G), of at most so many steps."""
         texts, starts = (each.to(self.model.device) for each in (texts, starts))
         self.caches = [ChainCache(each, texts, starts, steps) for each in self.texts]
         self.rotary = self.source.rotary(int(starts.max()) + steps, self.model)
@@ -75,8 +74,8 @@ class Steps(ABC):
         """Raw logits (B, G, V) of a step.
 
         Args:
-            tokens: those fed, (B, G).
-            rows: while a chain follows its text, which of the P places they are, (B, G).
+            tokens: the tokens fed, (B, G).
+            rows: their places among all P, (B, G), while a chain follows its text.
         """
         for cache in self.caches:
             cache.advance(step)
@@ -84,28 +83,26 @@ class Steps(ABC):
 
     @abstractmethod
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        """`raw`, with caches that are placed."""
+        """`raw`, after the caches are placed."""
 
     def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
-        """Go on with some chains in other groups, as `ChainCache.regrouped`."""
+        """Continue with some chains in other groups, as `ChainCache.regrouped`."""
         chosen = chosen.to(self.model.device)
         self.caches = [cache.regrouped(chosen, steps, fed) for cache in self.caches]
         self.carried = [each.flatten(0, 1)[chosen] for each in self.carried]
 
     def run(self, hidden: Tensor, blocks: Sequence[Block], cache: int = 0) -> Tensor:
-        """Carry hidden states (B, G, H) through blocks that write a cache."""
+        """Run hidden states (B, G, H) through blocks that write a cache."""
         step = Pass(self.model, self.caches[cache], self.rotary)
         return self.model.backend.run(hidden, step, blocks)
 
 
 def states_behind(source: Texts, tap: int) -> list[Tensor]:
-    """The target's states of all tokens of every text behind so many sublayers, (T, H) each."""
+    """The target's states of all tokens of every text after `tap` sublayers, (T, H) each."""
     model, found = source.model, []
     for text in source.texts:
         tokens = text.tokens.to(model.device)[None]  # (1, T)
-        cache = model.new_cache(1, tokens.shape[1])
-        cache.place([0], tokens.shape[1])
-        step = Pass(model, cache, model.rotary(tokens.shape[1], tokens.shape[1]))
+        step = model.first_pass(*tokens.shape)
         found.append(model.run(model.embed(tokens), step, range(tap))[0])
     return found
 
@@ -117,11 +114,11 @@ def read(
     window: int | None,
     fed: Callable[[Tensor, Tensor], Tensor],
 ) -> RowCache:
-    """Read all texts through blocks with a cache of their own.
+    """The keys and values of all texts in blocks with a cache of their own.
 
     Args:
-        states: those of the target that the blocks read, (T, H) of each text.
-        fed: from tokens (1, T) and states (1, T, H) to what the blocks are fed with.
+        states: the target's states that the blocks read, (T, H) for each text.
+        fed: the blocks' inputs, from tokens (1, T) and states (1, T, H).
     """
     model, caches = source.model, []
     for text, each in zip(source.texts, states, strict=True):
@@ -131,11 +128,11 @@ def read(
         caches[-1].place([0], count)
         step = Pass(model, caches[-1], model.rotary(count, count))
         model.backend.run(fed(tokens, each[None]), step, blocks)
-    return joined(caches)
+    return stacked(caches)
 
 
-def joined(caches: list[RowCache]) -> RowCache:
-    """One cache with a row for each of these; layer by layer, and the old ones are emptied."""
+def stacked(caches: list[RowCache]) -> RowCache:
+    """One cache with a row for each of these, which are emptied layer by layer."""
     joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
     for layer in list(caches[0].keys):
         for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):

@@ -1,4 +1,4 @@
-"""Drafts by the model's own sublayers: some of them left out, some in low precision.
+"""The source that drafts with the model's own sublayers, some left out or in low precision.
 
 Letters: B groups of chains, G chains of a group, P places of all texts, R rows of a pass, H hidden
 width, V vocabulary.
@@ -50,7 +50,7 @@ class SublayerDraft(Source):
 
 
 def key_of(skip: SkipConfig) -> str:
-    """What tells drafts of one model apart."""
+    """A key for the drafts of one model."""
     known = skip.to_dict()
     return json.dumps({k: known[k] for k in ("attention", "mlp", "low", "trained") if k in known})
 
@@ -66,16 +66,16 @@ class _State(State):
 
 
 class SharedSteps(Steps):
-    """Steps through a prefix that is shared with the target, and some blocks behind it.
+    """Steps through a prefix that is shared with the target, then through some blocks.
 
     Args:
-        follow: whether chains follow their texts: what they would compute in whole layers of the
-            prefix, the texts know then.
+        follow: whether chains follow their texts: then the texts' states replace those of the
+            prefix's whole layers.
     """
 
     def __init__(self, texts: Texts, prefix: int, behind: Sequence[Block], *, follow: bool) -> None:
         super().__init__(texts, texts.model, texts.cache)
-        layers = prefix // 2  # whole ones, which the texts have been through
+        layers = prefix // 2  # whole ones, whose states the texts have
         self.blocks = [*texts.model.blocks[2 * layers if follow else 0 : prefix], *behind]
         self.before: Tensor | None = None
         if follow and layers:

@@ -1,8 +1,8 @@
-"""Trained modules as drafts.
+"""Sources that draft with trained modules.
 
-They read what the target computes on its way (see `Batch.tapped`): a block behind an exit the
-states there, which are exact for every token that stays; the others the target's last states, which
-they have of no token that they draft themselves.
+They read hidden states of the target (see `Batch.tapped`). A block behind an exit reads the states
+there, which are exact for every accepted token. The others read the target's last states, which do
+not exist for the tokens that they draft.
 Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
 vocabulary.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,56 +24,61 @@ from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.steps import Steps, Texts, read, states_behind
 from layerskip.decoding.sources.sublayers import SharedSteps, key_of
 from layerskip.model.backend import Block
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
 from layerskip.model.cache import RowCache
 from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
-_TOGETHER = 64  # tokens that streams see in the pass that drafts, at most
-
-
-def trained_draft(model: Sublayers, skip: SkipConfig) -> TrainedDraft:
-    """The module that a resolved skip config names, as a source.
-
-    Raises:
-        ValueError: it is none of this model's, or does not fit its skip config.
-    """
-    block = model.weights.module(skip).block
-    kinds: list[tuple[type, type[TrainedDraft]]] = [
-        (Heads, _HeadsDraft),
-        (Streams, _StreamsDraft),
-        (FeatureBlock, _FeatureDraft),
-        (ExitBlock, _ExitDraft),
-    ]
-    return next(draft for kind, draft in kinds if isinstance(block, kind))(model, skip)
+_TOGETHER = 64  # the most tokens that streams see in the pass that drafts
 
 
 class TrainedDraft(Source):
-    """A trained module of a model, by the skip config that names it.
+    """The trained module that a resolved skip config names.
 
     Attributes:
         block: the module.
-        own: what a step runs of it and behind it, in one cache: its layer, if it has one, and the
+        own: the blocks that a step runs in the module's cache: its layer, if it has one, and the
             draft's head.
-        prefix: sublayers of the target that a step goes through before it.
+        prefix: how many of the target's sublayers a step runs before it.
+
+    Raises:
+        ValueError: it does not belong to this model, or does not fit its skip config.
     """
 
     prior = PRIOR_MODULE
     prefix = 0
+    skip: SkipConfig
 
     def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
         self.model, self.skip = model, skip
-        self.block, sublayers, _ = model.weights.module(skip)
+        block, sublayers, _ = model.weights.module(skip)
+        self.block: Any = block
         self.own: list[Block] = [*sublayers, model.weights.head(skip)]
         self.max_positions = model.max_positions
+        self._kinds = next(kinds for kind, *kinds in _KINDS if isinstance(block, kind))
+        if isinstance(block, ExitBlock):
+            self.prefix = skip.shared_prefix()
+            if len(skip.kept()) > self.prefix:
+                raise ValueError(
+                    "an exit block stands behind an early exit: its skip config must have an "
+                    "exit_layer, and leave out or round nothing before it"
+                )
+        elif isinstance(block, Heads | Streams):
+            self.longest = block.count
 
     @property
     def key(self) -> Hashable:
-        assert self.skip is not None
         return key_of(self.skip)
 
+    def open(self, batch: Batch) -> State:
+        state: State = self._kinds[0](batch, self)
+        return state
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        steps: Steps = self._kinds[1](texts, self, follow=follow)
+        return steps
+
     def step_bytes(self) -> Sequence[float]:
-        assert self.skip is not None
         own = float(read_bytes(self.block, self.skip.module_bits))
         before = self.model.weight_bytes()["sublayers"][: self.prefix]
         steps = self.longest or 1  # of one pass
@@ -82,18 +88,19 @@ class TrainedDraft(Source):
 class _Layered(Following):
     """A module with a decoder layer, whose keys and values lie in a cache of their own."""
 
-    def __init__(self, batch: Batch, draft: TrainedDraft, layer: Layer) -> None:
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
+        self.block = draft.block
         slots = batch.model.backend.capacity(batch.slots)
-        self.cache = RowCache(len(batch.prompts), slots, (layer.window,))
+        self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
         self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
 
     @abstractmethod
     def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
-        """What the layer is fed with for tokens (R, T) from those places on, (R, T, H)."""
+        """The layer's inputs for tokens (R, T) from those places on, (R, T, H)."""
 
     def catch_up(self) -> Tensor:
-        """See all tokens that are known, (R, H) behind the last ones."""
+        """Feed all tokens that are known; states after the last ones, (R, H)."""
         starts, lasts, tokens = self.latest(self.missing())
 
         def run(chunk: Tensor, first: int) -> Tensor:
@@ -105,41 +112,22 @@ class _Layered(Following):
         return last
 
     def advance(self, inputs: Tensor, starts: Sequence[int], blocks: Sequence[Block]) -> Tensor:
-        """Carry inputs (R, T, H) of tokens from those places on through the layer, or all of it."""
+        """Run inputs (R, T, H) of tokens from those places on through blocks."""
         batch = self.batch
         self.cache.place(starts, inputs.shape[1])
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
     def places(self, offset: int) -> list[int]:
-        """Where the token of a step so numbered lies in each row."""
+        """The place in each row of the token of step `offset`."""
         return [self.batch.lengths[row] + offset for row in self.batch.rows]
 
     def keep(self, places: Sequence[int], length: int) -> int:
         return self.cache.keep(places, length)
 
 
-class _ExitDraft(TrainedDraft):
-    block: ExitBlock
-
-    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
-        super().__init__(model, skip)
-        self.prefix = skip.shared_prefix()
-        if len(skip.kept()) > self.prefix:
-            raise ValueError(
-                "an exit block stands behind an early exit: its skip config must have an "
-                "exit_layer, and leave out or round nothing before it"
-            )
-
-    def open(self, batch: Batch) -> State:
-        return _Exit(batch, self, self.block)
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _ExitSteps(texts, self, follow=follow)
-
-
 class _ExitSteps(SharedSteps):
-    def __init__(self, texts: Texts, draft: _ExitDraft, *, follow: bool) -> None:
+    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
         super().__init__(texts, draft.prefix, (), follow=follow)
         self.own, states = draft.own, states_behind(texts, draft.prefix)
         window = draft.block.layer.window
@@ -151,8 +139,8 @@ class _ExitSteps(SharedSteps):
 
 
 class _Exit(_Layered):
-    def __init__(self, batch: Batch, draft: TrainedDraft, block: ExitBlock) -> None:
-        super().__init__(batch, draft, block.layer)
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
         self.prefix = self.tap = self.kept = draft.prefix
 
     def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
@@ -164,16 +152,6 @@ class _Exit(_Layered):
                 return self.head(self.catch_up()[None], None)[0]
             self.see()
         return self.advance(hidden, self.places(offset), self.own)[:, 0]
-
-
-class _FeatureDraft(TrainedDraft):
-    block: FeatureBlock
-
-    def open(self, batch: Batch) -> State:
-        return _Features(batch, self, self.block)
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _FeatureSteps(texts, self)
 
 
 class _FedSteps(Steps):
@@ -192,13 +170,14 @@ class _FedSteps(Steps):
 
 
 class _FeatureSteps(_FedSteps):
-    def __init__(self, texts: Texts, draft: _FeatureDraft) -> None:
-        self.block, (*self.own, self.head) = draft.block, draft.own
+    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
+        self.block, self.longest, (*self.own, self.head) = draft.block, draft.longest, draft.own
         model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
 
         def fed(tokens: Tensor, states: Tensor) -> Tensor:
             features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-            return self.block.join(features, model.embed(tokens))
+            inputs: Tensor = self.block.join(features, model.embed(tokens))
+            return inputs
 
         window = self.block.layer.window
         super().__init__(texts, states, read(texts, states, self.own, window, fed))
@@ -210,15 +189,15 @@ class _FeatureSteps(_FedSteps):
 
 
 class _Features(_Layered):
-    def __init__(self, batch: Batch, draft: TrainedDraft, block: FeatureBlock) -> None:
-        super().__init__(batch, draft, block.layer)
-        self.block = block
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
         self.tap: int = batch.model.num_sublayers
         self.feature: Tensor  # of the last token, (R, H)
 
     def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
         features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1)
-        return self.block.join(features, self.batch.model.embed(tokens))
+        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
+        return inputs
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if offset:
@@ -229,32 +208,12 @@ class _Features(_Layered):
         return self.head(self.feature[None], None)[0]
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        # what it saw of its own drafts was fed with its own features
+        # its own drafts were fed with its own features, not with the target's
         super().commit(row, emitted, min(steps, 1))
 
 
-class _StreamsDraft(_FeatureDraft):
-    block: Streams
-
-    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
-        super().__init__(model, skip)
-        self.longest = self.block.count
-
-    def open(self, batch: Batch) -> State:
-        return _Streams(batch, self, self.block)
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _StreamSteps(texts, self)
-
-
 class _StreamSteps(_FeatureSteps):
-    """Step by step what decoding has in one pass."""
-
-    block: Streams
-
-    def __init__(self, texts: Texts, draft: _StreamsDraft) -> None:
-        super().__init__(texts, draft)
-        self.longest = draft.longest
+    """Computes step by step what decoding computes in one pass."""
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         if not step:  # (B, G, K, H)
@@ -263,11 +222,10 @@ class _StreamSteps(_FeatureSteps):
 
 
 class _Streams(_Features):
-    def __init__(self, batch: Batch, draft: TrainedDraft, block: Streams) -> None:
-        super().__init__(batch, draft, block)
-        # a place behind the longest draft has no slot, and nobody asks for what stands there
-        self.longest = self.count = min(block.count, batch.slots - batch.total - 1)
-        self.streams = block.streams
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        # places behind the longest draft have no slots, and are not needed
+        self.longest = self.count = min(self.block.count, batch.slots - batch.total - 1)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
@@ -276,30 +234,18 @@ class _Streams(_Features):
                 self.catch_up()
             starts, _, known = self.latest(self.missing())
             features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
-            ahead = self.streams(features, hidden)[:, 0, : self.count - 1]  # (R, up to K - 1, H)
+            ahead = self.block.streams(features, hidden)[
+                :, 0, : self.count - 1
+            ]  # (R, up to K - 1, H)
             inputs = torch.cat([self.inputs(starts, known), ahead], 1)
             out = self.advance(inputs, starts, self.blocks)
             self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
-        # the last step of a round may be asked for nothing that is drafted
+        # a round's last step may come after the last draft
         return self.raw[:, min(offset, self.count - 1)]
 
 
-class _HeadsDraft(TrainedDraft):
-    block: Heads
-
-    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
-        super().__init__(model, skip)
-        self.longest = self.block.count
-
-    def open(self, batch: Batch) -> State:
-        return _Heads(batch, self, self.block)
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _HeadSteps(texts, self)
-
-
 class _HeadSteps(_FedSteps):
-    def __init__(self, texts: Texts, draft: _HeadsDraft) -> None:
+    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
         super().__init__(texts, states_behind(texts, texts.model.num_sublayers))
         self.block, (self.head,), self.longest = draft.block, draft.own, draft.longest
 
@@ -310,9 +256,9 @@ class _HeadSteps(_FedSteps):
 
 
 class _Heads(State):
-    def __init__(self, batch: Batch, draft: TrainedDraft, block: Heads) -> None:
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
-        self.block, self.longest = block, draft.longest
+        self.block, self.longest = draft.block, draft.longest
         (self.project,) = draft.own
         self.tap: int = batch.model.num_sublayers
 
@@ -321,7 +267,16 @@ class _Heads(State):
         if not offset:
             places = [batch.lengths[row] for row in batch.rows]
             features = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
-            # none of them knows what is drafted: one pass for all
+            # no head depends on drafted tokens: one pass for all
             self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
-        # the last step of a round may be asked for nothing that is drafted
+        # a round's last step may come after the last draft
         return self.raw[:, min(offset, self.raw.shape[1] - 1)]
+
+
+# The kinds of modules: each one's state, and its steps. `Streams` are `FeatureBlock`s, too.
+_KINDS: list[tuple[type, Any, Any]] = [
+    (Heads, _Heads, _HeadSteps),
+    (Streams, _Streams, _StreamSteps),
+    (FeatureBlock, _Features, _FeatureSteps),
+    (ExitBlock, _Exit, _ExitSteps),
+]

@@ -1,7 +1,7 @@
-"""What `model.generate()` asks for and gets back, in the engine's terms; knows no model.
+"""Checks the arguments of `model.generate()`, and converts them and its results for the engine.
 
-What the engine cannot serve exactly is refused by name. Letters: B rows, W width of the padded
-prompts, n new tokens, V vocabulary.
+Arguments that the engine cannot serve exactly are refused by name. Letters: B rows, W width of the
+padded prompts, n new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
 
-# What `generate()` samples with where neither the call nor the model says otherwise.
+# The library's defaults of sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
 
@@ -33,7 +33,7 @@ _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "p
 def checked_mask(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Tensor:
-    """Refuse by name what the engine cannot serve; the attention mask (B, W) otherwise."""
+    """The attention mask (B, W); refuses by name what the engine cannot serve."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
@@ -91,7 +91,7 @@ def checked_mask(
 
 
 def check_ids(input_ids: Any) -> None:
-    """Refuse what is not a batch of prompts in token ids, (B, W)."""
+    """Refuse anything but a batch of prompts in token ids, (B, W)."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"prompts must be a tensor of token ids, got {type(input_ids).__name__}; tokenize text "
@@ -104,15 +104,9 @@ def check_ids(input_ids: Any) -> None:
         )
 
 
-def check_one_row(input_ids: Tensor) -> None:
-    rows = len(input_ids)
-    if rows > 1:
-        raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
-
-
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End the streamer, whatever happens: somebody may be waiting for the next token."""
+    """End the streamer whatever happens, as somebody may be waiting for the next token."""
     try:
         yield
     finally:
@@ -123,7 +117,7 @@ def ending(streamer: Any) -> Iterator[None]:
 def streamer_of_the_call(decoding: Any) -> Any:
     """The `streamer` given to the `model.generate()` that is calling this decoding.
 
-    transformers 5.23 hands it to no callable, and whoever reads from it would wait for ever.
+    transformers 5.23 does not pass it on, and its readers would wait for ever.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -135,7 +129,7 @@ def streamer_of_the_call(decoding: Any) -> Any:
 
 
 def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
-    """Stopping criteria as one question about one row; every one is asked, as `generate()` does."""
+    """Stopping criteria as one function of a row; all are called, as `generate()` does."""
 
     def stop(row: int, seen: Tensor) -> bool:
         answers = [criterion(seen, None) for criterion in criteria]
@@ -153,14 +147,14 @@ def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig
 
 
 def per_step(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
-    """Per step (B, V) from the rounds' per-row (emitted, V); zeros for rows that had ended."""
+    """One (B, V) for each step, from the rounds' (emitted, V) per row; zeros for ended rows."""
     chunks = [getattr(round_, name) for round_ in rounds]
     by_row = [torch.cat([chunk[row] for chunk in chunks]) for row in range(rows)]  # (emitted, V)
     return tuple(pad_sequence(by_row))  # of (n, B, V)
 
 
 def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
-    """The library's processors of sampling, in its order; None leaves one off."""
+    """The library's processors of sampling, in its order; None leaves one out."""
     found: list[Any] = []
     found += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
     found += [TopKLogitsWarper(top_k)] if top_k else []
@@ -176,20 +170,17 @@ def sampling_of(
 ) -> dict[str, Any]:
     """Temperature, top-k and top-p of sampling, as `model.generate()` takes them.
 
-    What is None comes from the model's generation config, then from the library's default.
+    None means the value of the model's generation config, then the library's default.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     own = getattr(model, "generation_config", None)
-    found = {}
-    for name, value in given.items():
-        for each in (value, getattr(own, name, None), _SAMPLING[name]):
-            if each is not None:
-                found[name] = each
-                break
-    return found
+    return {
+        name: next(x for x in (value, getattr(own, name, None), _SAMPLING[name]) if x is not None)
+        for name, value in given.items()
+    }
 
 
 def end_tokens(model: Any, given: int | Sequence[int] | None = None) -> frozenset[int]:
-    """The given tokens that end a text, or those of the model's generation config."""
+    """The tokens that end a text: those given, else those of the model's generation config."""
     ends = model.generation_config.eos_token_id if given is None else given
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

@@ -1,4 +1,4 @@
-"""Names of models and prompts that lie in known places; reads none of them."""
+"""The names of shipped models, checkpoints and prompt files, and the paths they stand for."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ SHIPPED = ("demo-llama", "demo-gemma2")
 MADE = ("smollm2", "gemma3-270m")
 """Real checkpoints that `make checkpoints` puts into the folder `checkpoints`."""
 
-_SHELF = Path(__file__).parent / "models"
-SHIPPED_PROMPTS = _SHELF / "prompts.jsonl"
+_MODELS = Path(__file__).parent / "models"
+SHIPPED_PROMPTS = _MODELS / "prompts.jsonl"
 """Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
-SPEC_BENCH = _SHELF / "spec-bench" / "prompts.jsonl"
+SPEC_BENCH = _MODELS / "spec-bench" / "prompts.jsonl"
 """Questions of Spec-Bench, the first turns: four of each of nine categories."""
-COPYING = _SHELF / "copying.jsonl"
+COPYING = _MODELS / "copying.jsonl"
 """Requests whose answers copy: summaries, retrieval, edits of code; three of each, for chats."""
 NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
-"""Samples of prompts by the names that they have on the command line."""
+"""Prompt files by their names on the command line."""
 
 
 def shipped(name: str) -> Path:
     """The folder of a model that comes with the package, for `from_pretrained()`.
 
     Raises:
-        ValueError: none by that name, or not in this installation.
+        ValueError: there is no such model, or this installation lacks it.
     """
     if name not in SHIPPED:
         raise ValueError(f"a shipped model is one of {', '.join(SHIPPED)}, got {name!r}")
-    folder = _SHELF / name
+    folder = _MODELS / name
     if not folder.is_dir():
         raise ValueError(f"the shipped model {name} is missing from this installation")
     return folder
 
 
 def made(name: str) -> Path:
-    """Where `make checkpoints` puts a real checkpoint, seen from the working folder.
+    """The folder where `make checkpoints` puts a real checkpoint, below the working folder.
 
     Raises:
         ValueError: it is not there.

@@ -1,10 +1,10 @@
-"""Sublayers of plain-weight decoders in few kernels; knows no passes, laws or skip policies.
+"""The "fused" backend: sublayers with plain weights, computed in few kernels.
 
-The arithmetic of the library's modules, in its order and dtypes, without their module calls: on a
-small model most of a decoding step is launches and Python. Nothing is copied or patched here:
-weights are the model's own, joined where `joined` has joined them. What is not plain
-(hooks, adapters, quantised weights, several devices, patched forwards) is refused by `refusal`,
-and belongs on the module path.
+It does the arithmetic of the library's modules in the same order and dtypes, but without module
+calls: on a small model most of a decoding step is launches and Python. Nothing is copied or
+patched. The weights are the model's own, joined where `joined` has joined them. Models with hooks,
+adapters, quantised weights, several devices or patched forwards are refused (see `refusal`); the
+"modules" backend serves them.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
 D head width, R rotary width (R <= D).
 """
@@ -40,7 +40,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDE, FEW = 64, 16
 
 
-class Lean(Backend):
+class Fused(Backend):
     """The blocks of a plain-weight model, in few kernels.
 
     Args:
@@ -62,7 +62,7 @@ class Lean(Backend):
         block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
-    def beside(
+    def extra_layer(
         self, layer: Any, window: int | None, kind: str, bits: int | None = None
     ) -> tuple[Block, Block]:
         place, apart = (layer, window, kind), bits is not None
@@ -96,12 +96,12 @@ class Lean(Backend):
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
             product = self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
-            return healed(product, None if deltas is None else deltas.beside(weight, bits))
+            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
 
         return linear
 
-    def rotary(self, tables: Tables) -> Rotary:
-        return Rotary(tables, self.model.layers[0].self_attn.head_dim)
+    def rotary(self, tables: Tables) -> FusedRotary:
+        return FusedRotary(tables, self.model.layers[0].self_attn.head_dim)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ def _global_hooks() -> bool:
 
 
 def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
-    """Every module whose call this path replaces, and where its class comes from and is called.
+    """Every module whose call this path replaces, and the module and name of its expected class.
 
-    By name, since the class that the library has under this name may have been replaced.
+    Classes are compared by name, as the library's own class may have been replaced.
     """
     home, prefix = model.family.home, model.family.prefix
     yield "model.norm", model.decoder.norm, home, f"{prefix}RMSNorm"
@@ -197,8 +197,8 @@ def _not_plain(module: Any, home: str, expected: str) -> str | None:
 def _written_in(function: Any, module: str, name: str) -> bool:
     """Whether a method is the one of that name in a module's source.
 
-    Its package may have decorated it. What a method says of itself (`__module__`) is what
-    `functools.wraps` copies to a patch, so its globals and its code are asked.
+    Its package may have decorated it. `functools.wraps` copies `__module__` to a patch, so that
+    proves nothing: the globals and the code are compared.
     """
     package, home = module.partition(".")[0], sys.modules.get(module)
     while hasattr(function, "__wrapped__"):
@@ -216,7 +216,7 @@ def _written_in(function: Any, module: str, name: str) -> bool:
 
 
 def rms_norm(module: Any) -> Function:
-    """The function of an RMSNorm module: float32 inside, whatever the model's dtype.
+    """The function of an RMSNorm module. It computes in float32, whatever the model's dtype.
 
     Llama style: normalise, cast, times weight. Gemma style (its epsilon is called `eps`):
     normalise, times (1 + weight), cast.
@@ -256,14 +256,14 @@ class Angles(NamedTuple):
 
     Attributes:
         cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None beside a (D, D).
+        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None if cos is (D, D).
     """
 
     cos: Tensor
     sin: Tensor | None
 
 
-class Rotary:
+class FusedRotary:
     """Rotary tables of a call in the layout of this path.
 
     Args:
@@ -313,7 +313,7 @@ class Rotary:
 
 
 def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
-    """Of (cos, sin) of all positions, each (1, 1, S, R), those at slots (B, T), (B, 1, T, R)."""
+    """The angles at slots (B, T), (B, 1, T, R), from tables of all positions, (1, 1, S, R)."""
     return {
         kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
         for kind, (cos, sin) in tables.items()
@@ -370,8 +370,10 @@ def _eager(
 
 
 def _projections(modules: Sequence[Any], linear: Linear, apart: bool) -> Function:
-    """Linears of the same input as one function, their outputs side by side; where they lie
-    together one product, unless they are to be taken `apart`."""
+    """Linears of the same input as one function, with their outputs side by side.
+
+    Weights that lie together take one product, unless `apart` is set.
+    """
     weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
     weight, bias = (None, None) if apart else (together(weights), together(biases))
     if weight is not None and (bias is not None or biases[0] is None):
