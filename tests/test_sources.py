@@ -14,7 +14,7 @@ from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.defaults import unprepared
+from layerskip.defaults import automatic_draft
 from layerskip.model import extension
 from layerskip.model.opening import sublayers_of
 from layerskip.model.rounded import copies_of
@@ -127,7 +127,7 @@ def test_the_rejection_rules_text_does_not_depend_on_free_memory(
     for free in (1, 10**15):
         monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
         model = lively_model("llama", dtype=torch.float32)
-        coupled = unprepared(sublayers_of(model)).skip
+        coupled = automatic_draft(sublayers_of(model)).skip
         assert (coupled is None) == (free == 1)
         how: dict[str, Any] = {"do_sample": True, "seed": 4, "acceptance": "rejection"}
         out = layerskip.generate(model, prompt(6), max_new_tokens=40, **how)
