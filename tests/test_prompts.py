@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sample_prompts import main, sample
 
 from layerskip.cli.options import read_given
 from layerskip.prompts import Prompt, read_prompts
@@ -140,32 +139,3 @@ def test_a_file_of_ones_own_goes_before_a_sample_of_its_name(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("copying").write_text("Once\n")
     assert [prompt.text for prompt in read_given(Path("copying"))] == ["Once"]
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 10])
-def test_a_sample_is_spread_over_every_category(count):
-    prompts = [
-        Prompt(id=f"{name}{n}", text="x", category=name)
-        for name, size in (("a", 10), ("b", 3))
-        for n in range(size)
-    ]
-    found = [prompt.id for prompt in sample(prompts, count)]
-    places = {1: "0", 3: "036", 4: "0257", 10: "0123456789"}[count]
-    few = "012" if count >= 3 else "0"
-    assert found == [*(f"a{n}" for n in places), *(f"b{n}" for n in few)]
-    assert {prompt.category for prompt in sample(prompts, count, ["b"])} == {"b"}
-
-
-def test_a_sample_is_a_prompt_file(tmp_path, capsys):
-    rows = [{"question_id": n, "category": "qa", "turns": [f"Q {n}?", "And?"]} for n in range(8)]
-    given = write(tmp_path / "question.jsonl", *rows, {"messages": CHAT, "category": "talk"})
-    main([str(given), "--per-category", "2", "--output", str(tmp_path / "sample.jsonl")])
-    assert read_prompts(tmp_path / "sample.jsonl") == [
-        Prompt(id="0", text="Q 0?", category="qa"),
-        Prompt(id="4", text="Q 4?", category="qa"),
-        Prompt(id="9", messages=tuple(CHAT), category="talk"),
-    ]
-    with pytest.raises(SystemExit) as end:
-        main([str(given), "--category", "rag", "--output", str(tmp_path / "none.jsonl")])
-    assert end.value.code == 2
-    assert "a category must be one of qa, talk, got 'rag'" in capsys.readouterr().err
