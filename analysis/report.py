@@ -209,8 +209,6 @@ def _run_facts(run: Run) -> dict[str, str]:
     header = run.header
     prompts = header["prompts"]
     facts = _setting(header)
-    if run.synthetic:
-        facts["Synthetic acceptance"] = run.synthetic
     if "passes" in header:
         facts["Passes"] = header["passes"]
     facts["Prompts"] = (

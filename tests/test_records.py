@@ -159,7 +159,6 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"device": None}, "device must be a string, got None"),
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
-        ({"synthetic": True}, "synthetic must be a string, got True"),
         ({"passes": 3}, "passes must be a string, got 3"),
         (
             {"weights": {"sublayers": [1], "head": 1, "vocabulary": 1}},

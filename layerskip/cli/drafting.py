@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerskip.cli.options import Loading, describe_skip, open_model, warn_idle
+from layerskip.cli.options import Loading, open_model, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
 
@@ -146,6 +146,7 @@ class Sources:
         talk: Talk,
     ) -> str:
         """What drafts come from, in words; copies of weights are made, where a person sees it."""
+        from layerskip.bench.methods import skip_label
         from layerskip.defaults import in_words
 
         found = []
@@ -155,11 +156,12 @@ class Sources:
         if assistant:
             found.append(f"a second model, {self.assistant}")
         if skip is not None:
-            found.append(describe_skip(skip, opened.num_layers))
+            resolved = skip.resolve(opened.num_layers)
+            found.append(skip_label(skip, resolved))
             nbytes = opened.weights.nbytes(skip)
             if nbytes:
                 talk.progress(f"rounding weights, {in_words(nbytes)}")
-                opened.weights.blocks(skip.resolve(opened.num_layers))
+                opened.weights.blocks(resolved)
                 found[-1] += f" ({in_words(nbytes)} of memory)"
         return ", or ".join(found) or "none"
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -272,22 +272,6 @@ def open_passes(
             words += f"; more, of {most}, are not worth it here"
         talk.say(words)
         yield opened
-
-
-def describe_skip(skip: SkipConfig, num_layers: int) -> str:
-    if skip.trained is not None and skip.trained.module:
-        bare = replace(skip, low=None, trained=None)
-        before = "" if skip.trained.alone else f"{describe_skip(bare, num_layers)}, then "
-        return before + skip.trained.words_with(skip.low)
-    kept, low = len(skip.kept(num_layers)), skip.resolve(num_layers).low
-    words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
-    if skip.exit_layer is not None and not skip.attention and not skip.mlp:
-        words = f"layers 0-{skip.exit_layer - 1} of {num_layers} (early exit at {skip.exit_layer})"
-    if low is None:
-        return words
-    healed = "" if skip.trained is None else f", {skip.trained.words}"
-    joint = "" if kept == 2 * num_layers and low.head_bits in (None, low.bits) else ","
-    return f"{words}{joint} {low.words(kept)}{healed}"
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:

@@ -62,7 +62,8 @@ def read(
     except OSError as error:
         raise ValueError(f"cannot read {what} {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{what} {path} is cut off or not JSON: {error}{advice}") from error
+        reason = f"is cut off or not JSON (line {error.lineno})"
+        raise ValueError(f"{what} {path} {reason}{advice}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} {path}: {error}") from error
     return document

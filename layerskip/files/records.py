@@ -2,10 +2,9 @@
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
-they do not know; what they need and miss is an error that names the file and the line. A header
-with "synthetic" is of random weights, and says how their acceptance was set; "passes" says how and
-why so they were computed, "weights" how many bytes they read. A record's "read_bandwidth" is what a
-sweep over memory behind it read, in bytes a second.
+they do not know; what they need and miss is an error that names the file and the line. A
+header's "passes" says how and why so they were computed, its "weights" how many bytes they read; a
+record's "read_bandwidth" is what a sweep over memory behind it read, in bytes a second.
 """
 
 from __future__ import annotations
@@ -160,8 +159,7 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
                 seen.add(key_of(line))
             found[kind].append(line)
         except (ValueError, TypeError) as error:
-            broken = "not valid JSON: " if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"records {path}, line {number}: {broken}{error}") from error
+            raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
         raise ValueError(f"records {path} are empty: there is no header")
     records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
@@ -181,7 +179,6 @@ _HEADER = has(
     environment=mapping,
     methods=items(_METHOD),
     baseline=text,
-    synthetic=Maybe(text),
     passes=Maybe(text),
 )
 
