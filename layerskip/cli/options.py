@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -272,6 +273,18 @@ def open_passes(
             words += f"; more, of {most}, are not worth it here"
         talk.say(words)
         yield opened
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of --output; refuse what cannot be written to, before anything is loaded."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be written to")
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
