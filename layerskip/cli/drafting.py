@@ -6,13 +6,15 @@ need no set-up: they are looked up, and the model drafts in low precision where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerskip.cli.options import Loading, open_model, warn_idle
+from layerskip.cli.options import Draft, Loading, open_model, open_passes, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
 
@@ -187,7 +189,7 @@ class Drafts:
     @property
     def turned_off(self) -> bool:
         """Whether the skip config says not to draft with it."""
-        return self.skip is not None and turned_off(self.skip)
+        return _turned_off(self.skip)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -200,11 +202,6 @@ class Drafts:
         """What the sources are called, as rounds number them."""
         found = {"lookup": self.lookup, "assistant": self.assistant, "sublayers": self.skip}
         return [name for name, each in found.items() if each not in (None, False)]
-
-
-def turned_off(skip: SkipConfig) -> bool:
-    """Whether a skip config says not to draft with it."""
-    return skip.decoding is not None and skip.decoding.enabled is False
 
 
 def choose(
@@ -227,7 +224,7 @@ def choose(
 
     skip, reason = loaded.skip_config() if given is None else given, None
     lookup = sources.looked_up(text, loaded, talk)
-    if skip is not None and second is not None and turned_off(skip):
+    if skip is not None and second is not None and _turned_off(skip):
         skip = None
     if skip is None:
         skip, reason = sources.own(opened)
@@ -243,3 +240,28 @@ def choose(
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
     return Drafts(skip, lookup or False, second, words)
+
+
+def _turned_off(skip: SkipConfig | None) -> bool:
+    return skip is not None and skip.decoding is not None and skip.decoding.enabled is False
+
+
+@contextmanager
+def open_drafts(
+    draft: Draft, sources: Sources, loading: Loading, talk: Talk
+) -> Iterator[tuple[Loaded, Sublayers, Drafts]]:
+    """A model opened up on its threads, and its drafts, which are said.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given, text = draft.given(), sources.text()
+    loaded = open_model(loading, talk)
+    second = sources.second(loading, loaded, talk)
+    with open_passes(loaded, loading, talk) as opened:
+        other = None if second is None else second.opened(loading.execution)
+        drafts = choose(given, sources, text, loaded, opened, talk, other)
+        if not drafts:
+            raise ValueError(f"there are no drafts here: {drafts.words}; name a skip config")
+        talk.say(f"drafts: {drafts.words}")
+        yield loaded, opened, drafts

@@ -57,6 +57,8 @@ WRITING = 10.0
 """Seconds that the files and the report take, at most."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
+FINALISTS = 3
+"""Drafts that are timed at the end."""
 POSITIONS = 1500
 """Tokens that drafts are tried on, where the model is small or on a GPU."""
 FEWEST_POSITIONS = 256
@@ -123,9 +125,6 @@ def search(
             "on a CPU]",
         ),
     ] = None,
-    finalists: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Drafts to time at the end.")
-    ] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each, per prompt.")] = 2,
     no_confirm: Annotated[
         bool, typer.Option("--no-confirm", help="Time nothing: believe the prediction.")
@@ -199,7 +198,7 @@ def search(
         _say_bound(talk, steps)
         if timeout is not None:
             talk.progress("how long a trial takes")
-            rest = steps.seconds_after_trials(finalists, repeats) + WRITING
+            rest = steps.seconds_after_trials(FINALISTS, repeats) + WRITING
             spent = time.monotonic() - started
             timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
             talk.say(
@@ -224,7 +223,7 @@ def search(
         with cpu_threads(max(1, threads)), further:
             _run(steps, trials, timeout, output, talk)
         talk.progress("")
-        steps.choose(finalists)
+        steps.choose(FINALISTS)
         if timed:
             steps.confirm(repeats)
         result = steps.result()
