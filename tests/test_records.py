@@ -4,96 +4,29 @@ import copy
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
+import run_files as made
 
 from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished, redacted
 
-HEADER = {
-    "kind": "header",
-    "schema": 1,
-    "created": "2026-11-21T09:40:00Z",
-    "argv": ["benchmark"],
-    "environment": {"layerskip": "0.1.0", "git": {"revision": "abc", "dirty": False}},
-    "model": {
-        "name": "tiny",
-        "hash": "0123456789abcdef",
-        "architecture": "llama",
-        "num_layers": 2,
-        "parameters": 1000,
-    },
-    "device": "cpu",
-    "dtype": "float32",
-    "threads": 1,
-    "execution": "fused",
-    "law": {"do_sample": False, "seed": 0},
-    "max_new_tokens": 4,
-    "repeats": 1,
-    "warmup": 0,
-    "batch_sizes": [1],
-    "prompts": {"name": "p.txt", "sha256": "0", "count": 1, "categories": {"none": 1}},
-    "baseline": "plain",
-    "methods": [
+HEADER = made.header(
+    methods=[
         {"name": "plain", "kind": "plain"},
         {"name": "self", "kind": "self", "sources": ["sublayers"]},
     ],
-}
-RECORD = {
-    "kind": "record",
-    "method": "self",
-    "prompts": ["1"],
-    "category": None,
-    "batch_size": 1,
-    "repeat": 0,
-    "order": 1,
-    "prompt_tokens": [3],
-    "new_tokens": [4],
-    "seconds": {"total": 1.0, "first": 0.25, "draft": 0.25, "verify": 0.25, "other": 0.25},
-    "first_tokens": [1],
-    "rounds": {
-        "sources": [0, 0],
-        "drafted": [[2], [1]],
-        "accepted": [[1], [0]],
-        "emitted": [[2], [1]],
-        "confidences": [[[0.9, 0.5]], [[0.4]]],
-    },
-    "peak_memory": None,
-    "repeated_4grams": [0.0],
-    "loops": [False],
-    "equal": [True],
-    "differences": [],
-}
-TRACE = {
-    "kind": "trace",
-    "prompts": ["1"],
-    "tokens": 4,
-    "law": {"do_sample": False},
-    "exits": [{"exit": 1, "agreement": 0.5, "match": 0.5, "confidence": []}],
-    "what_if": {
-        "exits": [1],
-        "draft_lengths": [1, 2],
-        "thresholds": [0.0],
-        "rounds": [[[2], [2]]],
-        "drafted": [[[2], [2]]],
-        "emitted": [[[3], [3]]],
-        "lengths": [[[[0, 2]], [[0, 2, 0]]]],
-    },
-}
-COST = {
-    "kind": "cost",
-    "batch_size": 1,
-    "contexts": [8],
-    "counts": [1, 2],
-    "attention": [[[1.0, 1.0], [1.0, 1.0]]],
-    "mlp": [[[1.0, 1.0], [1.0, 1.0]]],
-    "head": [[1.0, 1.0]],
-    "rest": [[1.0, 1.0]],
-    "passes": [[6.0, 6.0]],
-}
+    law={"do_sample": False, "seed": 0},
+    max_new_tokens=4,
+)
+RECORD = made.record(
+    "self",
+    "1",
+    new_tokens=[4],
+    seconds=made.seconds(1.0, 0.25, draft=0.25, verify=0.25, other=0.25),
+    rounds=made.rounds((2, 1, 2), (1, 0, 1)),
+    equal=[True],
+)
+TRACE, COST = made.trace(), made.cost()
 
 
 def changed(line, **values):
@@ -199,9 +132,9 @@ def test_records_that_are_refused(path, values, words):
 @pytest.mark.parametrize(
     ("line", "values", "words"),
     [
-        (TRACE, {"what_if__rounds": [[[2]]]}, "what_if.rounds[0] must have 2 items, got 1"),
+        (TRACE, {"what_if__rounds": [[[2]]]}, "what_if.rounds must have 3 items, got 1"),
         (TRACE, {"what_if": ...}, "what_if is missing"),
-        (COST, {"mlp": [[[1.0], [1.0]]]}, "mlp[0][0] must have 2 items, got 1"),
+        (COST, {"mlp": [[[1.0]] * 4] * 2}, "mlp[0][0] must have 6 items, got 1"),
     ],
 )
 def test_traces_and_costs_that_are_refused(path, line, values, words):
@@ -323,38 +256,6 @@ def test_what_may_differ_between_the_parts_of_a_run(path):
         writer.write(changed(RECORD, repeat=1))
     assert read_run(path).header == HEADER
     assert len(read_run(path).records) == 2
-
-
-@pytest.mark.wheel
-def test_a_killed_process_keeps_what_it_wrote(tmp_path):
-    """Every line that a killed writer finished is there, and at most the last one is cut off."""
-    path = tmp_path / "new" / "run.jsonl"
-    code = f"""
-import itertools, json, sys
-from layerskip.files.records import RunWriter
-header, record = json.loads({json.dumps(json.dumps(HEADER))}), json.loads({
-        json.dumps(json.dumps(RECORD))
-    })
-with RunWriter({str(path)!r}, header, None) as writer:
-    for repeat in itertools.count():
-        writer.write(record | {{"repeat": repeat}})
-        print(repeat, flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    for _ in range(20):
-        child.stdout.readline()
-    time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    told = child.stdout.read().split()
-    child.wait()
-    child.stdout.close()
-    found = read_unfinished(path)
-    repeats = [record["repeat"] for record in found.records]
-    assert repeats == list(range(len(repeats)))
-    assert len(repeats) > int(told[-1] if told else 19)
-    with RunWriter(path, HEADER, found) as writer:
-        writer.write(changed(RECORD, repeat=len(repeats)))
-    assert len(read_run(path).records) == len(repeats) + 1
 
 
 def test_every_line_is_in_the_file_when_it_is_written(path):
