@@ -1,4 +1,4 @@
-"""From the name of a model to the model, its tokenizer and token ids; knows no decoding."""
+"""From the name of a model to the model, its tokenizer and token ids."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ SCHEMA = 1
 Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
+_START = b'{"kind": "header"'
 _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes", "weights"}
 """Between the parts of a resumed run."""
 
@@ -77,35 +78,27 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read and check a run file; a last line that was cut off is left out.
+    """Read and check a run file; a last line without an end was cut off, and is left out.
 
     Raises:
         ValueError: the file cannot be read or is empty, has another schema, or a line that is not
             as it must be; names the file and the line.
     """
     path = Path(path)
-    data = _bytes(path)
-    *lines, rest = data.split(b"\n")
-    cut_off = _is_cut_off(rest) and (lines or _begins_a_header(rest))
-    return _run(path, data, rest if cut_off else b"")
+    found = _run(path, _bytes(path))
+    if found is None:
+        raise ValueError(f"records {path} are empty: there is no header")
+    return found
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
-    """A run to go on with: like `read_run`, but a last line without an end is always left out.
+    """A run to go on with, as `read_run` gives it.
 
     Returns:
         None where there is no file, or nothing in it but the start of a header.
     """
     path = Path(path)
-    if not path.exists():
-        return None
-    data = _bytes(path)
-    *lines, rest = data.split(b"\n")
-    if not lines:
-        if _begins_a_header(rest):
-            return None
-        raise ValueError(f"{path} is no file of records: it does not start with a header")
-    return _run(path, data, rest)
+    return _run(path, _bytes(path)) if path.exists() else None
 
 
 def _bytes(path: Path) -> bytes:
@@ -115,27 +108,16 @@ def _bytes(path: Path) -> bytes:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
 
 
-def _begins_a_header(rest: bytes) -> bool:
-    start = b'{"kind": "header"'
-    return rest.startswith(start) or start.startswith(rest)
-
-
-def _is_cut_off(rest: bytes) -> bool:
-    """Whether what follows the last line break is the start of a line: the run was killed."""
-    try:
-        parse(rest)
-    except ValueError:
-        return bool(rest.strip())
-    return False
-
-
-def _run(path: Path, data: bytes, rest: bytes) -> Run:
-    """The run in a file's bytes, without the line that was cut off at their end."""
+def _run(path: Path, data: bytes) -> Run | None:
+    """The run in a file's bytes; None where they are at most the start of a header."""
+    *lines, rest = data.split(b"\n")
+    if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
+        raise ValueError(f"{path} is no file of records: it does not start with a header")
     whole_bytes = len(data) - len(rest)
     header: Line | None = None
     found: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
     seen: set[Key] = set()
-    for number, raw in enumerate(data[:whole_bytes].split(b"\n"), 1):
+    for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
@@ -161,7 +143,7 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
         except (ValueError, TypeError) as error:
             raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
-        raise ValueError(f"records {path} are empty: there is no header")
+        return None
     records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 

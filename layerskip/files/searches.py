@@ -160,11 +160,6 @@ def _check(document: dict[str, Any]) -> None:
     """Every key by itself, then what the parts of a search say of each other."""
     _SEARCH(document, "")
     layers = document["model"]["num_layers"]
-    if document["space"]["num_layers"] != layers:
-        raise ValueError(
-            f"space.num_layers must be model.num_layers, {layers}, got "
-            f"{document['space']['num_layers']}"
-        )
     trials, finalists = document["trials"], document["finalists"]
     complete = {n: trial for n, trial in enumerate(trials) if trial["state"] == "complete"}
     for group, known in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
@@ -181,13 +176,6 @@ def _check(document: dict[str, Any]) -> None:
     names = [finalist["name"] for finalist in finalists]
     if len(set(names)) < len(names):
         raise ValueError(f"finalists must have different names, got {shown(names)}")
-    numbers = {None, *(trial["number"] for trial in complete.values())}  # None: no trial's
-    for index, finalist in enumerate(finalists):
-        if finalist["trial"] not in numbers:
-            raise ValueError(
-                f"finalists[{index}].trial must be a complete trial's number, got "
-                f"{finalist['trial']}"
-            )
     for key in ("best_exit", "winner"):
         if document[key] is not None and document[key] not in names:
             raise ValueError(f"{key} must be a finalist's name or null, got {document[key]!r}")
