@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -66,6 +67,14 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             raise ValueError(f"prompts {path}, line {number}: {error}") from error
         prompts[prompt.id] = prompt
     return list(prompts.values())
+
+
+def by_category(prompts: Iterable[Prompt]) -> dict[str | None, list[Prompt]]:
+    """The prompts of each category, in order of appearance."""
+    found: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    return found
 
 
 def _is_json_object(line: str) -> bool:

@@ -19,7 +19,7 @@ import typer
 
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.prompts import Prompt, by_category, read_prompts
 from layerskip.shelf import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 
 if TYPE_CHECKING:
@@ -317,10 +317,7 @@ def shipped_prompts(per_category: int | None) -> list[Prompt]:
 
 def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """The first so many prompts of each category; None takes all."""
-    chosen: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        chosen.setdefault(prompt.category, []).append(prompt)
-    return [prompt for each in chosen.values() for prompt in each[:limit]]
+    return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:

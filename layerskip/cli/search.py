@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -41,7 +42,7 @@ from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
-from layerskip.prompts import Prompt
+from layerskip.prompts import Prompt, by_category
 
 if TYPE_CHECKING:
     from layerskip.search.pipeline import Search, SearchResult
@@ -57,8 +58,6 @@ WRITING = 10.0
 """Seconds that the files and the report take, at most."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
-FINALISTS = 3
-"""Drafts that are timed at the end."""
 POSITIONS = 1500
 """Tokens that drafts are tried on, where the model is small or on a GPU."""
 FEWEST_POSITIONS = 256
@@ -198,7 +197,7 @@ def search(
         _say_bound(talk, steps)
         if timeout is not None:
             talk.progress("how long a trial takes")
-            rest = steps.seconds_after_trials(FINALISTS, repeats) + WRITING
+            rest = steps.seconds_after_trials(repeats=repeats) + WRITING
             spent = time.monotonic() - started
             timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
             talk.say(
@@ -223,7 +222,7 @@ def search(
         with cpu_threads(max(1, threads)), further:
             _run(steps, trials, timeout, output, talk)
         talk.progress("")
-        steps.choose(FINALISTS)
+        steps.choose()
         if timed:
             steps.confirm(repeats)
         result = steps.result()
@@ -271,15 +270,8 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
             f"a search needs at least 2 prompts, one to search with and one to confirm on; got "
             f"{len(prompts)}"
         )
-    kinds: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.category, []).append(prompt)
-    in_turn = [
-        own[number]
-        for number in range(max(map(len, kinds.values())))
-        for own in kinds.values()
-        if number < len(own)
-    ]
+    rows = zip_longest(*by_category(prompts).values())
+    in_turn = [prompt for row in rows for prompt in row if prompt is not None]
     count = max(1, min(HELD_OUT, len(prompts) // 3))
     return in_turn[count:], in_turn[:count]
 
