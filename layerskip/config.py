@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
@@ -322,7 +322,9 @@ class SkipConfig:
         for name, block in blocks.items():
             if values.get(name) is not None:
                 _check_keys(name, mapping(values[name], name), block)
-                has(**{f.name: anything for f in fields(block) if _required(f)})(values[name], name)
+                has(**{f.name: anything for f in fields(block) if f.default is MISSING})(
+                    values[name], name
+                )
                 values[name] = block(**values[name])
         return cls(**values)
 
@@ -357,10 +359,6 @@ def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("[ ", "[").replace(" ]", "]")
-
-
-def _required(known: Field[Any]) -> bool:
-    return known.default is MISSING
 
 
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:

@@ -136,17 +136,6 @@ def test_early_exit():
     assert config != SkipConfig.early_exit(7)
 
 
-def test_low_precision():
-    config = SkipConfig.low_precision()
-    assert (config.kept(2), config.rounded(2)) == ((0, 1, 2, 3), (0, 1, 2, 3))
-    assert config.shared_prefix(2) == 0
-    every = LowPrecision(attention=(0, 1), mlp=(0, 1))
-    assert config.resolve(2) == SkipConfig(low=every).resolve(2)
-    assert hash(config.resolve(2)) == hash(SkipConfig(low=every).resolve(2))
-    assert config != SkipConfig()
-    assert config != SkipConfig.low_precision(4)
-
-
 @pytest.mark.parametrize(
     ("skip", "words"),
     [
@@ -159,14 +148,6 @@ def test_low_precision():
 def test_low_precision_in_words(skip, words):
     resolved = skip.resolve(4)
     assert resolved.low.words(len(resolved.kept())) == words
-
-
-def test_a_low_head_alone_is_a_choice_and_nothing_low_is_none():
-    head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
-    assert head.resolve(4).low == LowPrecision(attention=(), mlp=())
-    assert head.shared_prefix(4) == 8
-    nothing = SkipConfig(low=LowPrecision(attention=(), mlp=(3,), head=False), exit_layer=3)
-    assert nothing.resolve(4) == SkipConfig.early_exit(3).resolve(4)
 
 
 def test_bare_keeps_what_drafts_are_made_of():

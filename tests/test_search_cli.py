@@ -551,25 +551,10 @@ def test_the_study_of_another_search(
     assert partial(output) == []
 
 
-@pytest.mark.parametrize(
-    ("skip", "more", "expected"),
-    [
-        (SkipConfig(attention=(7,)), (), "attention indices must be in 0..5 for a 6-layer model"),
-        (SkipConfig(attention=(2,)), ("--space", "layer"), "is not in the layer space"),
-    ],
-)
-def test_skip_configs_that_do_not_fit(
-    folder: Path,
-    prompts: Path,
-    tmp_path: Path,
-    skip: SkipConfig,
-    more: tuple[Any, ...],
-    expected: str,
-) -> None:
-    skip.save(tmp_path / "mine.json")
-    reason = refused(
-        *flags(folder, prompts, tmp_path / "out", "--skip", tmp_path / "mine.json", *more)
-    )
+def test_skip_configs_that_do_not_fit(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    SkipConfig(attention=(2,)).save(tmp_path / "mine.json")
+    more = ("--space", "layer", "--skip", tmp_path / "mine.json")
+    reason = refused(*flags(folder, prompts, tmp_path / "out", *more))
     assert reason.startswith(f"skip config {tmp_path / 'mine.json'}")
-    assert expected in reason
+    assert "is not in the layer space" in reason
     assert list((tmp_path / "out").iterdir()) == []
