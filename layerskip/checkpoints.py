@@ -149,14 +149,6 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
     return torch.tensor([ids])  # (1, T)
 
 
-def unpadded(ids: Tensor) -> dict[str, Tensor]:
-    """Inputs for `generate()` of prompts (B, T) without padding.
-
-    Without a mask, the library takes a pad token in the prompt for padding.
-    """
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -702,7 +702,7 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
     assert "Missing option" in run("benchmark", folder).stderr
     words = refused("report", tmp_path / "none.jsonl", "--output", tmp_path / "report")
     assert "cannot read records" in words
-    assert "line 1" in refused("report", output, "--output", tmp_path / "report")
+    assert "no file of records" in refused("report", output, "--output", tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 

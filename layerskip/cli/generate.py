@@ -81,7 +81,9 @@ def generate(
     else:
         second = sources.second(loading, loaded, talk)
 
-    from layerskip.checkpoints import encode, unpadded
+    import torch
+
+    from layerskip.checkpoints import encode
     from layerskip.generation import LayerSkipDecoding
     from layerskip.generation import generate as generate_tokens
 
@@ -121,7 +123,8 @@ def generate(
             start = time.perf_counter()
             output = generate_tokens(
                 loaded.model,
-                unpadded(ids),
+                # without a mask the library takes a pad token in the prompt for padding
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
                 streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
                 seed=own_seed,
                 max_new_tokens=max_new_tokens,
