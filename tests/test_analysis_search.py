@@ -409,7 +409,7 @@ def test_the_command_takes_searches(tmp_path, quick):
 FREE = ("cost", "importance", "environment.packages", "prompts.categories")
 """Objects whose keys are data."""
 UNREAD = {"environment.python", "environment.platform", "environment.cpu.cores",
-          "environment.cpu.threads", "law.seed", "environment.devices"}  # fmt: skip
+          "environment.cpu.threads", "law.seed", "environment.devices", "importance"}  # fmt: skip
 FULL = json.loads(json.dumps(made.made_up(trials=30)))  # no part of it is there twice
 FULL["environment"]["devices"] = [{"name": "Test GPU"}]
 
@@ -489,14 +489,9 @@ def test_every_key_has_a_type(tmp_path):
         (("trials", 3, "low"), {"bits": 8}, "trials[3].low.attention is missing"),
         (("finalists", 0, "low"), LOW | {"head": 1}, "finalists[0].low.head must be true or"),
         (("trials", 11, "origin"), 5, "trials[11].origin must be a string"),
-        (("finalists", 1, "trial"), 11, "finalists[1].trial must be a complete trial's number"),
         (("finalists", 1, "name"), FULL["finalists"][0]["name"], "finalists must have different"),
         (("finalists", 0, "verify"), [], "finalists[0].verify must have at least 1 items"),
         (("winner",), "trial-999", "winner must be a finalist's name or null"),
-        (("space", "num_layers"), 13, "space.num_layers must be model.num_layers, 12, got 13"),
-        (("importance",), {"mlp.12": 1.0}, "importance must name layers in 0..11, got mlp.12"),
-        (("importance",), {"layer.x": 1.0}, "importance must name attention.i, mlp.i, layer.i"),
-        (("importance",), {"exit": "high"}, "importance.'exit' must be a finite number"),
         (("prompts", "categories"), {"a\nb": -1}, r"prompts.categories.'a\nb' must be 0 or more"),
     ],
 )  # fmt: skip

@@ -147,11 +147,6 @@ def test_results_go_to_stdout_and_talk_to_stderr(folder, expected, flags):
     assert "\r" not in result.stderr  # no progress where there is no terminal
 
 
-def test_streamed_text_comes_before_the_document(folder, expected):
-    lines = generate(folder, *DRAFT, "--stream", "--json").stdout.splitlines()
-    assert lines[0] == json.loads(lines[1])["text"] == tiny_tokenizer().decode(expected)
-
-
 def test_a_seed_gives_one_text_whatever_is_drafted(folder):
     sample = ("--do-sample", "--temperature", 0.9, "--top-k", 30, "--top-p", 0.95, "--seed", 4)
     first = document(generate(folder, *DRAFT, *sample, "--json"))
@@ -233,7 +228,7 @@ def test_the_skip_config_beside_the_checkpoint_is_the_default(tmp_path, expected
     assert document(result)["token_ids"] == expected
     assert warned(result) == []
     (line,) = drafts_said(result)
-    assert line == "drafts: layers 0-2 of 6 (early exit at 3)"
+    assert line == "drafts: exit 3"
     SkipConfig(exit_layer=3, decoding=DecodingOptions(enabled=False)).save(
         folder / "layerskip.json"
     )
@@ -252,15 +247,15 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
 @pytest.mark.parametrize(
     ("flags", "names", "said"),
     [
-        ([], ["lookup", "sublayers"], "looked up in the text so far, or the whole model in 8 "),
-        (["--low-precision", 4], ["lookup", "sublayers"], "or the whole model in 4 bits ("),
-        (["--no-lookup"], ["sublayers"], "drafts: the whole model in 8 bits ("),
+        ([], ["lookup", "sublayers"], "looked up in the text so far, or whole model, in 8 "),
+        (["--low-precision", 4], ["lookup", "sublayers"], "or whole model, in 4 bits ("),
+        (["--no-lookup"], ["sublayers"], "drafts: whole model, in 8 bits ("),
         (["--draft-memory", 0], ["lookup"], "so far; none of the model in 8 bits: copies of its "),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
         (["--execution", "modules"], ["lookup"], "native passes, and these are modules"),
-        (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or layers 0-2 of 6"),
-        (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit at 3), in 8 bits ("),
+        (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or exit 3"),
+        (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit 3, in 8 bits ("),
     ],
 )
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")
@@ -403,13 +398,6 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
         assert words in result.stdout
     shown = result.stdout.rpartition("The same text?")[2].partition("What next?")[0].splitlines()
     assert max(map(len, shown)) <= 60
-
-
-def test_demo_of_looked_up_drafts(folder):
-    """They cost nothing, and nothing bounds them."""
-    result = run("demo", folder, "--max-new-tokens", 8, "--json", "--low-precision", "none")
-    assert document(result)["draft_cost"] is None
-    assert "1/c" not in result.stdout
 
 
 def test_demo_fails_where_the_text_differs(folder, monkeypatch):
@@ -693,15 +681,9 @@ def _tail(path):
         (("--method", "magic"), "--method must be one of plain, self, generate, generate-early"),
         (("--controller", "magic"), "--controller must be one of fixed, confidence"),
         (("--method", "generate-assistant"), "needs a second model; give --assistant MODEL"),
-        (("--exit-layer", 6), "exit_layer must be in 1..5 for a 6-layer model, got 6"),
-        (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
         (("--batch-size", 3, "--exit-layer", 3), "no 3 prompts share a category"),
-        (("--batch-size", 0), "'--batch-size': "),
         (("--repeats", 0), "'--repeats': "),
-        (("--do-sample", "--temperature", 0), "--temperature must be positive and finite"),
         (("--do-sample", "--acceptance", "rejection", "--trace"), "--trace needs --acceptance"),
-        (("--max-new-tokens", 1000), "at most 256 tokens for this model"),
-        (("--prompts", "nowhere.txt"), "cannot read prompts nowhere.txt"),
     ],
 )
 def test_bad_flags_of_benchmark(folder, two_prompts, tmp_path, flags, words):
@@ -720,7 +702,7 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
     assert "Missing option" in run("benchmark", folder).stderr
     words = refused("report", tmp_path / "none.jsonl", "--output", tmp_path / "report")
     assert "cannot read records" in words
-    assert "line 1" in refused("report", output, "--output", tmp_path / "report")
+    assert "no file of records" in refused("report", output, "--output", tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 
@@ -732,22 +714,14 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
     ("flags", "words"),
     [
         (("--exit-layer", 6), "exit_layer must be in 1..5 for a 6-layer model, got 6"),
-        (("--exit-layer", 0), "exit_layer must be 1 or more, got 0"),
-        (("--exit-layer", 3, "--skip", "x.json"), "give --skip or --exit-layer, not both"),
         (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
+        (("--exit-layer", 3, "--skip", "x.json"), "give --skip or --exit-layer, not both"),
         (("--max-new-tokens", 0), "'--max-new-tokens': "),
-        (("--max-new-tokens", -3), "'--max-new-tokens': "),
-        (("--max-draft-length", 0), "'--max-draft-length': "),
         (("--max-new-tokens", 1000), "at most 256 tokens for this model, got 1004"),
         (("--controller", "magic"), "'magic' is not one of 'expected-gain', 'fixed'"),
         (("--threshold", 1.5, "--controller", "confidence"), "'--threshold': "),
         (("--temperature", 0, "--do-sample"), "--temperature must be positive and finite, got 0"),
-        (("--temperature", "nan", "--do-sample"), "must be positive and finite, got nan"),
-        (("--temperature", 0), "--temperature must be positive and finite, got 0"),
-        (("--dtype", "float8"), "'float8' is not one of 'auto', 'float32'"),
         (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
-        (("--execution", "magic"), "'magic' is not one of"),
-        (("--seed", "x"), "'--seed': "),
         (("--prompt-file", "p.txt"), "--prompt TEXT or --prompt-file FILE, one of them; got both"),
         (("--colour",), "No such option"),
     ],
@@ -773,22 +747,12 @@ def test_bad_prompts(folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"attention": [1], "mlp": [2', "is not valid JSON"),
-        ("", "is not valid JSON"),
-        ('{"layers": [1]}', "a skip config may have the keys attention, mlp"),
-        ("[1, 2]", "must be a JSON object"),
+        ('{"attention": [1], "mlp": [2', "not valid JSON"),
         ('{"attention": [6]}', "attention indices must be in 0..5 for a 6-layer model, got 6"),
-        ('{"attention": [-1]}', "attention index must be 0 or more, got -1"),
-        (
-            json.dumps({"attention": list(range(6)), "mlp": list(range(6))}),
-            "a draft must keep at least one sublayer",
-        ),
-        ('{"exit_layer": 2, "num_layers": 32}', "skip config is for a 32-layer model"),
         (
             '{"exit_layer": 2, "decoding": {"controller": "magic"}}',
             "controller must be one of fixed, confidence",
         ),
-        ('{"exit_layer": 2, "schema": 99}', "of another version of layerskip"),
     ],
 )
 def test_bad_skip_configs(folder, tmp_path, content, words):
@@ -797,17 +761,9 @@ def test_bad_skip_configs(folder, tmp_path, content, words):
     assert words in refused("generate", folder, "--prompt", PROMPT, "--skip", path)
 
 
-def test_bad_models(tmp_path):
-    for command in (("generate", "--prompt", "w5"), ("check", "--exit-layer", 2)):
-        assert "there is no folder" in refused(*command, tmp_path / "missing")
-        assert "holds no checkpoint" in refused(*command, tmp_path)
-    assert "from the Hub" in refused("demo", "nobody/nothing")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "architecture 'gpt2' is not supported" in refused("demo", tmp_path)
-
-
-def test_commands_that_need_a_draft(folder):
+def test_commands_that_need_a_model_and_a_draft(folder, tmp_path):
     for command in ("check", "demo"):
+        assert "there is no folder" in refused(command, tmp_path / "missing")
         nothing = ("--low-precision", "none", "--no-lookup")
         assert "name a skip config" in refused(command, folder, *nothing)
 
@@ -830,15 +786,6 @@ def test_no_command_and_unknown_ones():
 
 # ---------------------------------------------------------------------------------------------
 # Real processes
-
-
-@pytest.mark.wheel
-def test_an_error_is_one_line_of_a_real_process():
-    child = process("generate", "--prompt", PROMPT, "--exit-layer", 0)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 2
-    assert out == ""
-    assert err == "layerskip: error: exit_layer must be 1 or more, got 0\n"
 
 
 @pytest.mark.wheel

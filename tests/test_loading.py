@@ -12,8 +12,8 @@ import layerskip
 from layerskip.checkpoints import DTYPES, encode, load
 from layerskip.config import SkipConfig
 from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import MADE, SHIPPED, SHIPPED_PROMPTS
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.named import MADE, SHIPPED
+from layerskip.prompts import Prompt
 
 
 @pytest.fixture
@@ -112,12 +112,6 @@ def test_messages_need_a_chat_template():
         encode(tokenizer, chat)
     tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %} w10"
     assert encode(tokenizer, chat).tolist() == [[9, 5, 6, 10]]
-
-
-def test_prompts_are_shipped():
-    prompts = read_prompts(SHIPPED_PROMPTS)
-    assert len(prompts) >= 60
-    assert len({prompt.category for prompt in prompts}) == 3
 
 
 def test_shipped_models_have_a_folder(monkeypatch, tmp_path):

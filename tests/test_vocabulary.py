@@ -494,12 +494,12 @@ def test_a_method_says_how_many_tokens() -> None:
 def test_a_benchmark_says_what_is_low() -> None:
     model = model_of("llama")
     entry = Engine(model, Task(8), "self", SkipConfig.low_precision()).describe()
-    assert entry["label"] == "whole, in 8 bits, expected-gain"
+    assert entry["label"] == "whole model, in 8 bits, expected-gain"
     every = list(range(6))
     assert entry["low"] == {"bits": 8, "attention": every, "mlp": every, "head": True}
     assert (entry["num_kept"], entry["prefix"]) == (12, 0)
     skip = SkipConfig(exit_layer=4, low=LowPrecision(mlp=(), head=False))
     entry = Engine(model, Task(8), "self", skip).describe()
-    assert entry["label"] == "exit 4, 4 sublayers in 8 bits, expected-gain"
+    assert entry["label"] == "exit 4, 4 of 8 sublayers in 8 bits, head exact, expected-gain"
     assert entry["low"] == {"bits": 8, "attention": every[:4], "mlp": [], "head": False}
     assert Engine(model, Task(8), "self", SKIP).describe()["low"] is None

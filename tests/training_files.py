@@ -1,10 +1,8 @@
-"""Files of trainings and of comparisons of drafts, made up for tests: nothing in them was run."""
+"""Files of trainings made up for tests: nothing in them was run."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import run_files
 
 CURVE = (  # tokens, loss, overlap of the first and the second step
     (0, 1.6, 0.30, 0.20),
@@ -62,45 +60,6 @@ def training(**changes: Any) -> dict[str, Any]:
         "timed": {"trained": timed, "before": timed | {"speedup": 1.5, "low": None, "high": None}},
         "pays": False,
     } | changes
-
-
-def row(name: str, kind: str = "rounded", first: float = 0.9, **changes: Any) -> dict[str, Any]:
-    """A row of a comparison, measured whole."""
-    survival = [first ** (depth + 1) for depth in range(8)]
-    return {
-        "name": name,
-        "kind": kind,
-        "trained": kind in ("healed", "heads"),
-        "drafts": [name],
-        "bytes": 9_000_000,
-        "parameters": 0,
-        "acceptance": {"greedy": survival, "0.8": survival, "1": survival},
-        "costs": {"draft": 0.3, "verify": [1.0, 1.1, 1.2]},
-        "predicted": {"0.8": 1.6},
-        "timed": {
-            "0.8": {
-                "speedup": 1.5,
-                "low": 1.4,
-                "high": 1.6,
-                "tokens_per_second": 60.0,
-                "compared": 9,
-                "equal": 9,
-                "near_ties": 0,
-                "faults": 0,
-            }
-        },
-    } | changes
-
-
-def comparison(**changes: Any) -> dict[str, Any]:
-    """A comparison of 8 bits, lookups, a trained draft and a mixture."""
-    looked_up = row("lookup", "lookup", 0.2, bytes=0, offered={"0.8": 0.4})
-    looked_up["costs"]["draft"] = 0
-    trained = {"tokens": 80_000, "minutes": 21.0, "loss": "lk", "seed": 0, "parameters": 500_000}
-    mixture = row("8 bits + lookup", "mixture", drafts=["lookup", "8 bits"], acceptance={})
-    del mixture["costs"]
-    rows = [row("8 bits"), looked_up, row("heads", "heads", 0.6, **trained), mixture]
-    return run_files.header() | {"kind": "drafts", "schema": 1, "rows": rows} | changes
 
 
 def write(path: Path, document: dict[str, Any]) -> Path:

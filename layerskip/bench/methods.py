@@ -381,7 +381,7 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
         return skip.trained.words_with(skip.low)
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
     if not resolved.skipped():
-        label = "whole"
+        label = "whole model"
     elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
         label = f"exit {skip.exit_layer}"
     low, vocabulary = resolved.low, skip.draft_vocabulary

@@ -272,19 +272,15 @@ def summarise(path: Path) -> list[dict[str, Any]]:
     from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
 
     (run,) = load_runs([path])
-    rates = {
-        (row["batch_size"], row["method"]): row["acceptance_rate"]
-        for row in acceptance(run).to_dict("records")
-        if row["category"] == "all"
-    }
+    all_rates, all_repeats, all_speedups = (
+        [row for row in table(run).to_dict("records") if row["category"] == "all"]
+        for table in (acceptance, repetition, speedup)
+    )
+    rates = {(row["batch_size"], row["method"]): row["acceptance_rate"] for row in all_rates}
+    repeats = {row["method"]: row for row in all_repeats}
     texts = {row["method"]: row for row in losslessness(run).to_dict("records")}
-    repeats = {
-        row["method"]: row for row in repetition(run).to_dict("records") if row["category"] == "all"
-    }
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in speedup(run).to_dict("records"):
-        if row["category"] != "all":
-            continue
+    for row in all_speedups:
         size, method = row["batch_size"], row["method"]
         found = rows.setdefault(
             (size, method),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerskip.cli.drafting import Sources, choose
+from layerskip.cli.drafting import Sources, open_drafts
 from layerskip.cli.options import (
     AsJson,
     Chat,
@@ -17,8 +17,6 @@ from layerskip.cli.options import (
     MaxNewTokens,
     Quiet,
     Seed,
-    open_model,
-    open_passes,
     read_given,
     shipped_prompts,
     spoken,
@@ -51,21 +49,12 @@ def check(
     stay as it was.
     """
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
-    given, text = draft.given(), sources.text()
     talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-    second = sources.second(loading, loaded, talk)
+    with open_drafts(draft, sources, loading, talk) as (loaded, opened, drafts):
+        from layerskip.bench.checks import check as check_tokens
+        from layerskip.checkpoints import encode
 
-    from layerskip.bench.checks import check as check_tokens
-    from layerskip.checkpoints import encode
-
-    with open_passes(loaded, loading, talk) as opened:
         passes = opened.describe()
-        other = None if second is None else second.opened(loading.execution)
-        drafts = choose(given, sources, text, loaded, opened, talk, other)
-        if not drafts:
-            raise ValueError(f"there are no drafts to check: {drafts.words}; name a skip config")
-        talk.say(f"drafts: {drafts.words}")
         report = check_tokens(
             loaded.model,
             [encode(loaded.tokenizer, each) for each in chosen],

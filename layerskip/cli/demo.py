@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from layerskip.cli.drafting import Sources, choose
+from layerskip.cli.drafting import Sources, open_drafts
 from layerskip.cli.options import (
     AsJson,
     DraftFlags,
@@ -18,8 +18,6 @@ from layerskip.cli.options import (
     Seed,
     by_source,
     counts,
-    open_model,
-    open_passes,
     shipped_prompts,
     to_json,
     write_out,
@@ -41,28 +39,18 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
-    given, text = draft.given(), sources.text()
-    talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-    second = sources.second(loading, loaded, talk)
+    talk, prompts = Talk(quiet), shipped_prompts(1)
+    with open_drafts(draft, sources, loading, talk) as (loaded, opened, drafts):
+        from layerskip.bench.batches import make_batches
+        from layerskip.bench.methods import Engine, Peer, Task
+        from layerskip.bench.runner import benchmark
+        from layerskip.checkpoints import encode
 
-    from layerskip.bench.batches import make_batches
-    from layerskip.bench.methods import Engine, Peer, Task
-    from layerskip.bench.runner import benchmark
-    from layerskip.checkpoints import encode
-
-    model, prompts = loaded.model, shipped_prompts(1)
-    inputs = [(p.id, p.category, encode(loaded.tokenizer, p).to(model.device)) for p in prompts]
-    batches, _ = make_batches(inputs, [1], 0)
-    sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
-    greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
-    with open_passes(loaded, loading, talk) as opened:
-        passes, threads = opened.describe(), opened.threads
-        other = None if second is None else second.opened(loading.execution)
-        drafts = choose(given, sources, text, loaded, opened, talk, other)
-        if not drafts:
-            raise ValueError(f"there are no drafts to show: {drafts.words}; name a skip config")
-        talk.say(f"drafts: {drafts.words}")
+        model, passes, threads = loaded.model, opened.describe(), opened.threads
+        inputs = [(p.id, p.category, encode(loaded.tokenizer, p).to(model.device)) for p in prompts]
+        batches, _ = make_batches(inputs, [1], 0)
+        sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
+        greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
         print(title("A prompt, held out from training"))
         print(textwrap.dedent(prompts[0].text or "").rstrip())
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
@@ -88,7 +76,7 @@ def demo(
     speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
     assert shown.stats is not None
     why = counts(shown.stats, drafts.names)
-    costs = shown.costs if drafts.skip is not None else None
+    cost = shown.costs.draft if shown.costs is not None and drafts.skip is not None else None
     tokens = shown.sequences[0, batches[0].input_ids.shape[1] :].tolist()
     document = {
         "model": loaded.name,
@@ -104,7 +92,7 @@ def demo(
         "tokens_per_second": speed,
         "speedup": speed["self"] / speed["plain"],
         "draft": drafts.words,
-        "draft_cost": None if costs is None else costs.draft,
+        "draft_cost": cost,
         **why,
     }
     print(title("The same text?"))
@@ -125,9 +113,9 @@ def demo(
         rows.append(("tokens per verify", f"{why['mean_acceptance_length']:.2f}"))
     else:
         rows.append(("drafting", "turned itself off: it would not have paid here"))
-    if costs is not None:
-        rows.append(("draft step, c", f"{costs.draft:.3f} target steps"))
-        rows.append(("its own drafts gain", f"at most 1/c = {1 / costs.draft:.1f}x"))
+    if cost is not None:
+        rows.append(("draft step, c", f"{cost:.3f} target steps"))
+        rows.append(("its own drafts gain", f"at most 1/c = {1 / cost:.1f}x"))
     print(two_columns(rows))
     print(title("What next?"))
     for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):

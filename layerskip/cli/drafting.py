@@ -6,13 +6,15 @@ need no set-up: they are looked up, and the model drafts in low precision where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerskip.cli.options import Loading, describe_skip, open_model, warn_idle
+from layerskip.cli.options import DraftFlags, Loading, open_model, open_passes, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
 
@@ -146,6 +148,7 @@ class Sources:
         talk: Talk,
     ) -> str:
         """What drafts come from, in words; copies of weights are made, where a person sees it."""
+        from layerskip.bench.methods import skip_label
         from layerskip.defaults import in_words
 
         found = []
@@ -155,11 +158,12 @@ class Sources:
         if assistant:
             found.append(f"a second model, {self.assistant}")
         if skip is not None:
-            found.append(describe_skip(skip, opened.num_layers))
+            resolved = skip.resolve(opened.num_layers)
+            found.append(skip_label(skip, resolved))
             nbytes = opened.weights.nbytes(skip)
             if nbytes:
                 talk.progress(f"rounding weights, {in_words(nbytes)}")
-                opened.weights.blocks(skip.resolve(opened.num_layers))
+                opened.weights.blocks(resolved)
                 found[-1] += f" ({in_words(nbytes)} of memory)"
         return ", or ".join(found) or "none"
 
@@ -185,7 +189,7 @@ class ChosenDrafts:
     @property
     def turned_off(self) -> bool:
         """Whether the skip config says not to draft with it."""
-        return self.skip is not None and turned_off(self.skip)
+        return _turned_off(self.skip)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -198,11 +202,6 @@ class ChosenDrafts:
         """What the sources are called, as rounds number them."""
         found = {"lookup": self.lookup, "assistant": self.assistant, "sublayers": self.skip}
         return [name for name, each in found.items() if each not in (None, False)]
-
-
-def turned_off(skip: SkipConfig) -> bool:
-    """Whether a skip config says not to draft with it."""
-    return skip.decoding is not None and skip.decoding.enabled is False
 
 
 def choose(
@@ -225,7 +224,7 @@ def choose(
 
     skip, reason = loaded.skip_config() if given is None else given, None
     lookup = sources.looked_up(text, loaded, talk)
-    if skip is not None and second is not None and turned_off(skip):
+    if skip is not None and second is not None and _turned_off(skip):
         skip = None
     if skip is None:
         skip, reason = sources.own(opened)
@@ -241,3 +240,28 @@ def choose(
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
     return ChosenDrafts(skip, lookup or False, second, words)
+
+
+def _turned_off(skip: SkipConfig | None) -> bool:
+    return skip is not None and skip.decoding is not None and skip.decoding.enabled is False
+
+
+@contextmanager
+def open_drafts(
+    draft: DraftFlags, sources: Sources, loading: Loading, talk: Talk
+) -> Iterator[tuple[Loaded, Sublayers, ChosenDrafts]]:
+    """A model opened up on its threads, and its drafts, which are said.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given, text = draft.given(), sources.text()
+    loaded = open_model(loading, talk)
+    second = sources.second(loading, loaded, talk)
+    with open_passes(loaded, loading, talk) as opened:
+        other = None if second is None else second.opened(loading.execution)
+        drafts = choose(given, sources, text, loaded, opened, talk, other)
+        if not drafts:
+            raise ValueError(f"there are no drafts here: {drafts.words}; name a skip config")
+        talk.say(f"drafts: {drafts.words}")
+        yield loaded, opened, drafts

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -33,9 +32,6 @@ from layerskip.cli.options import (
 )
 from layerskip.cli.terminal import Talk, TextStream, decode_text, title
 from layerskip.prompts import Prompt
-
-if TYPE_CHECKING:
-    from layerskip.generation import GenerationOutput
 
 
 def generate(
@@ -85,7 +81,9 @@ def generate(
     else:
         second = sources.second(loading, loaded, talk)
 
-    from layerskip.checkpoints import encode, unpadded
+    import torch
+
+    from layerskip.checkpoints import encode
     from layerskip.generation import LayerSkipDecoding
     from layerskip.generation import generate as generate_tokens
 
@@ -99,7 +97,8 @@ def generate(
         **drafting,
         **{name: value for name, value in sampling.settings.items() if value is not None},
     }
-    results, names = [], []
+    results: list[dict[str, Any]] = []
+    names: list[str] = []
     with open_passes(loaded, loading, talk) as opened:
         if not no_draft:
             other = None if second is None else second.opened(loading.execution)
@@ -124,7 +123,8 @@ def generate(
             start = time.perf_counter()
             output = generate_tokens(
                 loaded.model,
-                unpadded(ids),
+                # without a mask the library takes a pad token in the prompt for padding
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
                 streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
                 seed=own_seed,
                 max_new_tokens=max_new_tokens,
@@ -136,7 +136,16 @@ def generate(
             if not stream and not as_json:
                 talk.progress("")
                 write_out(text + "\n")
-            result = _result(output, names, token_ids, text, seconds, own_seed)
+            assert output.stats is not None
+            result = {
+                "text": text,
+                "token_ids": token_ids,
+                "new_tokens": len(token_ids),
+                "seconds": seconds,
+                "tokens_per_second": len(token_ids) / seconds,
+                **counts(output.stats, names),
+                "seed": own_seed,
+            }
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(prompts) > 1 else result)
     if as_json:
@@ -152,27 +161,6 @@ def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
     return [Prompt(id="1", text=prompt)]
-
-
-def _result(
-    output: GenerationOutput,
-    sources: Sequence[str],
-    token_ids: list[int],
-    text: str,
-    seconds: float,
-    seed: int | None,
-) -> dict[str, Any]:
-    stats = output.stats
-    assert stats is not None
-    return {
-        "text": text,
-        "token_ids": token_ids,
-        "new_tokens": len(token_ids),
-        "seconds": seconds,
-        "tokens_per_second": len(token_ids) / seconds,
-        **counts(stats, sources),
-        "seed": seed,
-    }
 
 
 def _summary(result: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -19,7 +20,7 @@ import typer
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.prompts import Prompt, by_category, read_prompts
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
@@ -274,20 +275,16 @@ def open_passes(
         yield opened
 
 
-def describe_skip(skip: SkipConfig, num_layers: int) -> str:
-    if skip.trained is not None and skip.trained.module:
-        bare = replace(skip, low=None, trained=None)
-        before = "" if skip.trained.alone else f"{describe_skip(bare, num_layers)}, then "
-        return before + skip.trained.words_with(skip.low)
-    kept, low = len(skip.kept(num_layers)), skip.resolve(num_layers).low
-    words = f"{kept} of {2 * num_layers} sublayers" if kept < 2 * num_layers else "the whole model"
-    if skip.exit_layer is not None and not skip.attention and not skip.mlp:
-        words = f"layers 0-{skip.exit_layer - 1} of {num_layers} (early exit at {skip.exit_layer})"
-    if low is None:
-        return words
-    healed = "" if skip.trained is None else f", {skip.trained.words}"
-    joint = "" if kept == 2 * num_layers and low.head_bits in (None, low.bits) else ","
-    return f"{words}{joint} {low.words(kept)}{healed}"
+def make_folder(folder: Path) -> None:
+    """Make the folder of --output; refuse what cannot be written to, before anything is loaded."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be written to")
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
@@ -320,10 +317,7 @@ def shipped_prompts(per_category: int | None) -> list[Prompt]:
 
 def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """The first so many prompts of each category; None takes all."""
-    chosen: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        chosen.setdefault(prompt.category, []).append(prompt)
-    return [prompt for each in chosen.values() for prompt in each[:limit]]
+    return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,6 +31,7 @@ from layerskip.cli.options import (
     Sampling,
     Seed,
     given_prompts,
+    make_folder,
     open_model,
     open_passes,
     spoken,
@@ -40,7 +42,7 @@ from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
-from layerskip.prompts import Prompt
+from layerskip.prompts import Prompt, by_category
 
 if TYPE_CHECKING:
     from layerskip.search.pipeline import Search, SearchResult
@@ -122,9 +124,6 @@ def search(
             "on a CPU]",
         ),
     ] = None,
-    finalists: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Drafts to time at the end.")
-    ] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each, per prompt.")] = 2,
     no_confirm: Annotated[
         bool, typer.Option("--no-confirm", help="Time nothing: believe the prediction.")
@@ -151,9 +150,7 @@ def search(
         warn_idle({"allow_ends": True}, "with --space exit")
     first = {path: SkipConfig.load(path) for path in skip or ()}
     chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file; give a folder")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")
@@ -200,7 +197,7 @@ def search(
         _say_bound(talk, steps)
         if timeout is not None:
             talk.progress("how long a trial takes")
-            rest = steps.seconds_after_trials(finalists, repeats) + WRITING
+            rest = steps.seconds_after_trials(repeats=repeats) + WRITING
             spent = time.monotonic() - started
             timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
             talk.say(
@@ -225,7 +222,7 @@ def search(
         with cpu_threads(max(1, threads)), further:
             _run(steps, trials, timeout, output, talk)
         talk.progress("")
-        steps.choose(finalists)
+        steps.choose()
         if timed:
             steps.confirm(repeats)
         result = steps.result()
@@ -273,15 +270,8 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
             f"a search needs at least 2 prompts, one to search with and one to confirm on; got "
             f"{len(prompts)}"
         )
-    kinds: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.category, []).append(prompt)
-    in_turn = [
-        own[number]
-        for number in range(max(map(len, kinds.values())))
-        for own in kinds.values()
-        if number < len(own)
-    ]
+    rows = zip_longest(*by_category(prompts).values())
+    in_turn = [prompt for row in rows for prompt in row if prompt is not None]
     count = max(1, min(HELD_OUT, len(prompts) // 3))
     return in_turn[count:], in_turn[:count]
 
@@ -361,7 +351,6 @@ def _finish(
         "prompts": record["prompts"],
     }
     skip = replace(skip, model=name, notes=notes)
-    write_text(output / "trials.csv", _csv(record["trials"]))
     write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
     if result.healed is not None:
@@ -380,23 +369,18 @@ def _finish(
 
 
 def _table(finalists: Sequence[dict[str, Any]]) -> str:
-    """The finalists: what was predicted and what the clock said, with 95% intervals.
-
-    Of low precision the sublayers are counted, of skipped ones each kind.
-    """
-    bits = next((f"{row['low']['bits']} bits" for row in finalists if row["low"]), "")
-    trimmed = any(row.get("draft_vocabulary") for row in finalists)
-    mixed = any(row["decoding"]["lookup"] for row in finalists)
-    titles = ["draft", "skips"] + [bits] * bool(bits) + ["vocabulary"] * trimmed
-    titles += ["lookup"] * mixed
-    titles += ["c", "alpha", "predicted", "held out", "measured", "same text"]
-    lines = [titles]
+    """The finalists: what was predicted and what the clock said, with 95% intervals."""
+    lines = [["draft", "what", "c", "alpha", "predicted", "held out", "measured", "same text"]]
     for row in finalists:
-        skipped, held_out, timed = row["skipped"], row["predicted_held_out"], row["confirmed"]
-        line = [row["name"], f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP"]
-        line += [_low_words(row["low"])] * bool(bits)
-        line += [str(row.get("draft_vocabulary") or "all")] * trimmed
-        line += ["yes" if row["decoding"]["lookup"] else "no"] * mixed
+        skipped, low, held_out = row["skipped"], row["low"], row["predicted_held_out"]
+        timed, vocabulary = row["confirmed"], row["draft_vocabulary"]
+        what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP out"]
+        if low is not None:
+            rounded = f"{len(low['attention']) + len(low['mlp'])}{' + head' * bool(low['head'])}"
+            what.append(f"{rounded} in {low['bits']} bits")
+        what += [] if vocabulary is None else [f"{vocabulary} tokens"]
+        what += ["lookup"] if row["decoding"]["lookup"] else []
+        line = [row["name"], ", ".join(what)]
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
@@ -404,28 +388,13 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
     return aligned(lines)
 
 
-def _low_words(low: dict[str, Any] | None) -> str:
-    if low is None:
-        return "-"
-    count = len(low["attention"]) + len(low["mlp"])
-    return f"{count} + head" if low["head"] else str(count)
-
-
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Trials, one a line; sets of layers as numbers between spaces."""
-    names = ["number", "origin", "state", "speedup", "forced_speedup", "value", "guide"]
-    names += ["acceptance", "draft_cost", "controller", "max_draft_length", "threshold"]
-    names += ["draft_vocabulary", "attention", "mlp", "bits", "low_attention", "low_mlp"]
-    names += ["low_head", "seconds", "copy_of"]
+    """Trials, one a line; sets of layers as JSON."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    names = max((list(row) for row in rows), key=len, default=[])  # failed ones know less
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        sets = row.get("skipped", {})
-        flat = {kind: " ".join(map(str, layers)) for kind, layers in sets.items()}
-        low = row.get("low")
-        if low:
-            flat |= {f"low_{kind}": " ".join(map(str, low[kind])) for kind in ("attention", "mlp")}
-            flat |= {"bits": low["bits"], "low_head": low["head"]}
-        writer.writerow({**row, **flat})
+        nested = {key: json.dumps(value) for key, value in row.items() if isinstance(value, dict)}
+        writer.writerow({**row, **nested})
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""How talk and results look in a terminal: widths, tables, streamed text; knows no flags.
+"""How talk and results look in a terminal: widths, tables, streamed text.
 
 Talk and progress go to standard error; what is returned here is for standard output.
 """

@@ -5,7 +5,6 @@ Heavy imports wait until the flags are known to be right.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from layerskip.cli.options import (
     Loading,
     Quiet,
     Seed,
+    make_folder,
     open_model,
     open_passes,
     read_given,
@@ -120,7 +120,7 @@ def train(
         base = SkipConfig.early_exit(exit_layer)
     if tokens is None and minutes is None:
         minutes = MINUTES
-    _writable(output)
+    make_folder(output)
     import torch
 
     from layerskip.training import processes
@@ -175,18 +175,6 @@ def train(
     print(_table(record))
     if as_json:
         print(to_json(record))
-
-
-def _writable(folder: Path) -> None:
-    """Refuse a place that cannot be written to, before anything is loaded."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder} is a file; give a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--output {folder} cannot be written to")
 
 
 def _table(record: dict[str, Any]) -> str:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from layerskip.files.schema import mapping, parse
 
-Kind = Literal["run", "search", "training", "drafts", "other"]
+Kind = Literal["run", "search", "training", "other"]
 _BEGINS: dict[Kind, bytes] = {
     "search": rb'\s*\{\s*"kind"\s*:\s*"search"',
-    "drafts": rb'\s*\{\s*"kind"\s*:\s*"drafts"',
     "training": rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"',
 }
 """What a document begins with as it is written, so that one that was cut off is known, too."""
@@ -37,8 +36,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         return "run"
     if {"recipe", "curve"} <= document.keys():
         return "training"
-    named = document.get("kind", "other")
-    return named if named in ("search", "drafts", "other") else "run"
+    named = document.get("kind")
+    return "search" if named == "search" else "run" if named == "header" else "other"
 
 
 def read(
@@ -63,7 +62,8 @@ def read(
     except OSError as error:
         raise ValueError(f"cannot read {what} {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{what} {path} is cut off or not JSON: {error}{advice}") from error
+        reason = f"is cut off or not JSON (line {error.lineno})"
+        raise ValueError(f"{what} {path} {reason}{advice}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} {path}: {error}") from error
     return document

@@ -2,10 +2,9 @@
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
-they do not know; what they need and miss is an error that names the file and the line. A header
-with "synthetic" is of random weights, and says how their acceptance was set; "passes" says how and
-why so they were computed, "weights" how many bytes they read. A record's "read_bandwidth" is what a
-sweep over memory behind it read, in bytes a second.
+they do not know; what they need and miss is an error that names the file and the line. A
+header's "passes" says how and why so they were computed, its "weights" how many bytes they read; a
+record's "read_bandwidth" is what a sweep over memory behind it read, in bytes a second.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ SCHEMA = 1
 Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
+_START = b'{"kind": "header"'
 _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes", "weights"}
 """Between the parts of a resumed run."""
 
@@ -78,35 +78,27 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read and check a run file; a last line that was cut off is left out.
+    """Read and check a run file; a last line without an end was cut off, and is left out.
 
     Raises:
         ValueError: the file cannot be read or is empty, has another schema, or a line that is not
             as it must be; names the file and the line.
     """
     path = Path(path)
-    data = _bytes(path)
-    *lines, rest = data.split(b"\n")
-    cut_off = _is_cut_off(rest) and (lines or _begins_a_header(rest))
-    return _run(path, data, rest if cut_off else b"")
+    found = _run(path, _bytes(path))
+    if found is None:
+        raise ValueError(f"records {path} are empty: there is no header")
+    return found
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
-    """A run to go on with: like `read_run`, but a last line without an end is always left out.
+    """A run to go on with, as `read_run` gives it.
 
     Returns:
         None where there is no file, or nothing in it but the start of a header.
     """
     path = Path(path)
-    if not path.exists():
-        return None
-    data = _bytes(path)
-    *lines, rest = data.split(b"\n")
-    if not lines:
-        if _begins_a_header(rest):
-            return None
-        raise ValueError(f"{path} is no file of records: it does not start with a header")
-    return _run(path, data, rest)
+    return _run(path, _bytes(path)) if path.exists() else None
 
 
 def _bytes(path: Path) -> bytes:
@@ -116,27 +108,16 @@ def _bytes(path: Path) -> bytes:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
 
 
-def _begins_a_header(rest: bytes) -> bool:
-    start = b'{"kind": "header"'
-    return rest.startswith(start) or start.startswith(rest)
-
-
-def _is_cut_off(rest: bytes) -> bool:
-    """Whether what follows the last line break is the start of a line: the run was killed."""
-    try:
-        parse(rest)
-    except ValueError:
-        return bool(rest.strip())
-    return False
-
-
-def _run(path: Path, data: bytes, rest: bytes) -> Run:
-    """The run in a file's bytes, without the line that was cut off at their end."""
+def _run(path: Path, data: bytes) -> Run | None:
+    """The run in a file's bytes; None where they are at most the start of a header."""
+    *lines, rest = data.split(b"\n")
+    if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
+        raise ValueError(f"{path} is no file of records: it does not start with a header")
     whole_bytes = len(data) - len(rest)
     header: Line | None = None
     found: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
     seen: set[Key] = set()
-    for number, raw in enumerate(data[:whole_bytes].split(b"\n"), 1):
+    for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
         try:
@@ -160,10 +141,9 @@ def _run(path: Path, data: bytes, rest: bytes) -> Run:
                 seen.add(key_of(line))
             found[kind].append(line)
         except (ValueError, TypeError) as error:
-            broken = "not valid JSON: " if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"records {path}, line {number}: {broken}{error}") from error
+            raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
-        raise ValueError(f"records {path} are empty: there is no header")
+        return None
     records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
@@ -181,7 +161,6 @@ _HEADER = has(
     environment=mapping,
     methods=items(_METHOD),
     baseline=text,
-    synthetic=Maybe(text),
     passes=Maybe(text),
 )
 

@@ -23,15 +23,18 @@ def parse(data: str | bytes) -> Any:
     """A JSON document: finite numbers, and no key twice in one object.
 
     Raises:
-        ValueError: it is not one; says why in one line. `json.JSONDecodeError`, a kind of it, where
-            the text is no JSON or is cut off.
+        ValueError: it is not one; says so and why in one line. `json.JSONDecodeError`, a kind of
+            it, where the text is no JSON or is cut off.
     """
     try:
         return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        reason = f"not valid JSON: {error.msg}"
+        raise json.JSONDecodeError(reason, error.doc, error.pos) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason}") from error
+        raise ValueError(f"not valid JSON: not UTF-8: {error.reason}") from error
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("not valid JSON: nested too deeply") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def text(value: Any, name: str) -> str:
 
 
 def name_text(value: Any, name: str) -> str:
-    if not text(value, name):
+    if not text(value, name).strip():
         raise ValueError(f"{name} must not be empty")
     return str(value)
 

@@ -8,7 +8,6 @@ not know; what they need and miss is an error that names the file and the key.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from itertools import product
 from reprlib import repr as shown
@@ -60,15 +59,6 @@ def _trial(value: Any, name: str) -> None:
         _TRIAL(value, name)
     else:
         has(origin=Maybe(text))(value, name)
-
-
-def _importance(value: Any, name: str) -> None:
-    named(SECONDS)(value, name)
-    for key in value:
-        if not re.fullmatch(r"exit|low|head|(attention|mlp|layer)\.[0-9]{1,9}", key):
-            raise ValueError(
-                f"{name} must name attention.i, mlp.i, layer.i, head, exit or low, got {shown(key)}"
-            )
 
 
 _SKIPPED = has(attention=items(COUNT), mlp=items(COUNT))
@@ -158,7 +148,6 @@ _SEARCH = has(
     step_seconds=POSITIVE,
     bound=POSITIVE,
     trials=items(_trial),
-    importance=optional(_importance),
     finalists=items(_FINALIST),
     plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
     best_exit=optional(text),
@@ -171,14 +160,6 @@ def _check(document: dict[str, Any]) -> None:
     """Every key by itself, then what the parts of a search say of each other."""
     _SEARCH(document, "")
     layers = document["model"]["num_layers"]
-    if document["space"]["num_layers"] != layers:
-        raise ValueError(
-            f"space.num_layers must be model.num_layers, {layers}, got "
-            f"{document['space']['num_layers']}"
-        )
-    for switch in document["importance"] or {}:
-        if int(switch.partition(".")[2] or 0) >= layers:
-            raise ValueError(f"importance must name layers in 0..{layers - 1}, got {switch}")
     trials, finalists = document["trials"], document["finalists"]
     complete = {n: trial for n, trial in enumerate(trials) if trial["state"] == "complete"}
     for group, known in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
@@ -195,13 +176,6 @@ def _check(document: dict[str, Any]) -> None:
     names = [finalist["name"] for finalist in finalists]
     if len(set(names)) < len(names):
         raise ValueError(f"finalists must have different names, got {shown(names)}")
-    numbers = {None, *(trial["number"] for trial in complete.values())}  # None: no trial's
-    for index, finalist in enumerate(finalists):
-        if finalist["trial"] not in numbers:
-            raise ValueError(
-                f"finalists[{index}].trial must be a complete trial's number, got "
-                f"{finalist['trial']}"
-            )
     for key in ("best_exit", "winner"):
         if document[key] is not None and document[key] not in names:
             raise ValueError(f"{key} must be a finalist's name or null, got {document[key]!r}")

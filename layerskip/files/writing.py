@@ -1,4 +1,4 @@
-"""Knows how files and folders come to be whole or not at all; knows no format.
+"""Files and folders that come to be whole or not at all.
 
 What is written goes to a temporary name beside its place and is renamed into it, so that a reader
 sees the old or the new, and a failure leaves the old.
