@@ -54,7 +54,7 @@ class Erratic:
 
 
 def make(name: str) -> Controller:
-    return Erratic() if name == "erratic" else make_controller(name, costs=COSTS)
+    return completed(Erratic() if name == "erratic" else make_controller(name, costs=COSTS))
 
 
 def play_round(
@@ -83,29 +83,22 @@ def play(controller: Controller, rows: int, rounds: int, seed: int) -> list[tupl
 
 @pytest.mark.parametrize("name", [*CONTROLLERS, "erratic"])
 class TestContract:
-    def test_limit_lies_within_what_is_allowed(self, name: str) -> None:
+    def test_decisions_are_of_their_kind_and_within_what_is_allowed(self, name: str) -> None:
+        """Also where rows interleave: a row's round in progress survives another row's calls."""
         controller = make(name)
-        controller.reset(1)
+        controller.reset(3)
         draws = random.Random(0)
         for _ in range(200):
             allowed = draws.randint(0, 30)
             limit, drafted = play_round(controller, 0, allowed, draws)
             assert isinstance(limit, int)
             assert 0 <= drafted <= limit <= allowed
-
-    def test_keep_drafting_is_a_bool_and_false_for_nan(self, name: str) -> None:
-        controller = make(name)
         for confidence in (0.0, 1e-9, 0.3, 0.999, 1.0, math.nan):
-            controller.reset(1)
             controller.limit(0, 9)
             decision = controller.keep_drafting(0, confidence)
             assert isinstance(decision, bool)
             assert not (math.isnan(confidence) and decision)
             controller.update(0, 1, 0)
-
-    def test_draft_together_is_a_bool_for_any_rows_of_a_round(self, name: str) -> None:
-        controller = make(name)
-        controller.reset(3)
         for _ in range(30):
             drafting, drafted = [row for row in range(3) if controller.limit(row, 5)], 0
             while drafting:
@@ -120,57 +113,17 @@ class TestContract:
                     if drafted < 5 and controller.keep_drafting(row, 0.3 * row + 0.3)
                 ]
             assert drafted <= 5
-            for row in range(3):
+            for row in (2, 0, 1):
                 controller.update(row, drafted, min(drafted, 2))
 
-    def test_it_is_a_controller(self, name: str) -> None:
-        made = make(name)
-        assert completed(made).limit(0, 3) <= 3
-
-    def test_same_inputs_same_decisions(self, name: str) -> None:
-        first, second = make(name), make(name)
-        first.reset(2)
-        second.reset(2)
-        assert play(first, 2, 100, seed=1) == play(second, 2, 100, seed=1)
-
-    def test_instances_do_not_share_state(self, name: str) -> None:
-        alone, beside = make(name), make(name)
-        alone.reset(1)
-        beside.reset(1)
-        expected = play(alone, 1, 100, seed=2)
-        other = make(name)
-        other.reset(1)
-        noise, draws, played = random.Random(9), random.Random(2), []
-        for _ in range(100):
-            play_round(other, 0, 5, noise)
-            played.append(play_round(beside, 0, draws.randint(0, 12), draws))
-        assert played == expected
-
-    def test_reset_restores_the_beginning(self, name: str) -> None:
-        controller = make(name)
+    def test_reset_restores_the_beginning_and_instances_share_nothing(self, name: str) -> None:
+        controller, other = make(name), make(name)
         controller.reset(2)
         expected = play(controller, 2, 60, seed=3)
         play(controller, 2, 60, seed=4)
         controller.reset(2)
-        assert play(controller, 2, 60, seed=3) == expected
-
-    def test_rows_may_interleave(self, name: str) -> None:
-        """A row's round in progress survives another row's calls."""
-        controller = make(name)
-        controller.reset(3)
-        limits = [controller.limit(row, 4) for row in range(3)]
-        drafted = [0, 0, 0]
-        drafting = [limit > 0 for limit in limits]
-        while any(drafting):
-            for row in range(3):
-                if drafting[row]:
-                    drafted[row] += 1
-                    drafting[row] = drafted[row] < limits[row] and controller.keep_drafting(
-                        row, 0.95
-                    )
-        for row in (2, 0, 1):
-            controller.update(row, drafted[row], drafted[row])
-        assert all(0 <= controller.limit(row, 4) <= 4 for row in range(3))
+        other.reset(2)
+        assert play(controller, 2, 60, seed=3) == play(other, 2, 60, seed=3) == expected
 
     def test_plain_steps_and_cut_rounds_are_fine(self, name: str) -> None:
         controller = make(name)
@@ -203,7 +156,11 @@ def test_an_unknown_name_lists_the_names() -> None:
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-def test_settings_out_of_range_are_refused(name: str) -> None:
+def test_settings_are_kept_and_those_out_of_range_refused(name: str) -> None:
+    controller = make_controller(name, max_draft_length=3, costs=COSTS)
+    controller.reset(1)
+    draws = random.Random(0)
+    assert max(play_round(controller, 0, 20, draws)[0] for _ in range(50)) == 3
     with pytest.raises(ValueError, match="max_draft_length must be at least 1, got 0"):
         make_controller(name, max_draft_length=0, costs=COSTS)
     for threshold in (-0.1, 1.1, math.nan):
@@ -220,14 +177,6 @@ def test_a_threshold_without_effect_warns(name: str) -> None:
     else:
         with pytest.warns(UserWarning, match=f"threshold has no effect on the controller '{name}'"):
             make_controller(name, threshold=0.5, costs=COSTS)
-
-
-@pytest.mark.parametrize("name", CONTROLLERS)
-def test_max_draft_length_is_kept(name: str) -> None:
-    controller = make_controller(name, max_draft_length=3, costs=COSTS)
-    controller.reset(1)
-    draws = random.Random(0)
-    assert max(play_round(controller, 0, 20, draws)[0] for _ in range(50)) == 3
 
 
 def test_an_unknown_signal_is_refused() -> None:
@@ -262,10 +211,6 @@ class Short:
         pass
 
 
-class Inheriting(Short, Controller):
-    pass
-
-
 class Bare(Controller):
     """A controller of somebody who has read the one line of the changelog."""
 
@@ -293,11 +238,6 @@ class Only:
 def test_what_is_no_controller_at_all_is_refused() -> None:
     with pytest.raises(TypeError, match=r"inherit from layerskip.decoding.controllers.Controller"):
         completed("fixed")
-
-
-def test_a_controller_that_inherits_drafts_on_while_any_row_does() -> None:
-    controller = completed(Inheriting())
-    assert controller.draft_together([0, 3]) is True
 
 
 def test_fixed() -> None:
@@ -498,20 +438,20 @@ def test_expected_gain_returns_when_a_probe_pays() -> None:
     assert drafted_rounds == 100
 
 
-def test_expected_gain_learns_overconfidence_and_forgets_it_on_reset() -> None:
+def test_expected_gain_learns_overconfidence_in_all_rows_and_forgets_it_on_reset() -> None:
     controller = Alone(CostTable(0.35, (1.0,)))
 
-    def goes_on() -> bool:
-        controller.limit(0, 9)
-        return controller.keep_drafting(0, 0.99)
+    def goes_on(row: int = 0) -> bool:
+        controller.limit(row, 9)
+        return controller.keep_drafting(row, 0.99)
 
-    controller.reset(1)
+    controller.reset(2)
     assert goes_on()
     for _ in range(60):
         controller.update(0, 1, 0)
-        controller.limit(0, 9)
-        controller.keep_drafting(0, 0.99)
+        goes_on()
     assert not goes_on()
+    assert not goes_on(row=1)  # rows share what they learn
     controller.reset(1)
     assert goes_on()
 
@@ -567,17 +507,6 @@ def test_expected_gain_notices_whether_confidences_tell_anything(telling: bool) 
         controller.update(0, 1, int(accepted))
     controller.limit(0, 9)
     assert controller.keep_drafting(0, 0.35) is not telling
-
-
-def test_expected_gain_rows_share_what_they_learn() -> None:
-    controller = Alone(CostTable(0.35, (1.0,)))
-    controller.reset(2)
-    for _ in range(60):
-        controller.limit(0, 9)
-        controller.keep_drafting(0, 0.99)
-        controller.update(0, 1, 0)
-    controller.limit(1, 9)
-    assert not controller.keep_drafting(1, 0.99)
 
 
 def round_of(
@@ -732,29 +661,6 @@ def write_text(kind: Kind, length: int, seed: str) -> Text:
     return accepted, confidences
 
 
-def simulate(controller: Controller, costs: CostTable, text: Text, length: int) -> float:
-    """Target steps per emitted token."""
-    accepted, confidences = text
-    controller.reset(1)
-    position, cost = 0, 0.0
-    while position < length:
-        limit = controller.limit(0, draft_limit(8, length - position, length))
-        drafted = 0
-        while drafted < limit:
-            drafted += 1
-            if drafted < limit and not controller.keep_drafting(
-                0, confidences[position + drafted - 1]
-            ):
-                break
-        kept = 0
-        while kept < drafted and accepted[position + kept]:
-            kept += 1
-        controller.update(0, drafted, kept)
-        cost += costs.round_cost(drafted)
-        position += kept + 1
-    return cost / length
-
-
 def rounds_of_fixed(draft_length: int, text: Text, length: int) -> dict[int, int]:
     """How many rounds drafted how many tokens; costs are linear in these counts."""
     accepted, _ = text
@@ -797,7 +703,7 @@ def regrets(length: int, texts: int, seed: str = "held out") -> tuple[Cell, ...]
             for draft_length in range(9)
         ]
         for (verify, c), costs in TABLES.items():
-            ours = [simulate(Alone(costs), costs, text, length) for text in written]
+            ours = [simulate_batch(ExpectedGain(costs), costs, [text], length) for text in written]
             best = min(
                 sum(
                     count * costs.round_cost(drafted)
