@@ -193,49 +193,31 @@ def test_only_rules_that_read_confidences_ask_for_them() -> None:
     assert asking == {"confidence", "adaptive-threshold", "expected-gain"}
 
 
-class Short:
-    """As controllers were before the batch was asked."""
-
-    needs_confidence = False
-
-    def reset(self, rows: int) -> None:
-        pass
-
-    def limit(self, row: int, allowed: int) -> int:
-        return min(2, allowed)
-
-    def keep_drafting(self, row: int, confidence: float) -> bool:
-        return True
-
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        pass
-
-
 class Bare(Controller):
     """A controller of somebody who has read the one line of the changelog."""
 
 
+class Only:
+    """One that inherits nothing and has next to nothing of its own."""
+
+    needs_confidence = False
+
+    def limit(self, row: int, allowed: int) -> int:
+        return min(2, allowed)
+
+
 def test_what_a_controller_lacks_is_as_in_the_base_class() -> None:
     """Whether it inherits from that or not."""
-    short = Short()
-    made = completed(short)
-    assert made.draft_together([0, 3]) is True
-    assert [made.limit(0, 9), made.needs_confidence] == [2, False]
-    for bare in (Bare(), completed(Only())):
-        assert bare.needs_confidence
-        bare.reset(2)
-        bare.update(0, 1, 1)
-        assert bare.limit(0, 7) == 7
-        assert bare.keep_drafting(0, 0.1)
-        assert not bare.keep_drafting(0, math.nan)
-
-
-class Only:
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        pass
-
-
-def test_what_is_no_controller_at_all_is_refused() -> None:
+    own = completed(Only())
+    assert [own.limit(0, 9), own.needs_confidence] == [2, False]
+    assert Bare().limit(0, 7) == 7
+    assert Bare().needs_confidence
+    for controller in (Bare(), own):
+        controller.reset(2)
+        controller.update(0, 1, 1)
+        assert controller.draft_together([0, 3]) is True
+        assert controller.keep_drafting(0, 0.1)
+        assert not controller.keep_drafting(0, math.nan)
     with pytest.raises(TypeError, match=r"inherit from layerskip.decoding.controllers.Controller"):
         completed("fixed")
 
