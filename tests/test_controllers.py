@@ -313,52 +313,35 @@ class Alone(ExpectedGain):
 
 
 def test_expected_gain_stops_where_the_price_exceeds_the_gain() -> None:
-    controller = Alone(CostTable(0.5, (1.0,)), max_draft_length=8)
-    controller.reset(1)
-    assert controller.limit(0, 9) == 8
-    assert controller.keep_drafting(0, 0.99)
-    controller.limit(0, 9)
-    assert not controller.keep_drafting(0, 0.05)
+    for confidence, most in ((0.99, 8), (0.05, 1)):
+        controller = ExpectedGain(CostTable(0.5, (1.0,)), max_draft_length=8)
+        assert controller.limit(0, 9) == 8
+        drafted = round_of(controller, [confidence], [9])
+        assert drafted == 1 if most == 1 else drafted > 1
 
 
 def test_expected_gain_stops_when_the_chain_gets_unlikely() -> None:
     """Each confidence alone would go on; their product does not."""
-    controller = Alone(CostTable(0.3, (1.0,)), max_draft_length=30)
-    controller.reset(1)
-    assert controller.limit(0, 40) == 30
-    drafted = 1
-    while controller.keep_drafting(0, 0.85):
-        drafted += 1
-    assert 2 <= drafted <= 6
+    controller = ExpectedGain(CostTable(0.3, (1.0,)), max_draft_length=30)
+    assert 2 <= round_of(controller, [0.85], [30], allowed=40) <= 6
 
 
 def test_expected_gain_drafts_more_the_cheaper_a_draft_is() -> None:
-    def drafted(cost: float) -> int:
-        controller = Alone(CostTable(cost, (1.0,)))
-        controller.reset(1)
-        limit = controller.limit(0, 8)
-        count = 1
-        while count < limit and controller.keep_drafting(0, 0.9):
-            count += 1
-        return count
-
-    assert drafted(0.05) == 8
-    assert drafted(0.05) > drafted(0.2) > drafted(0.6) >= 1
+    cheap, dearer, dear = (
+        round_of(ExpectedGain(CostTable(cost, (1.0,))), [0.9], [8], allowed=8)
+        for cost in (0.05, 0.2, 0.6)
+    )
+    assert cheap == 8 > dearer > dear >= 1
 
 
 def test_expected_gain_looks_past_a_jump_of_the_verify_cost() -> None:
     """The first draft alone loses (1.45 steps for at most 2 tokens at .69 S); several gain."""
-    jump = CostTable(0.02, (1.0, 2.2, 2.2, 2.2, 2.2, 2.2, 2.2, 2.2, 2.2))
+    jump = CostTable(0.02, (1.0, *[2.2] * 8))
     assert speedup(0.95, 1, jump.draft, jump.verify_cost) < 1.0
     assert optimal_draft_length(0.95, jump, 8) == 8
-    controller = Alone(jump, max_draft_length=8)
-    controller.reset(1)
+    controller = ExpectedGain(jump, max_draft_length=8)
     for _ in range(60):
-        limit = controller.limit(0, 20)
-        drafted = 1
-        while limit > 0 and drafted < limit and controller.keep_drafting(0, 0.97):
-            drafted += 1
-        controller.update(0, drafted if limit else 0, drafted if limit else 0)
+        round_of(controller, [0.97], [8], allowed=20)
     assert controller.limit(0, 20) == 8
     assert controller.limit(0, 1) == 0
 
@@ -385,39 +368,28 @@ def test_expected_gain_does_not_even_probe_what_can_hardly_gain(
 
 
 def test_expected_gain_turns_off_and_probes_ever_more_rarely() -> None:
-    controller = Alone(CostTable(0.6, (1.0,)))
-    controller.reset(1)
-    probes = []
-    for step in range(3000):
-        if controller.limit(0, 9) > 0:
-            probes.append(step)
-            controller.keep_drafting(0, 0.5)
-            controller.update(0, 1, 0)
-        else:
-            controller.update(0, 0, 0)
-    assert probes[0] == 0
-    gaps = [after - before for before, after in pairwise(probes)]
-    assert gaps == sorted(gaps)
-    assert gaps[-1] >= 1.9 * gaps[-2]
-    assert 5 <= len(probes) <= 15
-    assert controller.rate == 1.0
+    """For all rows of a batch at once."""
+    counts = []
+    for rows in (1, 8):
+        controller = ExpectedGain(CostTable(0.6, (1.0,)))
+        controller.reset(rows)
+        rounds = [round_of(controller, [0.5] * rows, [0] * rows) for _ in range(3000)]
+        probes = [number for number, drafted in enumerate(rounds) if drafted]
+        gaps = [after - before for before, after in pairwise(probes)]
+        assert probes[0] == 0
+        assert gaps == sorted(gaps)
+        assert gaps[-1] >= 1.9 * gaps[-2]
+        assert controller.rate == 1.0
+        counts.append(len(probes))
+    assert 5 <= counts[1] <= counts[0] <= 15  # not eight times as many
 
 
 def test_expected_gain_returns_when_a_probe_pays() -> None:
-    controller = Alone(CostTable(0.35, (1.0,)))
-    controller.reset(1)
-    drafted_rounds = 0
-    for step in range(400):
-        easy = step >= 150
-        limit = controller.limit(0, 9)
-        drafted = 0
-        while drafted < limit:
-            drafted += 1
-            if drafted < limit and not controller.keep_drafting(0, 0.97 if easy else 0.3):
-                break
-        controller.update(0, drafted, drafted if easy else 0)
-        drafted_rounds += drafted > 0 and step >= 300
-    assert drafted_rounds == 100
+    controller = ExpectedGain(CostTable(0.35, (1.0,)))
+    for _ in range(150):
+        round_of(controller, [0.3], [0])
+    drafted = [round_of(controller, [0.97], [9]) for _ in range(250)]
+    assert all(drafted[150:])
 
 
 def test_expected_gain_learns_overconfidence_in_all_rows_and_forgets_it_on_reset() -> None:
@@ -464,16 +436,10 @@ def test_expected_gain_learns_nothing_from_tokens_behind_a_rejection() -> None:
 
 def test_expected_gain_drafts_loops_far() -> None:
     """Where all is accepted and drafts are cheap, past the lengths that costs are measured at."""
-    controller = Alone(CostTable(0.1, (1.0, 1.1, 1.2)))
-    controller.reset(1)
-    for _ in range(20):
-        limit = controller.limit(0, 99)
-        assert limit == 12
-        drafted = 1
-        while drafted < limit and controller.keep_drafting(0, 0.99):
-            drafted += 1
-        controller.update(0, drafted, drafted)
-    assert drafted == 12
+    controller = ExpectedGain(CostTable(0.1, (1.0, 1.1, 1.2)))
+    drafted = [round_of(controller, [0.99], [99], allowed=99) for _ in range(20)]
+    assert drafted[-1] == 12
+    assert controller.limit(0, 99) == 12
 
 
 @pytest.mark.parametrize("telling", [True, False])
@@ -560,16 +526,6 @@ def test_expected_gain_lets_the_row_furthest_behind_decide() -> None:
     # the same rounds, but for that row
     controller.reset(8)
     assert all(round_of(controller, [0.9] * 8, [9] * 8) > 3 for _ in range(120))
-
-
-def test_expected_gain_probes_for_all_rows_at_once() -> None:
-    probes = {}
-    for rows in (1, 8):
-        controller = ExpectedGain(CostTable(0.6, (1.0,)))
-        controller.reset(rows)
-        rounds = [round_of(controller, [0.5] * rows, [0] * rows) for _ in range(1000)]
-        probes[rows] = [number for number, drafted in enumerate(rounds) if drafted]
-    assert 4 <= len(probes[8]) <= len(probes[1]) <= 12  # not eight times as many
 
 
 # Simulated decoding: a text is what would be accepted at each position, and how confident the draft

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -121,8 +122,24 @@ class Script(Controller):
 # The cache.
 
 
+ROUNDS = [
+    (family, skip, execution)
+    for (family, execution), skip in zip(
+        product(FAMILIES, ("modules", "fused")), cycle([*SKIPS, "scattered"]), strict=False
+    )
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "skip", "execution"), covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
+    ("family", "skip", "execution"),
+    [
+        *ROUNDS,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
+            if case not in ROUNDS
+        ),
+    ],
 )
 def test_cache_after_every_round_equals_a_fresh_prefill(
     family: str, skip: str, execution: str
@@ -755,11 +772,20 @@ def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
 # What a decoder refuses.
 
 
-def test_positions_past_the_limit_are_refused(llama: Any) -> None:
+def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
+    class Nothing:
+        def restart(self, rows: int) -> None:
+            pytest.fail("asked")
+
     limit = llama.config.max_position_embeddings
-    asked = request((limit - 3, 2), new_tokens=4)
     with pytest.raises(ValueError, match=f"at most {limit} tokens.*got {limit + 1}"):
-        decoder(llama, asked)
+        decoder(llama, request((limit - 3, 2), new_tokens=4))
+    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
+        decoder(llama, request(), controller=Nothing())
+    rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
+    session = Session(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
+    with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
+        session.cache.place([4], 3)
 
 
 def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
@@ -770,22 +796,6 @@ def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
     play(run)
     want = llama.generate(ids, max_new_tokens=6, do_sample=False)
     assert run.emitted == want[:, limit - 6 :].tolist()
-
-
-def test_what_is_no_controller_is_refused_before_anything_runs(llama: Any) -> None:
-    class Nothing:
-        def restart(self, rows: int) -> None:
-            pytest.fail("asked")
-
-    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
-        decoder(llama, request(), controller=Nothing())
-
-
-def test_a_full_cache_says_so(llama: Any) -> None:
-    opened = Sublayers(llama)
-    session = Session(opened, [SkipConfig()], [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
-    with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
-        session.cache.place([4], 3)
 
 
 @pytest.mark.parametrize("lengths", [(40, 3), (3, 40), (12, 3), (3, 3)])

@@ -136,33 +136,18 @@ def test_a_decoding_serves_several_models_and_threads(llama: Any) -> None:
 
 
 def test_settings_come_from_the_skip_config_unless_given() -> None:
-    stored = DecodingOptions(
-        controller="confidence", max_draft_length=3, threshold=0.2, acceptance="rejection"
-    )
-    skip = SkipConfig(exit_layer=2, decoding=stored)
+    own = {"controller": "confidence", "max_draft_length": 3, "acceptance": "rejection"}
+    skip = SkipConfig(exit_layer=2, decoding=DecodingOptions(threshold=0.2, **own))  # type: ignore[arg-type]
     read = LayerSkipDecoding(skip)
-    assert (read.controller, read.max_draft_length) == ("confidence", 3)
-    assert (read.threshold, read.acceptance, read.enabled) == (0.2, "rejection", True)
-    given = LayerSkipDecoding(
-        skip, controller="fixed", max_draft_length=5, acceptance="coupled", enabled=False
-    )
-    assert (given.controller, given.max_draft_length) == ("fixed", 5)
-    assert (given.acceptance, given.enabled) == ("coupled", False)
+    assert {name: getattr(read, name) for name in own} == own
+    assert (read.threshold, read.enabled) == (0.2, True)
+    told = {"controller": "fixed", "max_draft_length": 5, "acceptance": "coupled", "enabled": False}
+    given = LayerSkipDecoding(skip, **told)  # type: ignore[arg-type]
+    assert {name: getattr(given, name) for name in told} == told
     off = SkipConfig(exit_layer=2, decoding=DecodingOptions(enabled=False))
-    assert not LayerSkipDecoding(off).enabled
-    assert LayerSkipDecoding(off, enabled=True).enabled
+    assert [LayerSkipDecoding(off).enabled, LayerSkipDecoding(off, enabled=True).enabled] == [0, 1]
     assert LayerSkipDecoding().enabled
-    assert LayerSkipDecoding(skip).controller == "confidence"
     assert LayerSkipDecoding(SKIP).controller == "expected-gain"
-
-
-def test_a_skip_config_may_be_a_path(llama: Any, tmp_path: Path) -> None:
-    SKIP.save(tmp_path / "skip.json")
-    out = layerskip.generate(
-        llama, prompt(5), skip=tmp_path / "skip.json", controller="fixed", max_new_tokens=6
-    )
-    assert out.stats is not None
-    assert out.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -779,7 +764,7 @@ RESOLUTION = {torch.float32: 1e-5, torch.bfloat16: 8 * 2**-8, torch.float16: 8 *
     ("family", "dtype"),
     [
         (family, dtype)
-        if dtype == torch.bfloat16 or family in FEW_FAMILIES
+        if family in FEW_FAMILIES
         else pytest.param(family, dtype, marks=pytest.mark.slow)
         for family, dtype in product(FAMILIES, RESOLUTION)
     ],

@@ -65,14 +65,6 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     assert skip.shared_prefix() == 2
 
 
-def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
-    model = tiny("llama").float()
-    drafted = Sublayers(model, "native").weights.blocks(healed(model, tmp_path, bits=4))
-    assert all(isinstance(block, NativeBlock) for block in drafted)
-
-
 def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
     model = tiny("llama")
     opened = Sublayers(model, "fused")
@@ -96,8 +88,10 @@ def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
     if extension.refusal():
         pytest.skip(str(extension.refusal()))
     model, ids = tiny("llama", dtype=torch.float32), prompt(9)
-    skip = healed(model, tmp_path, size=0.3)
     opened = Sublayers(model, "native")
+    four = healed(model, tmp_path, bits=4, size=0.3)
+    assert all(isinstance(block, NativeBlock) for block in opened.weights.blocks(four))
+    skip = healed(model, tmp_path, size=0.3)
     healthy = logits(Sublayers(model, "fused"), skip, ids)
     sick = logits(Sublayers(model, "fused"), replace(skip, trained=None), ids)
     off = (logits(opened, skip, ids) - healthy).abs().max()

@@ -183,33 +183,6 @@ def test_eager_attention_and_a_tied_head(family: str) -> None:
         assert got.tolist() == want.tolist()
 
 
-def test_a_row_gets_the_same_text_wherever_it_stands_in_a_batch() -> None:
-    lengths, order = (9, 3, 12, 6), (2, 0, 3, 1)
-    ids, mask = ragged(lengths)
-    seeds = (5, 6, 7, 8)
-    settings: dict[str, Any] = {"skip": SKIPS["scattered"], "controller": "confidence"}
-    tokens, _ = decode("llama", ids, mask, sample=True, seeds=seeds, **settings)
-    shuffled = tuple(seeds[row] for row in order)
-    again, _ = decode(
-        "llama", ids[[*order]], mask[[*order]], sample=True, seeds=shuffled, **settings
-    )
-    assert again == [tokens[row] for row in order]
-    assert len({tuple(row) for row in tokens}) == 4
-
-
-def test_text_does_not_depend_on_the_draft_but_on_the_seed() -> None:
-    ids, mask = batch(3, "short")
-    texts = []
-    for seed in (1, 2):
-        for longest, name in product((1, 4, 9), ("fixed", "heuristic")):
-            settings = {"max_draft_length": longest, "controller": name, "seed": seed}
-            text, _ = decode("gemma3", ids, mask, sample=True, skip=SKIPS["early exit"], **settings)
-            texts.append(text)
-    assert all(text == texts[0] for text in texts[:6])
-    assert all(text == texts[6] for text in texts[6:])
-    assert texts[0] != texts[6]
-
-
 # ---------------------------------------------------------------------------------------------
 # The shipped models, in float32.
 

@@ -14,7 +14,6 @@ import torch
 from agreement import assert_agree, pairs
 from models import (
     FAMILIES,
-    FEW_FAMILIES,
     VOCABULARY,
     WINDOW,
     LowRank,
@@ -258,7 +257,9 @@ OFF = 0.03
 )
 def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.dtype) -> None:
     """Of sublayers that add little: what is compared are their own outputs, not the residual."""
-    model = tiny(family, dtype=dtype)
+    # of Phi 3, which has gate and up in one, `up` begins with no block
+    width = {"intermediate_size": 40} if family == "phi3" else {}
+    model = tiny(family, dtype=dtype, **width)
     opened = [lowered(model, execution, bits) for execution in ("fused", "native")]
     off = [
         ((got - want).abs().max() / want.abs().max()).item()
@@ -266,20 +267,12 @@ def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.
         for want, got in pairs(*opened, rows=3, ragged=ragged_rows)
     ]
     assert 0 < max(off) < OFF
-    exact = Sublayers(tiny(family, dtype=dtype, seed=1), "native")
+    exact = Sublayers(tiny(family, dtype=dtype, seed=1, **width), "native")
     others = [
         ((got - want).abs().max() / want.abs().max()).item()
         for want, got in pairs(opened[0], exact, rows=3)
     ]
     assert max(others) > 3 * OFF
-
-
-@pytest.mark.usefixtures("built")
-def test_gate_and_up_that_begin_with_no_block() -> None:
-    model = tiny("phi3", dtype=torch.float32, intermediate_size=40)
-    fused, native = (lowered(model, execution, 8) for execution in ("fused", "native"))
-    off = [(got - want).abs().max() / want.abs().max() for want, got in pairs(fused, native)]
-    assert max(off) < OFF
 
 
 @pytest.mark.usefixtures("built")
@@ -462,32 +455,23 @@ def test_a_forward_of_its_own_is_refused_by_name() -> None:
 # ---------------------------------------------------------------------------------------------
 # Texts.
 
-HOW: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 10}
 
-
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_texts_do_not_depend_on_low_precision(family: str) -> None:
-    model = lively_model(family)
+def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone() -> None:
+    """That texts do not depend on them: in `test_every_kind.py` and `test_random_cases.py`."""
+    model = lively_model("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [sorted(vars(module)) for module in model.modules()]
     ids, mask = ragged((WINDOW + 5, 3), seed=3)
-    greedy: dict[str, Any] = {"attention_mask": mask, "do_sample": False}
-    sampled = greedy | {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4}
-    accepted: dict[int, int] = {8: 0, 4: 0}
-    drafted = 0
-    for execution in ("modules", "fused"):
-        for law in (greedy, sampled):
-            law["execution"] = execution
-            want = generate(model, ids, enabled=False, max_new_tokens=10, **law).sequences
-            for bits in BITS:
-                skip = SkipConfig.low_precision(bits)  # type: ignore[arg-type]
-                out: Any = generate(
-                    model, ids, skip=skip, return_dict_in_generate=True, **HOW, **law
-                )
-                assert torch.equal(out.sequences, want)
-                accepted[bits] += out.stats.num_accepted_tokens
-                drafted += out.stats.num_draft_tokens
-    assert drafted / 2 > accepted[8] > 0.8 * drafted / 2 > 0
-    assert 0 < accepted[4] < drafted / 2
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20}
+    want = generate(model, ids, enabled=False, **how).sequences
+    rates = {}
+    for bits in BITS:
+        how |= {"skip": SkipConfig.low_precision(bits), "controller": "fixed"}  # type: ignore[arg-type]
+        out = generate(model, ids, max_draft_length=3, **how)
+        assert torch.equal(out.sequences, want)
+        assert out.stats is not None
+        rates[bits] = out.stats.acceptance_rate
+    assert 1 > rates[8] > 0.8
+    assert 0 < rates[4] < 1
     assert names == [sorted(vars(module)) for module in model.modules()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
