@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -48,8 +48,15 @@ def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -
     return near(model_of(family, vocab_size), noise)
 
 
-def decoded(drafts: Sequence[Draft], controller: Any, **how: Any) -> Decoder:
-    """Decode ragged prompts to the end; the finished decoder."""
+def decoded(
+    drafts: Sequence[Draft],
+    controller: Any,
+    *,
+    execution: str = "auto",
+    each: Callable[[Decoder], Any] = lambda run: None,
+    **how: Any,
+) -> Decoder:
+    """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)
     request = Request(
@@ -60,9 +67,13 @@ def decoded(drafts: Sequence[Draft], controller: Any, **how: Any) -> Decoder:
         [stream_key(row) for row in range(len(ids))],
         **how,
     )
-    run = Decoder(Sublayers(model), drafts, controller, request, max_draft_length=6)
+    opened = Sublayers(model, execution)
+    run = Decoder(opened, drafts, controller, request, max_draft_length=6)
+    run.played = []  # type: ignore[attr-defined]
     with torch.no_grad():
-        run.played = list(run.rounds())  # type: ignore[attr-defined]
+        for round_ in run.rounds():
+            run.played.append(round_)  # type: ignore[attr-defined]
+            each(run)
     return run
 
 

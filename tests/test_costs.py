@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import test_engine
 import torch
-from models import lively_model, pure, ragged
+from models import lively_model, pure
 from torch import Tensor
 from transformers import (
     PrefixConstrainedLogitsProcessor,
@@ -24,8 +25,6 @@ from transformers import (
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
@@ -38,19 +37,13 @@ LOOKUP = Lookup()
 DRAFT, VERIFY = 3.0, {1: 10.0, 2: 12.0, 3: 14.0, 5: 15.0, 9: 19.0}
 
 
-def request(
-    lengths: tuple[int, ...] = (40, 4), *, sample: bool = False, processors: Any = ()
-) -> Request:
-    ids, mask = ragged(lengths)
-    rows = len(lengths)
-    return Request(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=5,
-        law=Law(processors, do_sample=sample, rows=rows),
-        keys=[stream_key(row) for row in range(rows)],
+def request(lengths: tuple[int, ...] = (40, 4), **how: Any) -> Request:
+    return test_engine.request(
+        lengths,
+        new_tokens=5,
         eos=frozenset(range(97)),
         stop=lambda row, seen: pytest.fail("the probe is not the request's text"),
+        **how,
     )
 
 
@@ -346,21 +339,6 @@ def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.Mon
     model = Sublayers(lively_model("llama"))
     late = [asked(model) for _ in range(6)]
     assert late[-1] is late[-2] is late[costs._CALLS - 1] is not late[costs._CALLS - 2]
-
-
-def test_analytic_costs_count_weights(opened: Sublayers) -> None:
-    model = opened.model
-    layer = model.model.layers[0]
-    norm = model.model.norm.weight.numel()
-    attention = sum(p.numel() for p in layer.self_attn.parameters()) + norm
-    mlp = sum(p.numel() for p in layer.mlp.parameters()) + norm
-    head = model.lm_head.weight.numel() + norm
-    assert attention != mlp
-    table = analytic(opened, SkipConfig(attention=(1, 2), mlp=(4,)))
-    want = (4 * attention + 5 * mlp + head) / (6 * (attention + mlp) + head)
-    assert table.draft == pytest.approx(want)
-    assert table.verify == (1.0,)
-    assert table.source == "analytic"
 
 
 @pytest.mark.parametrize("bits", [8, 4])

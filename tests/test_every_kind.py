@@ -136,31 +136,45 @@ def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
     return [tokens + [0] * (longest - len(tokens)) for tokens in new]
 
 
+def decoded(
+    model: Any,
+    drafts: Sequence[Any],
+    law: str,
+    controller: Any,
+    execution: str,
+    ended: bool = False,
+    longest: int = 5,
+) -> Any:
+    """What `generate()` gives for the prompts."""
+    how, (ids, mask) = dict(LAWS[law]), prompts()
+    decoding = Several(
+        drafts,
+        COSTS,
+        controller=controller,
+        execution=execution,
+        max_draft_length=longest,
+        seed=how.pop("seed", None),
+    )
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=decoding,
+        return_dict_in_generate=True,
+        max_new_tokens=NEW,
+        eos_token_id=ENDS if ended else None,
+        pad_token_id=0,
+        **how,
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
-        model, (ids, mask) = model_of(family), prompts()
-        how = dict(LAWS[law])
-        decoding = Several(
-            drafts_of((kind, *BESIDE[beside]), model, folder),
-            COSTS,
-            controller=CONTROLLERS[controller](),
-            execution=execution,
-            max_draft_length=5,
-            seed=how.pop("seed", None),
-        )
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            custom_generate=decoding,
-            return_dict_in_generate=True,
-            max_new_tokens=NEW,
-            eos_token_id=ENDS if ended else None,
-            pad_token_id=0,
-            **how,
-        )
-        assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, law, ended)
+        model = model_of(family)
+        drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
+        out = decoded(model, drafts, law, CONTROLLERS[controller](), execution, ended)
+        assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
         accepted += out.stats.sources[0].num_accepted_tokens
         compactions += out.stats.num_compactions
@@ -171,28 +185,21 @@ def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
 NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3"), ("greedy", "coupled"), tuple(BESIDE))
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near-ties included."""
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
     for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
         monkeypatch.setattr(native, name, 64)
     accepted = dict.fromkeys(KINDS, 0)
     for kind, _, family, law, beside in (t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = model_of(family, dtype), prompts()
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
-        how |= {"execution": "native", "return_dict_in_generate": True}
-        plain = generate(model, ids, enabled=False, **how).sequences
-        seed = how.pop("seed", None)
+        plain = generate(model, ids, enabled=False, execution="native", **how).sequences
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
-        decoding = Several(
-            drafts, COSTS, controller=Fickle(1), execution="native", max_draft_length=5, seed=seed
-        )
-        del how["execution"]
-        out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
+        out = decoded(model, drafts, law, Fickle(1), "native")
         assert torch.equal(out.sequences, plain), (kind, family, law, beside)
         accepted[kind] += out.stats.sources[0].num_accepted_tokens
     assert all(accepted.values()), accepted
@@ -204,19 +211,10 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     ("kind", "family"), covering(("healed, 8 bits", *BLOCKS, "assistant"), ("llama", "gemma2"))
 )
 def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
-    model, (ids, mask) = model_of(family), prompts()
-    decoding = Several(
-        (draft_of(kind, model, folder), Lookup()),
-        COSTS,
-        controller=Fickle(1),
-        execution="compiled",
-        max_draft_length=3,
-        seed=LAWS["coupled"]["seed"],
-    )
-    how = {name: value for name, value in LAWS["coupled"].items() if name != "seed"}
-    how |= {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
-    assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, "coupled", False)
+    model = model_of(family)
+    drafts = (draft_of(kind, model, folder), Lookup())
+    out = decoded(model, drafts, "coupled", Fickle(1), "compiled", longest=3)
+    assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
 
 

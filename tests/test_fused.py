@@ -88,14 +88,6 @@ class QuantisedTensor(Tensor):
     """A weight that looks plain to its module."""
 
 
-def _hook(model):
-    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def _pre_hook(model):
-    model.model.layers[2].self_attn.q_proj.register_forward_pre_hook(lambda module, args: None)
-
-
 def _patched_forward(model):
     norm = model.model.norm
     norm.forward = lambda x: x
@@ -119,40 +111,27 @@ def _quantised(model):
     linear.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _offloaded(model):
-    model.lm_head.to("meta")
-
-
-def _accelerated(model):
-    model.model.layers[3].self_attn._hf_hook = object()
-
-
-def _tensor_parallel(model):
-    model.model.layers[3].self_attn.o_proj._is_hooked = True
-
-
-def _training(model):
-    model.model.layers[0].self_attn.train()
-
-
-def _mixed(model):
-    model.model.layers[0].input_layernorm.float()
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_hook, "layer 2 mlp has forward hooks"),
-        (_pre_hook, "layer 2 self_attn.q_proj has forward hooks"),
+        (
+            lambda model: model.model.layers[2].mlp.register_forward_hook(lambda *_: None),
+            "layer 2 mlp has forward hooks",
+        ),
+        (
+            lambda model: model.lm_head.register_forward_pre_hook(lambda *_: None),
+            "lm_head has forward hooks",
+        ),
         (_patched_forward, "model.norm has a patched forward"),
         (_patched_class, "layer 0 mlp is a LlamaMLP of test_fused, not a plain LlamaMLP"),
         (_adapter, "layer 1 self_attn.v_proj is a Adapted of test_fused, not a plain Linear"),
         (_quantised, "layer 1 mlp.up_proj has a weight of class QuantisedTensor"),
-        (_offloaded, "lm_head has its weight offloaded"),
-        (_accelerated, "layer 3 self_attn is hooked"),
-        (_tensor_parallel, "layer 3 self_attn.o_proj is hooked"),
-        (_training, "layer 0 self_attn is in training mode"),
-        (_mixed, "several dtypes"),
+        (lambda model: model.lm_head.to("meta"), "lm_head has its weight offloaded"),
+        # as accelerate and tensor parallelism leave modules
+        (lambda model: setattr(model.lm_head, "_hf_hook", object()), "lm_head is hooked"),
+        (lambda model: setattr(model.model.norm, "_is_hooked", True), "model.norm is hooked"),
+        (lambda model: model.model.layers[0].mlp.train(), "layer 0 mlp is in training mode"),
+        (lambda model: model.model.layers[0].input_layernorm.float(), "several dtypes"),
     ],
 )
 def test_what_is_not_plain_keeps_the_module_path(change, reason):

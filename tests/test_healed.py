@@ -17,7 +17,6 @@ import layerskip
 from layerskip import LowPrecision, SkipConfig
 from layerskip.checkpoints import load
 from layerskip.generation import generate
-from layerskip.model import extension
 from layerskip.model.blocks import Heads
 from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
@@ -84,9 +83,8 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("built")
 def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
     model, ids = tiny("llama", dtype=torch.float32), prompt(9)
     opened = Sublayers(model, "native")
     four = healed(model, tmp_path, bits=4, size=0.3)

@@ -107,10 +107,7 @@ def test_another_text_ends_where_it_ends() -> None:
     assert row.find(9) == NOTHING
     row.extend([8])  # and not what the other one begins with behind it
     assert row.find(9) == Proposal.of([9], 1)
-
-
-def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
-    lookup = Lookup()
+    lookup = Lookup()  # is shared by rows that know nothing of each other
     one, other = lookup.row([1, 2, 3, 1, 2]), lookup.row([3, 4, 2])
     assert one.find(2) == Proposal.of([3, 1], 2)
     assert other.find(2) == NOTHING

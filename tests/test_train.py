@@ -215,12 +215,6 @@ def test_muon_moves_matrices_in_all_directions_alike(tmp_path: Path) -> None:
     assert skip.trained is not None
 
 
-def test_muon_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
-        Recipe(tokens=1, optimizer="muon")
-
-
 THE_OTHER = """
 import sys
 from pathlib import Path
@@ -498,11 +492,14 @@ def test_judging_leaves_a_record_and_what_drafts_best(
 # What is refused.
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What files and disks do: in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
         Recipe()
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
+        Recipe(tokens=1, optimizer="muon")
     for kind, skip, message in (
         ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
         (

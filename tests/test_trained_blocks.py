@@ -19,6 +19,7 @@ from test_assistant import (
     prompts,
     second_of,
 )
+from torch import Tensor
 
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
@@ -27,7 +28,6 @@ from layerskip.cli.options import describe_skip
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Draft, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources import trained as states
@@ -116,13 +116,10 @@ def check_states(run: Decoder) -> Counter[str]:
 
 
 def play(drafts: Any, controller: Any, sample: bool) -> Counter[str]:
-    ids, mask = prompts(model_of())
-    keys = [stream_key(row) for row in range(len(ids))]
-    asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)
-    opened = Sublayers(model_of(), "modules")
-    run = Decoder(opened, drafts, controller, asked, max_draft_length=6)
-    with torch.no_grad():
-        return sum((check_states(run) for _ in run.rounds()), Counter[str]())
+    counts = Counter[str]()
+    how: dict[str, Any] = {"sample": sample, "new_tokens": 30, "eos": ENDS, "execution": "modules"}
+    decoded(drafts, controller, **how, each=lambda run: counts.update(check_states(run)))
+    return counts
 
 
 @pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], *ASSISTED])
@@ -185,6 +182,14 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
 
 
+def drafting(opened: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
+    """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
+    rows: dict[str, Any] = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
+    session = Session(opened, [skip.resolve(6)], [ids], **rows)
+    session.prefill()
+    return torch.stack([session.draft_step(torch.tensor([3]), n) for n in range(3)])
+
+
 @pytest.mark.parametrize("name", LOW)
 def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: Path) -> None:
     model = lively_model("llama", dtype=torch.float32, vocab_size=12)
@@ -195,15 +200,8 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
     assert 0 < opened.weights.nbytes(skip) < opened.weights.nbytes(exact) + 4 * 12 * 32
     # what a step computes is near what exact weights say, and another thing than they say
-    found = []
-    for each in (exact, skip):
-        session = Session(
-            opened, [each.resolve(6)], [ids[0]], max_new_tokens=9, max_draft_length=4, emitted=[[3]]
-        )
-        session.prefill()
-        tokens = torch.tensor([3])
-        found.append(torch.stack([session.draft_step(tokens, n) for n in range(3)]).softmax(-1))
-    assert 0 < (found[0] - found[1]).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
+    want, got = (drafting(opened, each, ids[0]).softmax(-1) for each in (exact, skip))
+    assert 0 < (got - want).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
 
 
 @pytest.mark.parametrize("name", ["heads", "streams", "heads in 8 bits"])
@@ -218,19 +216,8 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: P
         ([2, 3, 4, 9], {3, 4, 9}),
         ([2, 8], {2, 8}),
     ):
-        trimmed = opened.trimmed(given)
-        session = Session(
-            trimmed,
-            [skip],
-            [torch.tensor([5, 9])],
-            max_new_tokens=9,
-            max_draft_length=4,
-            emitted=[[3]],
-        )
-        session.prefill()
-        raw = torch.stack([session.draft_step(torch.tensor([3]), n)[0] for n in range(3)])
-        for logits in raw:
-            assert set(logits.isfinite().nonzero()[:, 0].tolist()) == wanted
+        for logits in drafting(opened.trimmed(given), skip, torch.tensor([5, 9])):
+            assert set(logits[0].isfinite().nonzero()[:, 0].tolist()) == wanted
     assert skip.trained is not None
     whole = save_trained(
         folder / "whole.safetensors",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_parity
 import torch
 from models import (
     FAMILIES,
@@ -19,9 +20,9 @@ from models import (
     lively_model,
     prompt,
     pure,
-    ragged,
     tiny_model,
 )
+from test_parity import model_of
 from torch import Tensor, nn
 from transformers import SuppressTokensLogitsProcessor
 
@@ -44,14 +45,6 @@ COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides any
 SKIP = SkipConfig.early_exit(4)
 SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
 VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
-LENGTHS = (13, 3, 10)
-
-
-@functools.cache
-def model_of(family: str) -> Any:
-    return lively_model(family)
-
-
 # ---------------------------------------------------------------------------------------------
 # Which tokens.
 
@@ -155,31 +148,15 @@ def test_copies_go_with_the_model() -> None:
 
 
 def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int]], Any]:
-    ids, mask = ragged(LENGTHS, seed=3)
-    if family == "gemma2" and not sample:  # the library's own batches have NaN in float64
-        ids, mask = ids[:1], mask[:1]
-    out = model_of(family).generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
-        max_new_tokens=20,
-        do_sample=sample,
-        **({"temperature": 0.8, "top_k": 20} if sample else {}),
-        return_dict_in_generate=True,
-    )
-    return out.sequences[:, ids.shape[1] :].tolist(), out.stats
+    ids, mask = test_parity.batch(3, "past the window")
+    how: dict[str, Any] = {"sample": sample, "seeds": (11, 12, 13) if sample else None}
+    return test_parity.decode(family, ids, mask, **how, **settings)
 
 
-@functools.cache
 def wanted(family: str, sample: bool) -> list[list[int]]:
     """Greedy: the library's own text; sampled: this engine's without drafts."""
-    if sample:
-        return decode(family, sample=True, seed=5)[0]
-    ids, mask = ragged(LENGTHS, seed=3)
-    if family == "gemma2":
-        ids, mask = ids[:1], mask[:1]
-    out = model_of(family).generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
-    return out[:, ids.shape[1] :].tolist()
+    text = test_parity.plain_sample if sample else test_parity.reference
+    return text(family, 3, "past the window")
 
 
 @pytest.mark.parametrize("tokens", VOCABULARIES)
@@ -196,7 +173,6 @@ def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -
             controller=controller,
             draft_vocabulary=VOCABULARIES[tokens],
             execution=execution,
-            seed=5 if sample else None,
         )
         assert text == wanted(family, sample)
         assert stats.num_draft_tokens > 0
@@ -208,34 +184,22 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
         rates = {}
         for name, tokens in VOCABULARIES.items():
             how: dict[str, Any] = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
-            text, stats = decode(
-                "llama", sample=sample, draft_vocabulary=tokens, seed=5 if sample else None, **how
-            )
+            text, stats = decode("llama", sample=sample, draft_vocabulary=tokens, **how)
             inside = sum(token in tokens for row in text for token in row)
             assert stats.num_accepted_tokens <= inside
             rates[name] = stats.acceptance_rate
-        _, whole = decode("llama", sample=sample, seed=5 if sample else None, **how)
+        _, whole = decode("llama", sample=sample, **how)
         assert rates["one"] < 0.1 < rates["some"] < rates["all"] == whole.acceptance_rate
 
 
 def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
     model, ids = model_of("gemma2"), prompt(9)
     opened = Sublayers(model)
+    how: dict[str, Any] = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
+    how |= {"skip": SKIP, "max_new_tokens": 6}
     for tokens in (SOME, SOME[:3]):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="confidence",
-                threshold=0.0,
-                max_draft_length=1,
-                draft_vocabulary=tokens,
-                max_new_tokens=6,
-            )
-        )
         known = [*ids[0].tolist()]
-        for round_ in rounds:
+        for round_ in layerskip.decode(model, ids, draft_vocabulary=tokens, **how):
             if round_.drafted[0]:
                 with torch.no_grad():
                     states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
@@ -244,9 +208,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
                 expected = float(torch.softmax(logits.float(), -1).max())
                 assert round_.confidences[0][0] == pytest.approx(expected, rel=1e-5)
             known += round_.tokens[0]
-    one = layerskip.decode(
-        model, ids, skip=SKIP, controller="confidence", draft_vocabulary=[7], max_new_tokens=6
-    )
+    one = layerskip.decode(model, ids, draft_vocabulary=[7], **how)
     assert {c for round_ in one for row in round_.confidences for c in row} == {1.0}
 
 
@@ -258,18 +220,9 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
     how: dict[str, Any] = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
     plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
+    how |= {"skip": SKIP, "controller": "fixed", "draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="fixed",
-                draft_vocabulary=SOME,
-                acceptance=acceptance,
-                **how,
-            )
-        )
+        rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         assert [r.tokens[0] for r in rounds] == plain
         assert not any(r.drafted[0] for r in rounds)
     assert not {t for tokens in plain for t in tokens} & set(SOME)
@@ -287,23 +240,11 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
     model, ids = model_of("llama"), prompt(7)
     assert 90 not in SOME
     how: dict[str, Any] = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
-    plain = [
-        t for r in layerskip.decode(model, ids, seed=4, enabled=False, **how) for t in r.tokens[0]
-    ]
+    how["seed"] = 4
+    plain = [t for r in layerskip.decode(model, ids, enabled=False, **how) for t in r.tokens[0]]
+    how |= {"skip": SKIP, "controller": "confidence", "threshold": 0.0, "draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="confidence",
-                threshold=0.0,
-                draft_vocabulary=SOME,
-                acceptance=acceptance,
-                seed=4,
-                **how,
-            )
-        )
+        rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         text = [t for r in rounds for t in r.tokens[0]]
         assert text[2::3] == [90] * 4
         assert acceptance == "rejection" or text == plain
@@ -359,10 +300,10 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason
     ids = prompt(6)
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
     change(model)
-    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "do_sample": False, "costs": COSTS}
-    whole = layerskip.generate(model, ids, controller="fixed", **how)
+    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "controller": "fixed"}
+    whole = layerskip.generate(model, ids, **how)
     with pytest.warns(UserWarning, match=f"draft_vocabulary has no effect: lm_head .*{reason}"):
-        out = layerskip.generate(model, ids, controller="fixed", draft_vocabulary=SOME, **how)
+        out = layerskip.generate(model, ids, draft_vocabulary=SOME, **how)
     assert out.sequences.tolist() == want.tolist()
     assert out.stats == whole.stats
 

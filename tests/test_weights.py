@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cost_records import cost_record
-from models import FEW_FAMILIES, prompt, tiny_model
+from models import FEW_FAMILIES, prompt, side_by_side, tiny_model
 from test_fused import assert_agree
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -134,11 +134,7 @@ def test_threads_may_hold_one_model_joined_and_errors_part_it():
         assert places(model) < count
         raise RuntimeError("broken")
     assert places(model) == count
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(*4 * [enter])
     assert len(found) == 4
     assert max(found) < count
     assert places(model) == count
