@@ -1,4 +1,4 @@
-"""Few cases that cover all combinations of a few values; knows nothing of what they mean."""
+"""Few cases that cover all combinations of a few values."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +13,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Offer
 
 VOCABULARY = 97
 WINDOW = 8
+
+SKIPS = {
+    "early exit": SkipConfig.early_exit(4),
+    "whole layers": SkipConfig.layers((2, 4)),
+    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # the first and the last sublayer
+}
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -175,6 +183,15 @@ def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, to
     ids = prompt(width, rows=len(lengths), seed=seed)
     mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
     return ids * mask, mask  # the pad token is 0
+
+
+def side_by_side(*functions: Callable[[], Any]) -> None:
+    """Run functions in a thread each, to the end."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def pure(processor: Any) -> Any:

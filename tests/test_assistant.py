@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,14 +16,13 @@ from torch import Tensor
 
 import layerskip
 from layerskip import Lookup, SkipConfig
+from layerskip.bench import lawtest
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Session
-from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
@@ -36,7 +35,6 @@ COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 LENGTHS = (13, 3, 6)
 ENDS = frozenset({4})
 EXIT = SkipConfig.early_exit(4).resolve(6)
-MIXTURES = ("assistant", "assistant, exit", "lookup, two assistants, exit")
 
 
 @functools.cache
@@ -50,18 +48,15 @@ def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -
     return near(model_of(family, vocab_size), noise)
 
 
-def drafts_of(mixture: str) -> tuple[DraftOrSkip, ...]:
-    first, other = Assistant(Sublayers(second_of())), Assistant(Sublayers(second_of(noise=0.2)))
-    known: dict[str, tuple[DraftOrSkip, ...]] = {
-        "assistant": (first,),
-        "assistant, exit": (first, EXIT),
-        "lookup, two assistants, exit": (Lookup(), first, other, EXIT),
-    }
-    return known[mixture]
-
-
-def decoded(drafts: Sequence[DraftOrSkip], controller: Any, **how: Any) -> Decoder:
-    """Decode ragged prompts to the end; the finished decoder."""
+def decoded(
+    drafts: Sequence[DraftOrSkip],
+    controller: Any,
+    *,
+    execution: str = "auto",
+    each: Callable[[Decoder], Any] = lambda run: None,
+    **how: Any,
+) -> Decoder:
+    """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)
     request = Request(
@@ -72,9 +67,13 @@ def decoded(drafts: Sequence[DraftOrSkip], controller: Any, **how: Any) -> Decod
         [stream_key(row) for row in range(len(ids))],
         **how,
     )
-    run = Decoder(Sublayers(model), drafts, controller, request, max_draft_length=6)
+    opened = Sublayers(model, execution)
+    run = Decoder(opened, drafts, controller, request, max_draft_length=6)
+    run.played = []  # type: ignore[attr-defined]
     with torch.no_grad():
-        run.played = list(run.rounds())  # type: ignore[attr-defined]
+        for round_ in run.rounds():
+            run.played.append(round_)  # type: ignore[attr-defined]
+            each(run)
     return run
 
 
@@ -102,58 +101,6 @@ def test_a_copy_of_the_target_is_always_right(family: str, execution: str) -> No
         wrong, right, _ = run.stats.sources
         assert right.num_accepted_tokens == right.num_draft_tokens > 10
         assert wrong.num_accepted_tokens < wrong.num_draft_tokens
-
-
-def check_states(run: Decoder) -> int:
-    """What each assistant has seen of a row is what a prefill writes; the rows where it falls short
-    of what the row has emitted."""
-    short = 0
-    for state in run.session.states:
-        if not isinstance(state, assistants._State):
-            continue
-        for row, place in run.session.rows.items():
-            text = [*run.session.prompts[row].tolist(), *run.emitted[row]]
-            seen = state.seen[row]
-            short += seen < len(text) - 1
-            if not seen:
-                continue
-            tokens = [torch.tensor(text[:seen])]
-            fresh = Session(state.model, [], tokens, max_new_tokens=1, max_draft_length=0)
-            fresh.prefill()
-            for name in ("keys", "values"):
-                for layer, ours in getattr(state.cache, name).items():
-                    want = getattr(fresh.cache, name)[layer][0, :, :seen]
-                    torch.testing.assert_close(ours[place, :, :seen], want, rtol=1e-9, atol=1e-9)
-    return short
-
-
-def played_with_states(drafts: Sequence[DraftOrSkip], controller: Any, sample: bool) -> int:
-    ids, mask = prompts(model_of())
-    keys = [stream_key(row) for row in range(len(ids))]
-    asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)
-    run = Decoder(Sublayers(model_of()), drafts, controller, asked, max_draft_length=6)
-    with torch.no_grad():
-        return sum(check_states(run) for _ in run.rounds())
-
-
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_states_are_those_of_a_fresh_prefill_after_every_round(mixture: str) -> None:
-    drafts = drafts_of(mixture)
-    for sample in (False, True):
-        short = played_with_states(drafts, Fickle(7 + sample), sample)
-        assert short  # where others drafted, or nobody
-
-
-def test_a_state_that_is_not_rolled_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above."""
-
-    def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
-        if steps:
-            self.seen[row] = self.batch.lengths[row] + min(len(emitted) + 1, steps)
-
-    monkeypatch.setattr(assistants._State, "commit", forgetful)
-    with pytest.raises(AssertionError, match="not close"):
-        played_with_states(drafts_of("assistant"), Fixed(4), sample=False)
 
 
 def test_the_doors_take_a_model_or_an_opened_one() -> None:
@@ -191,7 +138,8 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
         decoded((Assistant(Sublayers(short)),), Fixed())
 
 
-def test_check_passes_with_an_assistant() -> None:
+def test_check_passes_with_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lawtest, "DRAWS", 256)
     model, other = model_of(vocab_size=VOCABULARY), second_of(vocab_size=VOCABULARY)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
     report = check(model, ids, None, assistant=Sublayers(other), max_new_tokens=12)
@@ -202,6 +150,7 @@ def test_check_passes_with_an_assistant() -> None:
 # Replays.
 
 
+@functools.cache
 def traced(sample: bool, ended: bool) -> Trace:
     ids, mask = prompts(model_of())
     return take_trace(
@@ -217,8 +166,7 @@ def traced(sample: bool, ended: bool) -> Trace:
 
 def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
     """The negative control: what it knows of the texts is what another model does."""
-    (draft,) = drafts_of("assistant")
-    assert isinstance(draft, Assistant)
+    draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
     starts = [(text, text.prompt + i, 3) for i in range(9)]
     chains = Chains(trace, draft, starts, 6, [None])

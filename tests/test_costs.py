@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import test_engine
 import torch
-from models import lively_model, prompt, pure, ragged
+from models import lively_model, pure
 from torch import Tensor
 from transformers import (
     PrefixConstrainedLogitsProcessor,
@@ -24,8 +25,6 @@ from transformers import (
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
@@ -38,19 +37,13 @@ LOOKUP = Lookup()
 DRAFT, VERIFY = 3.0, {1: 10.0, 2: 12.0, 3: 14.0, 5: 15.0, 9: 19.0}
 
 
-def request(
-    lengths: tuple[int, ...] = (40, 4), *, sample: bool = False, processors: Any = ()
-) -> Request:
-    ids, mask = ragged(lengths)
-    rows = len(lengths)
-    return Request(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=5,
-        law=Law(processors, do_sample=sample, rows=rows),
-        keys=[stream_key(row) for row in range(rows)],
+def request(lengths: tuple[int, ...] = (40, 4), **how: Any) -> Request:
+    return test_engine.request(
+        lengths,
+        new_tokens=5,
         eos=frozenset(range(97)),
         stop=lambda row, seen: pytest.fail("the probe is not the request's text"),
+        **how,
     )
 
 
@@ -145,15 +138,12 @@ def test_the_budget_ends_the_sweeps(
     assert clock() <= 2 * one_sweep + 1e-6
 
 
-def test_a_longer_pass_is_never_cheaper() -> None:
+def test_a_longer_pass_is_never_cheaper_and_one_disturbed_does_not_raise_longer_ones() -> None:
     table = costs._table(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0})
     assert table.draft == pytest.approx(0.3)
     assert table.verify == pytest.approx((1.0, 1.0, 1.15, 1.15, 1.15))  # of 1, .9, 1.2, 1.1
-
-
-def test_one_disturbed_length_does_not_raise_the_longer_ones() -> None:
-    table = costs._table(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0})
     # 1, 1.6, 1.3, 1.4 and 1.5 for 0, 1, 2, 4 and 8 drafted tokens
+    table = costs._table(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0})
     level = 43 / 30
     rest = [level + (1.5 - level) * part for part in (0.25, 0.5, 0.75, 1.0)]
     assert table.verify == pytest.approx((1.0, level, level, level, level, *rest))
@@ -349,35 +339,6 @@ def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.Mon
     model = Sublayers(lively_model("llama"))
     late = [asked(model) for _ in range(6)]
     assert late[-1] is late[-2] is late[costs._CALLS - 1] is not late[costs._CALLS - 2]
-
-
-def test_measuring_leaves_the_text_alone(opened: Sublayers) -> None:
-    """A first call that measures and a second that does not draw the same."""
-    import layerskip
-
-    model = lively_model("llama")
-    texts = [
-        layerskip.generate(
-            model, prompt(6), skip=SKIP, seed=4, do_sample=True, max_new_tokens=16
-        ).sequences.tolist()
-        for _ in range(2)
-    ]
-    assert texts[0] == texts[1]
-
-
-def test_analytic_costs_count_weights(opened: Sublayers) -> None:
-    model = opened.model
-    layer = model.model.layers[0]
-    norm = model.model.norm.weight.numel()
-    attention = sum(p.numel() for p in layer.self_attn.parameters()) + norm
-    mlp = sum(p.numel() for p in layer.mlp.parameters()) + norm
-    head = model.lm_head.weight.numel() + norm
-    assert attention != mlp
-    table = analytic(opened, SkipConfig(attention=(1, 2), mlp=(4,)))
-    want = (4 * attention + 5 * mlp + head) / (6 * (attention + mlp) + head)
-    assert table.draft == pytest.approx(want)
-    assert table.verify == (1.0,)
-    assert table.source == "analytic"
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import replace
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
+import models
 import pytest
 import torch
 from covering import covering
@@ -20,6 +22,7 @@ from models import (
     prompt,
     pure,
     ragged,
+    side_by_side,
 )
 from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
@@ -35,12 +38,7 @@ from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled
 from layerskip.model.sublayers import Sublayers
 
-SKIPS = {
-    "early exit": SkipConfig.early_exit(4),
-    "whole layers": SkipConfig.layers((2, 4)),
-    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),
-    "nothing": SkipConfig(),
-}
+SKIPS = models.SKIPS | {"nothing": SkipConfig()}
 LENGTHS = (WINDOW + 5, 3, 6)
 EXECUTIONS = ["modules", "fused", pytest.param("compiled", marks=pytest.mark.slow)]
 
@@ -88,11 +86,6 @@ def play(decoder: Decoder) -> list[Round]:
     return list(decoder.rounds())
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return lively_model("llama")
-
-
 class Script(Controller):
     """A controller that drafts given lengths, round after round, the same in every row."""
 
@@ -121,8 +114,27 @@ class Script(Controller):
 # The cache.
 
 
+ROUNDS = [
+    (family, skip, execution)
+    for (family, execution), skip in zip(
+        product(FAMILIES, ("modules", "fused")), cycle([*SKIPS, "scattered"]), strict=False
+    )
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "skip", "execution"), covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
+    ("family", "skip", "execution"),
+    [
+        *ROUNDS,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("llama", "scattered", "compiled"), ("gemma2", "early exit", "compiled")),
+                *covering(FAMILIES, tuple(SKIPS), ("modules", "fused")),
+            )
+            if case not in ROUNDS
+        ),
+    ],
 )
 def test_cache_after_every_round_equals_a_fresh_prefill(
     family: str, skip: str, execution: str
@@ -158,12 +170,6 @@ def check_caches(family: str, skip: str, execution: str, device: str = "cpu") ->
         assert max(run.session.lengths) > WINDOW
     assert rejected == (skip != "nothing")
     assert ended_early
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "skip"), [("llama", "scattered"), ("gemma2", "early exit")])
-def test_cache_after_every_compiled_round_equals_a_fresh_prefill(family: str, skip: str) -> None:
-    check_caches(family, skip, "compiled")
 
 
 def prefilled(run: Decoder) -> list[tuple[list[int], Session]]:
@@ -413,14 +419,20 @@ def test_sublayer_tokens_equal_those_that_hooks_count(family: str, skip: str) ->
         hook.remove()
 
 
-def test_plain_decoding_costs_every_sublayer_once_a_token(llama: Any) -> None:
-    run = decoder(llama, request((5,), new_tokens=9), longest=0)
+@pytest.mark.parametrize("new_tokens", [1, 9])
+def test_plain_decoding_costs_every_sublayer_once_a_token(llama: Any, new_tokens: int) -> None:
+    """And the first token nothing but the prefill."""
+    run = decoder(llama, request((5,), new_tokens=new_tokens), longest=0)
     rounds = play(run)
-    assert len(rounds) == 9
-    assert run.stats.num_drafts == 0
+    assert [round_.index for round_ in rounds] == list(range(new_tokens))
+    assert rounds[-1].finished == (True,)
+    assert run.stats.num_new_tokens == new_tokens
+    assert run.stats.num_drafts == run.stats.num_draft_tokens == 0
     assert run.stats.acceptance_rate == 0.0
     assert run.stats.mean_acceptance_length == 1.0
-    assert run.stats.sublayer_tokens == 8 * 12 == 8 * round_sublayer_tokens(0, 12, 12, 12)
+    assert run.stats.tokens_per_round == (new_tokens > 1)
+    sublayer_tokens = (new_tokens - 1) * round_sublayer_tokens(0, 12, 12, 12)
+    assert run.stats.sublayer_tokens == sublayer_tokens == (new_tokens - 1) * 12
 
 
 # ---------------------------------------------------------------------------------------------
@@ -431,15 +443,6 @@ def greedy_text(model: Any, lengths: tuple[int, ...], new_tokens: int) -> list[l
     run = decoder(model, request(lengths, new_tokens=new_tokens), longest=0)
     play(run)
     return run.emitted
-
-
-def test_one_new_token_makes_no_round(llama: Any) -> None:
-    run = decoder(llama, request(new_tokens=1))
-    rounds = play(run)
-    assert [r.index for r in rounds] == [0]
-    assert rounds[0].finished == (True, True, True)
-    assert run.stats.num_rounds == run.stats.sublayer_tokens == run.stats.num_draft_tokens == 0
-    assert run.stats.num_new_tokens == 3
 
 
 def test_lengths_bound_what_is_drafted(llama: Any) -> None:
@@ -616,13 +619,15 @@ def test_the_host_waits_once_a_round(
 # Laws that break.
 
 
-def test_nan_logits_stop_with_a_reason(llama: Any) -> None:
-    model = lively_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight[3, 3] = float("nan")
-    for sample in (False, True):
-        with pytest.raises(ValueError, match=r"row 0 has no token to draw.*NaN"):
-            play(decoder(model, request(sample=sample)))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # lean and native passes
+def test_nan_logits_stop_with_a_reason(dtype: torch.dtype) -> None:
+    for part in ("lm_head", "model.layers.5.mlp.down_proj"):
+        model = lively_model("llama", dtype=dtype)
+        with torch.no_grad():
+            model.get_submodule(part).weight[3, 3] = float("nan")
+        for sample in (False, True):
+            with pytest.raises(ValueError, match=r"row 0 has no token to draw.*NaN"):
+                play(decoder(model, request(sample=sample)))
 
 
 def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
@@ -675,7 +680,7 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     model = lively_model(family)
@@ -683,12 +688,6 @@ def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     run = decoder(model, request(sample=True), skip="scattered", execution=execution)
     play(run)
     check_untouched(model, before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_passes_leave_the_model_as_they_found_it(family: str) -> None:
-    test_the_model_is_left_as_it_was_found(family, "compiled")
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -740,11 +739,7 @@ def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
     for one in alone:
         play(one)
     together = [run(sample) for sample in (False, True, False, True)]
-    threads = [threading.Thread(target=play, args=(one,)) for one in together]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(*(partial(play, one) for one in together))
     assert [one.emitted for one in together] == [one.emitted for one in alone] * 2
 
 
@@ -752,11 +747,20 @@ def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
 # What a decoder refuses.
 
 
-def test_positions_past_the_limit_are_refused(llama: Any) -> None:
+def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
+    class Nothing:
+        def restart(self, rows: int) -> None:
+            pytest.fail("asked")
+
     limit = llama.config.max_position_embeddings
-    asked = request((limit - 3, 2), new_tokens=4)
     with pytest.raises(ValueError, match=f"at most {limit} tokens.*got {limit + 1}"):
-        decoder(llama, asked)
+        decoder(llama, request((limit - 3, 2), new_tokens=4))
+    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
+        decoder(llama, request(), controller=Nothing())
+    rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
+    session = Session(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
+    with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
+        session.cache.place([4], 3)
 
 
 def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
@@ -767,22 +771,6 @@ def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
     play(run)
     want = llama.generate(ids, max_new_tokens=6, do_sample=False)
     assert run.emitted == want[:, limit - 6 :].tolist()
-
-
-def test_what_is_no_controller_is_refused_before_anything_runs(llama: Any) -> None:
-    class Nothing:
-        def restart(self, rows: int) -> None:
-            pytest.fail("asked")
-
-    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
-        decoder(llama, request(), controller=Nothing())
-
-
-def test_a_full_cache_says_so(llama: Any) -> None:
-    opened = Sublayers(llama)
-    session = Session(opened, [SkipConfig()], [prompt(4)[0]], max_new_tokens=1, max_draft_length=0)
-    with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
-        session.cache.place([4], 3)
 
 
 @pytest.mark.parametrize("lengths", [(40, 3), (3, 40), (12, 3), (3, 3)])

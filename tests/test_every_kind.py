@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -136,31 +136,45 @@ def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
     return [tokens + [0] * (longest - len(tokens)) for tokens in new]
 
 
+def decoded(
+    model: Any,
+    drafts: Sequence[Any],
+    law: str,
+    controller: Any,
+    execution: str,
+    ended: bool = False,
+    longest: int = 5,
+) -> Any:
+    """What `generate()` gives for the prompts."""
+    how, (ids, mask) = dict(LAWS[law]), prompts()
+    decoding = Several(
+        drafts,
+        COSTS,
+        controller=controller,
+        execution=execution,
+        max_draft_length=longest,
+        seed=how.pop("seed", None),
+    )
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=decoding,
+        return_dict_in_generate=True,
+        max_new_tokens=NEW,
+        eos_token_id=ENDS if ended else None,
+        pad_token_id=0,
+        **how,
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
-        model, (ids, mask) = model_of(family), prompts()
-        how = dict(LAWS[law])
-        decoding = Several(
-            drafts_of((kind, *BESIDE[beside]), model, folder),
-            COSTS,
-            controller=CONTROLLERS[controller](),
-            execution=execution,
-            max_draft_length=5,
-            seed=how.pop("seed", None),
-        )
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            custom_generate=decoding,
-            return_dict_in_generate=True,
-            max_new_tokens=NEW,
-            eos_token_id=ENDS if ended else None,
-            pad_token_id=0,
-            **how,
-        )
-        assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, law, ended)
+        model = model_of(family)
+        drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
+        out = decoded(model, drafts, law, CONTROLLERS[controller](), execution, ended)
+        assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
         accepted += out.stats.sources[0].num_accepted_tokens
         compactions += out.stats.num_compactions
@@ -171,28 +185,21 @@ def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
 NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3"), ("greedy", "coupled"), tuple(BESIDE))
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near-ties included."""
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
     for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
         monkeypatch.setattr(native, name, 64)
     accepted = dict.fromkeys(KINDS, 0)
     for kind, _, family, law, beside in (t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = model_of(family, dtype), prompts()
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
-        how |= {"execution": "native", "return_dict_in_generate": True}
-        plain = generate(model, ids, enabled=False, **how).sequences
-        seed = how.pop("seed", None)
+        plain = generate(model, ids, enabled=False, execution="native", **how).sequences
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
-        decoding = Several(
-            drafts, COSTS, controller=Fickle(1), execution="native", max_draft_length=5, seed=seed
-        )
-        del how["execution"]
-        out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
+        out = decoded(model, drafts, law, Fickle(1), "native")
         assert torch.equal(out.sequences, plain), (kind, family, law, beside)
         accepted[kind] += out.stats.sources[0].num_accepted_tokens
     assert all(accepted.values()), accepted
@@ -204,19 +211,10 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     ("kind", "family"), covering(("healed, 8 bits", *BLOCKS, "assistant"), ("llama", "gemma2"))
 )
 def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
-    model, (ids, mask) = model_of(family), prompts()
-    decoding = Several(
-        (draft_of(kind, model, folder), Lookup()),
-        COSTS,
-        controller=Fickle(1),
-        execution="compiled",
-        max_draft_length=3,
-        seed=LAWS["coupled"]["seed"],
-    )
-    how = {name: value for name, value in LAWS["coupled"].items() if name != "seed"}
-    how |= {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    out = model.generate(ids, custom_generate=decoding, pad_token_id=0, **how)
-    assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, "coupled", False)
+    model = model_of(family)
+    drafts = (draft_of(kind, model, folder), Lookup())
+    out = decoded(model, drafts, "coupled", Fickle(1), "compiled", longest=3)
+    assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
 
 
@@ -329,6 +327,11 @@ def test_known_wrong_samplers_fail_the_same_test(
 MIXTURES: dict[str, tuple[Any, ...]] = {
     **{kind: (kind,) for kind in KINDS},
     "exit, assistant": (SkipConfig.early_exit(4).resolve(6), "assistant"),
+    "lookup": (Lookup(),),
+    "two lookups, exit, layers left out": (
+        *(Lookup([[*range(2, 12), 4, 6, 8, 3, 5]]), Lookup()),
+        *(SkipConfig.early_exit(4).resolve(6), SkipConfig(attention=(0, 3), mlp=(2, 5)).resolve(6)),
+    ),
     "one of each": (
         *(Lookup(), SkipConfig.low_precision(8).resolve(6), "healed behind a prefix, head exact"),
         *(SkipConfig(attention=(5,), mlp=(5,)).resolve(6), *BLOCKS, "assistant"),
@@ -336,25 +339,25 @@ MIXTURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mixture", "sample", "ended"), covering(tuple(MIXTURES), (False, True), (False, True))
-)
-def test_simulated_rounds_are_those_of_decoding(
-    mixture: str, sample: bool, ended: bool, folder: Path
-) -> None:
-    """Whatever the controller."""
+@pytest.mark.parametrize(("number", "mixture"), list(enumerate(MIXTURES)))
+def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folder: Path) -> None:
+    """Each mixture meets all controllers, one for every law and end, by turns."""
     drafts = drafts_of(MIXTURES[mixture], test_assistant.model_of(), folder)
-    trace = test_assistant.traced(sample, ended)
-    replays = [replay(trace, draft) for draft in drafts]
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
-    made = (Fickle, lambda: Fickle(6), lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs))
-    for make in made:
+    made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
+    made = made[number % 4 :] + made[: number % 4]
+    for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
+        trace = test_assistant.traced(sample, ended)
+        replays = [replay(trace, draft) for draft in drafts]
         run = test_assistant.decoded(drafts, make(), sample=sample, eos=trace.eos)
         real = [
             SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
             for r in run.played[1:]
         ]
-        assert list(simulate(replays, make(), range(len(trace.texts)))) == real
+        controller = make()
+        assert list(simulate(replays, controller, range(len(trace.texts)))) == real
+        if isinstance(controller, Fickle):
+            assert controller.told == run.controller.told
 
 
 @pytest.mark.parametrize(("kind", "sample"), list(zip(KINDS, cycle((False, True)), strict=False)))

@@ -17,7 +17,6 @@ import layerskip
 from layerskip import LowPrecision, SkipConfig
 from layerskip.checkpoints import load
 from layerskip.generation import generate
-from layerskip.model import extension
 from layerskip.model.blocks import Heads
 from layerskip.model.native import NativeBlock
 from layerskip.model.rounded import copies_of, rounded
@@ -64,14 +63,6 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     assert skip.shared_prefix() == 2
 
 
-def test_a_healed_sublayer_stays_native(tmp_path: Path) -> None:
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
-    model = tiny("llama").float()
-    drafted = Sublayers(model, "native").weights.blocks(healed(model, tmp_path, bits=4))
-    assert all(isinstance(block, NativeBlock) for block in drafted)
-
-
 def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
     model = tiny("llama")
     opened = Sublayers(model, "fused")
@@ -91,12 +82,13 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("built")
 def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
-    if extension.refusal():
-        pytest.skip(str(extension.refusal()))
     model, ids = tiny("llama", dtype=torch.float32), prompt(9)
-    skip = healed(model, tmp_path, size=0.3)
     opened = Sublayers(model, "native")
+    four = healed(model, tmp_path, bits=4, size=0.3)
+    assert all(isinstance(block, NativeBlock) for block in opened.weights.blocks(four))
+    skip = healed(model, tmp_path, size=0.3)
     healthy = logits(Sublayers(model, "fused"), skip, ids)
     sick = logits(Sublayers(model, "fused"), replace(skip, trained=None), ids)
     off = (logits(opened, skip, ids) - healthy).abs().max()

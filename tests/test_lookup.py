@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -11,27 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from models import Erratic, Fickle, lively_model, ragged
+from models import Fickle
+from test_assistant import decoded, traced
 from test_engine import check_cache, prefilled
 from test_sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, p_value, sample_texts
 from torch import Tensor
 
-from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip import Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
-from layerskip.decoding.controllers import CONTROLLERS, Fixed
-from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
 from layerskip.decoding.sources.base import Offer, Proposal
 from layerskip.decoding.sources.lookup import NOTHING, LookupRow
-from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drafts import Replay, replay
-from layerskip.replay.simulation import SimulatedRound, simulate
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.drafts import replay
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT, SCATTERED = SkipConfig.early_exit(4), SkipConfig(attention=(0, 3), mlp=(2, 5))
@@ -46,15 +41,6 @@ MIXTURES: dict[str, tuple[SkipConfig | Lookup, ...]] = {
     ),
     "scattered, exit": (SCATTERED, EXIT),
 }
-LENGTHS = (13, 3, 6)
-
-
-def tables(mixture: str) -> list[CostTable]:
-    """Costs of each draft."""
-    looked_up, drafted = CostTable(0.0, COSTS.verify), COSTS
-    return [looked_up if isinstance(draft, Lookup) else drafted for draft in MIXTURES[mixture]]
-
-
 # ---------------------------------------------------------------------------------------------
 # The index.
 
@@ -121,10 +107,7 @@ def test_another_text_ends_where_it_ends() -> None:
     assert row.find(9) == NOTHING
     row.extend([8])  # and not what the other one begins with behind it
     assert row.find(9) == Proposal.of([9], 1)
-
-
-def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
-    lookup = Lookup()
+    lookup = Lookup()  # is shared by rows that know nothing of each other
     one, other = lookup.row([1, 2, 3, 1, 2]), lookup.row([3, 4, 2])
     assert one.find(2) == Proposal.of([3, 1], 2)
     assert other.find(2) == NOTHING
@@ -134,54 +117,9 @@ def test_a_lookup_is_shared_by_rows_that_know_nothing_of_each_other() -> None:
 # Decoding; that the text is the target's: in `test_every_kind.py`.
 
 
-@functools.cache
-def repeating_model(family: str) -> Any:
-    """A model of so few tokens that its texts repeat some stretches, and others not."""
-    return lively_model(family, vocab_size=12)
-
-
-def generate(drafts: Any, controller: Any, *, family: str = "llama", **how: Any) -> Decoder:
-    """Decode ragged prompts to the end; the finished decoder."""
-    model = repeating_model(family)
-    lengths = how.pop("lengths", LENGTHS)
-    ids, mask = ragged(lengths, seed=3)
-    ids = torch.where(mask.bool(), ids % 10 + 2, ids)
-    rows = len(lengths)
-    request = Request(
-        ids,
-        mask,
-        how.pop("new_tokens", 40),
-        Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=rows),
-        [stream_key(row) for row in range(rows)],
-        **how,
-    )
-    run = Decoder(Sublayers(model), drafts, controller, request, max_draft_length=6)
-    with torch.no_grad():
-        run.played = list(run.rounds())  # type: ignore[attr-defined]
-    return run
-
-
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3", pytest.param("qwen3", marks=pytest.mark.slow)]
-)
-def test_greedy_tokens_are_the_librarys(family: str) -> None:
-    model = repeating_model(family)
-    ids, mask = ragged(LENGTHS, seed=3)
-    ids = torch.where(mask.bool(), ids % 10 + 2, ids)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
-    how |= {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "pad_token_id": 0}
-    want = model.generate(ids, **how)
-    for skip in (None, EXIT):
-        for controller in CONTROLLERS[:: 2 if skip is None else 1]:
-            decoding = LayerSkipDecoding(skip, lookup=True, controller=controller, costs=COSTS)
-            got = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
-            assert got.sequences.tolist() == want.tolist()
-            assert got.stats.sources[0].num_draft_tokens > 0
-
-
 def test_sources_are_counted() -> None:
     drafts = MIXTURES["two lookups, exit, scattered"]
-    run = generate(drafts, Fickle(3), eos=frozenset({4}), sample=True)
+    run = decoded(drafts, Fickle(3), eos=frozenset({4}), sample=True)
     rounds = run.played
     for number, counts in enumerate(run.stats.sources):
         mine = [round_ for round_ in rounds if round_.source == number]
@@ -195,7 +133,7 @@ def test_sources_are_counted() -> None:
 def test_a_controller_that_chooses_is_told_how_good_every_lookup_was() -> None:
     """Also of those that it did not take."""
     fickle = Fickle(4)
-    run = generate(MIXTURES["two lookups, exit, scattered"], fickle)
+    run = decoded(MIXTURES["two lookups, exit, scattered"], fickle)
     texts = [prompt.tolist() for prompt in run.session.prompts]
     want = []
     lookups = [run.drafts[0], run.drafts[1]]
@@ -235,11 +173,9 @@ def test_processors_never_see_what_they_forbid() -> None:
 
     for rejection in (False, True):
         how: dict[str, Any] = {"processors": (ByGrammar(),), "sample": True}
-        plain = generate((), Fixed(), **how)
+        plain = decoded((), Fixed(), **how)
         for mixture in ("lookup", "lookup, exit"):
-            run = generate(
-                MIXTURES[mixture], Fixed(4), **how, rejection=rejection, keep_scores=True
-            )
+            run = decoded(MIXTURES[mixture], Fixed(4), **how, rejection=rejection, keep_scores=True)
             lookups = run.stats.sources[0]
             assert 0 < lookups.num_accepted_tokens < lookups.num_draft_tokens
             if not rejection:
@@ -250,9 +186,9 @@ def test_processors_never_see_what_they_forbid() -> None:
 @pytest.mark.parametrize("sample", [False, True])
 def test_scores_and_caches_are_those_of_plain_decoding(sample: bool) -> None:
     how: dict[str, Any] = {"sample": sample, "keep_scores": True, "eos": frozenset({4})}
-    plain = [*kept_scores(generate((), Fixed(), **how))]
+    plain = [*kept_scores(decoded((), Fixed(), **how))]
     for mixture in MIXTURES:
-        run = generate(MIXTURES[mixture], Fickle(5), **how)
+        run = decoded(MIXTURES[mixture], Fickle(5), **how)
         for got, want in zip(kept_scores(run), plain, strict=True):
             torch.testing.assert_close(got, want)
         check_cache(run, prefilled(run))
@@ -334,55 +270,12 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch: pytest.Monke
 # ---------------------------------------------------------------------------------------------
 # Replays.
 
-LOOKUPS = {name: drafts for name, drafts in MIXTURES.items() if name != "scattered, exit"}
 
-
-@functools.cache
-def traced(sample: bool, ended: bool) -> Trace:
-    ids, mask = ragged(LENGTHS, seed=3)
-    prompts = [row[keep.bool()] % 10 + 2 for row, keep in zip(ids, mask, strict=True)]
-    return take_trace(
-        repeating_model("llama"),
-        prompts,
-        max_new_tokens=40,
-        law=Law((), do_sample=sample, rows=1),
-        seeds=range(3),
-        eos=frozenset({4}) if ended else frozenset(),
-        draft_length=6,
-    )
-
-
-@functools.cache
-def played(mixture: str, sample: bool, ended: bool) -> list[Replay]:
-    trace = traced(sample, ended)
-    return [replay(trace, draft) for draft in MIXTURES[mixture]]
-
-
-@pytest.mark.parametrize(
-    ("mixture", "sample", "ended"), covering(list(MIXTURES), [False, True], [False, True])
-)
-def test_simulated_rounds_are_those_of_decoding(mixture: str, sample: bool, ended: bool) -> None:
-    replays = played(mixture, sample, ended)
-    eos = frozenset({4}) if ended else frozenset[int]()
-    made = [Fickle, lambda: Fickle(6), lambda: Fixed(4), Erratic]
-    for make in (*made, lambda: ExpectedGain(tables(mixture))):
-        run = generate(MIXTURES[mixture], make(), sample=sample, eos=eos)
-        real = [
-            SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
-            for r in run.played[1:]
-        ]
-        controller = make()
-        assert list(simulate(replays, controller, range(3))) == real
-        if isinstance(controller, Fickle):
-            assert controller.told == run.controller.told
-
-
-@pytest.mark.parametrize("mixture", LOOKUPS)
-def test_a_replay_holds_what_was_looked_up(mixture: str) -> None:
+def test_a_replay_holds_what_was_looked_up() -> None:
     """Whatever the target says, and no further than a draft may be looked at."""
-    replays = played(mixture, True, False)
-    trace = replays[0].trace
-    for draft, replayed in zip(MIXTURES[mixture], replays, strict=True):
+    trace = traced(True, False)
+    for draft in MIXTURES["two lookups, exit, scattered"]:
+        replayed = replay(trace, draft)
         if not isinstance(draft, Lookup):
             assert replayed.found is None
             continue
@@ -490,4 +383,4 @@ def test_a_row_that_a_model_has_set_back_still_looks_up() -> None:
 
 def test_costs_are_those_of_each_draft() -> None:
     with pytest.raises(ValueError, match="needs costs for each of 2 drafts, got 1; give one table"):
-        generate(MIXTURES["lookup, exit"], ExpectedGain(COSTS))
+        decoded(MIXTURES["lookup, exit"], ExpectedGain(COSTS))

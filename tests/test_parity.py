@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from models import FAMILIES, WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
+from models import FAMILIES, SKIPS, WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 from ties import partings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,11 +30,6 @@ from layerskip.prompts import read_prompts
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 NEW_TOKENS = 12
-SKIPS = {
-    "early exit": SkipConfig.early_exit(4),
-    "whole layers": SkipConfig.layers((2, 4)),
-    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # the first and the last sublayer
-}
 PROMPTS = {"short": (5, 2, 4), "past the window": (WINDOW + 5, 3, WINDOW + 2)}
 AXES: dict[str, tuple[Any, ...]] = {
     "family": FAMILIES,
@@ -112,7 +107,19 @@ def plain_sample(family: str, rows: int, lengths: str) -> list[list[int]]:
     return decode(family, ids, mask, **how)[0]
 
 
-def check(case: Case) -> None:
+def name_of(case: Case) -> str:
+    return "-".join(str(value).replace(" ", "_") for value in case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *PAIRS,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS),
+    ],
+    ids=name_of,
+)
+def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case: Case) -> None:
     family, skip, name, rows, lengths, execution = case
     ids, mask = batch(rows, lengths)
     how = {"skip": SKIPS[skip], "execution": execution}
@@ -145,21 +152,6 @@ def check(case: Case) -> None:
         assert alone == sampled[1:2]
 
 
-def name_of(case: Case) -> str:
-    return "-".join(str(value).replace(" ", "_") for value in case)
-
-
-@pytest.mark.parametrize("case", PAIRS, ids=name_of)
-def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in TRIPLES if case not in PAIRS], ids=name_of)
-def test_tokens_equal_in_every_triple_of_axis_values(case: Case) -> None:
-    check(case)
-
-
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_accepted_and_rejected(family: str, skip: str) -> None:
@@ -181,33 +173,6 @@ def test_eager_attention_and_a_tied_head(family: str) -> None:
         decoding = LayerSkipDecoding(skip, controller="fixed")
         got = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=decoding)
         assert got.tolist() == want.tolist()
-
-
-def test_a_row_gets_the_same_text_wherever_it_stands_in_a_batch() -> None:
-    lengths, order = (9, 3, 12, 6), (2, 0, 3, 1)
-    ids, mask = ragged(lengths)
-    seeds = (5, 6, 7, 8)
-    settings: dict[str, Any] = {"skip": SKIPS["scattered"], "controller": "confidence"}
-    tokens, _ = decode("llama", ids, mask, sample=True, seeds=seeds, **settings)
-    shuffled = tuple(seeds[row] for row in order)
-    again, _ = decode(
-        "llama", ids[[*order]], mask[[*order]], sample=True, seeds=shuffled, **settings
-    )
-    assert again == [tokens[row] for row in order]
-    assert len({tuple(row) for row in tokens}) == 4
-
-
-def test_text_does_not_depend_on_the_draft_but_on_the_seed() -> None:
-    ids, mask = batch(3, "short")
-    texts = []
-    for seed in (1, 2):
-        for longest, name in product((1, 4, 9), ("fixed", "heuristic")):
-            settings = {"max_draft_length": longest, "controller": name, "seed": seed}
-            text, _ = decode("gemma3", ids, mask, sample=True, skip=SKIPS["early exit"], **settings)
-            texts.append(text)
-    assert all(text == texts[0] for text in texts[:6])
-    assert all(text == texts[6] for text in texts[6:])
-    assert texts[0] != texts[6]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -238,7 +203,11 @@ def held_out(name: str, count: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     return model, ids, mask
 
 
-def check_shipped(name: str, count: int, new_tokens: int) -> None:
+@pytest.mark.parametrize("name", SHIPPED_SKIPS)
+@pytest.mark.parametrize(
+    ("count", "new_tokens"), [(10, 20), pytest.param(60, 160, marks=pytest.mark.slow)]
+)
+def test_shipped_models_on_held_out_prompts(name: str, count: int, new_tokens: int) -> None:
     model, ids, mask = held_out(name, count)
     skip = SHIPPED_SKIPS[name]
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
@@ -275,14 +244,3 @@ def check_shipped(name: str, count: int, new_tokens: int) -> None:
         ties += len(gaps)
     assert ties <= count // 10  # of 2 * count texts
     assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize("name", SHIPPED_SKIPS)
-def test_shipped_models_on_held_out_prompts(name: str) -> None:
-    check_shipped(name, count=10, new_tokens=20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED_SKIPS)
-def test_shipped_models_on_held_out_prompts_longer(name: str) -> None:
-    check_shipped(name, count=60, new_tokens=160)

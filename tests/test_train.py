@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
 from layerskip.replay.drafts import replay
-from layerskip.training import data, features, judging
+from layerskip.training import data, features, judging, processes
 from layerskip.training.drafts import Recipe, Training
 from layerskip.training.loop import optimizers_for, schedule
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
@@ -214,30 +215,29 @@ def test_muon_moves_matrices_in_all_directions_alike(tmp_path: Path) -> None:
     assert skip.trained is not None
 
 
-def test_muon_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
-        Recipe(tokens=1, optimizer="muon")
-
-
-ONE_OF_TWO = """
+THE_OTHER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from layerskip.training import data, drafts, features, processes
+from layerskip.training import data, drafts, features
 import test_train
 test_train.small()
 data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
 drafts.half_is_fast = lambda _: False
-with processes.process_group():
-    for how in test_train.TOGETHER:
-        test_train.training(Path(sys.argv[1]) / how["kind"], **how).run()
+test_train.together(Path(sys.argv[1]))
 """
 LARGE: dict[str, Any] = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
 TOGETHER = (
     LARGE | {"kind": "healed", "loss": "ce", "skip": BITS},
     LARGE | {"kind": "exit-block", "loss": "lk", "skip": None},
 )
+
+
+def together(folder: Path) -> None:
+    """Be one of the processes that train."""
+    with processes.process_group():
+        for how in TOGETHER:
+            training(folder / how["kind"], **how).run()
 
 
 def apart(*folders: Path) -> float:
@@ -252,14 +252,18 @@ def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.M
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", ONE_OF_TWO, str(tmp_path / "two"), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", THE_OTHER, str(tmp_path / "two"), str(Path(__file__).parent)]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    run = [
-        subprocess.Popen(command, env=os.environ | where | {"RANK": str(n)}, stderr=subprocess.PIPE)
-        for n in range(2)
-    ]
-    said = [each.communicate(timeout=120)[1].decode() for each in run]
-    assert [each.returncode for each in run] == [0, 0], said
+    monkeypatch.setattr(processes, "_PATIENCE", timedelta(seconds=120))  # if the other one dies
+    with subprocess.Popen(command, env=os.environ | where | {"RANK": "1"}) as other:
+        try:
+            with monkeypatch.context() as first:
+                for name, value in (where | {"RANK": "0"}).items():
+                    first.setenv(name, value)
+                together(tmp_path / "two")
+            assert other.wait(120) == 0
+        finally:
+            other.kill()
     for how in TOGETHER:
         kind = how["kind"]
         one, two = (training(tmp_path / n / kind, **how) for n in ("one", "two"))
@@ -366,7 +370,7 @@ def test_training_makes_a_draft_right_more_often(kind: str, tmp_path: Path) -> N
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
     how: dict[str, Any] = {"kind": kind, "skip": BITS if kind == "healed" else None}
-    rate, tokens = (3e-3, 4000) if kind == "healed" else (1e-2, 6000)
+    rate, tokens = (3e-3, 4000) if kind == "healed" else (2e-2, 2000)
     untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, **how).run()
     trained = training(tmp_path / "trained", model, tokens=tokens, rate=rate, **how)
     before, after = (sum(replay(trace, each).survival) for each in (untrained, trained.run()))
@@ -433,9 +437,7 @@ def test_the_verdict_is_the_clocks(trained: Any, before: Any, faster: bool) -> N
     assert judging._pays(timed) is faster
 
 
-@pytest.mark.parametrize(
-    ("kind", "pays"), [("healed", True), ("exit-block", False), ("streams", True)]
-)
+@pytest.mark.parametrize(("kind", "pays"), [("healed", True), ("streams", False)])
 def test_judging_leaves_a_record_and_what_drafts_best(
     kind: str, pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,11 +492,14 @@ def test_judging_leaves_a_record_and_what_drafts_best(
 # What is refused.
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What files and disks do: in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
         Recipe()
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
+        Recipe(tokens=1, optimizer="muon")
     for kind, skip, message in (
         ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_assistant import (
     prompts,
     second_of,
 )
+from torch import Tensor
 
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
@@ -25,8 +27,8 @@ from layerskip.bench.methods import Engine, Task
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
+from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources import trained as states
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import TOKENS, Heads
@@ -58,65 +60,74 @@ def skip_of(name: str, folder: Path, model: Any = None) -> SkipConfig:
 def drafts_of(mixture: str, folder: Path) -> tuple[DraftOrSkip, ...]:
     named: dict[str, Any] = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
     named |= {"scattered": SkipConfig(attention=(5,), mlp=(5,))}
-    names = mixture.split(", ")
-    if "assistant" in names:
-        named["assistant"] = Assistant(Sublayers(second_of()))
-    found = [named[name] if name in named else skip_of(name, folder) for name in names]
+    for name, noise in (("assistant", 0.5), ("second", 0.2)):
+        named[name] = Assistant(Sublayers(second_of(noise=noise)))
+    found = [
+        named[name] if name in named else skip_of(name, folder) for name in mixture.split(", ")
+    ]
     return tuple(d.resolve(6) if isinstance(d, SkipConfig) else d for d in found)
 
 
-MIXTURES = (
-    *BLOCKS,
-    *LOW,
+ASSISTED = (
+    "assistant",
+    "assistant, exit",
+    "lookup, assistant, second, exit",
     "lookup, exit-block, feature-block, heads, streams, scattered, exit, assistant",
 )
 
 
-def check_states(run: Decoder) -> int:
-    """Keys and values of every block are those of one pass over each row's text; how many."""
-    session, model, looked = run.session, run.session.model, 0
+def check_states(run: Decoder) -> Counter[str]:
+    """Keys and values of every state are those of one pass over each row's text; how many were
+    looked at, and how many rows' states fall short of what the row has emitted."""
+    session, model, counts = run.session, run.session.model, Counter[str]()
     for state in session.states:
-        if not isinstance(state, states._Layered):
+        if not isinstance(state, (states._Layered, assistants._State)):
             continue
         for row, place in session.rows.items():
             text = torch.tensor([*session.prompts[row].tolist(), *run.emitted[row]])
             seen = state.seen[row]
+            counts["short"] += seen < len(text) - 1
             if not seen:
                 continue
-            cache = model.new_cache(1, len(text))
-            cache.place([0], len(text))
-            step = Pass(model, cache, session.rotary)
-            tap = state.tap or 0
-            hidden = model.run(model.embed(text[None]), step, range(tap))
-            if isinstance(state, states._Features):
-                before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
-                hidden = state.block.join(before, model.embed(text[None]))
-            fresh = states.RowCache(1, len(text), state.cache.windows)
-            fresh.place([0], len(text))
-            model.backend.run(hidden, Pass(model, fresh, session.rotary), state.blocks)
+            if isinstance(state, assistants._State):
+                other = Session(
+                    state.model, [], [text[:seen]], max_new_tokens=1, max_draft_length=0
+                )
+                other.prefill()
+                fresh = other.cache
+            else:
+                cache = model.new_cache(1, len(text))
+                cache.place([0], len(text))
+                step = Pass(model, cache, session.rotary)
+                hidden = model.run(model.embed(text[None]), step, range(state.tap or 0))
+                if isinstance(state, states._Features):
+                    before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+                    hidden = state.block.join(before, model.embed(text[None]))
+                fresh = states.RowCache(1, len(text), state.cache.windows)
+                fresh.place([0], len(text))
+                model.backend.run(hidden, Pass(model, fresh, session.rotary), state.blocks)
             for name in ("keys", "values"):
-                ours, theirs = (getattr(each, name)[0] for each in (state.cache, fresh))
-                have, want = ours[place, :, :seen], theirs[0, :, :seen]
-                torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
-                looked += 1
-    return looked
+                for layer, ours in getattr(state.cache, name).items():
+                    want = getattr(fresh, name)[layer][0, :, :seen]
+                    torch.testing.assert_close(ours[place, :, :seen], want, rtol=1e-9, atol=1e-9)
+                    counts["looked"] += 1
+    return counts
 
 
-def play(drafts: Any, controller: Any, sample: bool) -> int:
-    ids, mask = prompts(model_of())
-    keys = [stream_key(row) for row in range(len(ids))]
-    asked = Request(ids, mask, 30, Law((), do_sample=sample, rows=len(ids)), keys, eos=ENDS)
-    opened = Sublayers(model_of(), "modules")
-    run = Decoder(opened, drafts, controller, asked, max_draft_length=6)
-    with torch.no_grad():
-        return sum(check_states(run) for _ in run.rounds())
+def play(drafts: Any, controller: Any, sample: bool) -> Counter[str]:
+    counts = Counter[str]()
+    how: dict[str, Any] = {"sample": sample, "new_tokens": 30, "eos": ENDS, "execution": "modules"}
+    decoded(drafts, controller, **how, each=lambda run: counts.update(check_states(run)))
+    return counts
 
 
-@pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], MIXTURES[-1]])
+@pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], *ASSISTED])
 def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
     drafts = drafts_of(mixture, folder)
     for sample in (False, True):
-        assert play(drafts, Fickle(3 + sample), sample)
+        counts = play(drafts, Fickle(7 + sample), sample)
+        assert counts["looked"]
+        assert counts["short"] or "assistant" not in mixture  # where others drafted, or nobody
 
 
 @pytest.mark.parametrize("together", [0, 2, 64])
@@ -130,10 +141,10 @@ def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
     assert run.emitted == whole.emitted
     assert run.stats.sources == whole.stats.sources
     assert whole.stats.sources[1].num_accepted_tokens > 0
-    assert play(drafts, Fickle(3), True)
+    assert play(drafts, Fickle(3), True)["looked"]
 
 
-@pytest.mark.parametrize("kind", LAYERED)
+@pytest.mark.parametrize("kind", [*LAYERED, "assistant"])
 def test_a_state_that_is_not_rolled_back_is_seen(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +156,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(
 
     monkeypatch.setattr(states._Layered, "commit", forgetful)
     monkeypatch.setattr(states._Features, "commit", forgetful)
+    monkeypatch.setattr(assistants._State, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         play(drafts_of(kind, folder), Fixed(4), sample=False)
 
@@ -169,6 +181,14 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
 
 
+def drafting(opened: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
+    """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
+    rows: dict[str, Any] = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
+    session = Session(opened, [skip.resolve(6)], [ids], **rows)
+    session.prefill()
+    return torch.stack([session.draft_step(torch.tensor([3]), n) for n in range(3)])
+
+
 @pytest.mark.parametrize("name", LOW)
 def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: Path) -> None:
     model = lively_model("llama", dtype=torch.float32, vocab_size=12)
@@ -179,15 +199,8 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
     assert 0 < opened.weights.nbytes(skip) < opened.weights.nbytes(exact) + 4 * 12 * 32
     # what a step computes is near what exact weights say, and another thing than they say
-    found = []
-    for each in (exact, skip):
-        session = Session(
-            opened, [each.resolve(6)], [ids[0]], max_new_tokens=9, max_draft_length=4, emitted=[[3]]
-        )
-        session.prefill()
-        tokens = torch.tensor([3])
-        found.append(torch.stack([session.draft_step(tokens, n) for n in range(3)]).softmax(-1))
-    assert 0 < (found[0] - found[1]).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
+    want, got = (drafting(opened, each, ids[0]).softmax(-1) for each in (exact, skip))
+    assert 0 < (got - want).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
 
 
 @pytest.mark.parametrize("name", ["heads", "streams", "heads in 8 bits"])
@@ -202,19 +215,8 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: P
         ([2, 3, 4, 9], {3, 4, 9}),
         ([2, 8], {2, 8}),
     ):
-        trimmed = opened.trimmed(given)
-        session = Session(
-            trimmed,
-            [skip],
-            [torch.tensor([5, 9])],
-            max_new_tokens=9,
-            max_draft_length=4,
-            emitted=[[3]],
-        )
-        session.prefill()
-        raw = torch.stack([session.draft_step(torch.tensor([3]), n)[0] for n in range(3)])
-        for logits in raw:
-            assert set(logits.isfinite().nonzero()[:, 0].tolist()) == wanted
+        for logits in drafting(opened.trimmed(given), skip, torch.tensor([5, 9])):
+            assert set(logits[0].isfinite().nonzero()[:, 0].tolist()) == wanted
     assert skip.trained is not None
     whole = save_trained(
         folder / "whole.safetensors",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_parity
 import torch
 from models import (
     FAMILIES,
@@ -19,9 +20,9 @@ from models import (
     lively_model,
     prompt,
     pure,
-    ragged,
     tiny_model,
 )
+from test_parity import model_of
 from torch import Tensor, nn
 from transformers import SuppressTokensLogitsProcessor
 
@@ -44,25 +45,14 @@ COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides any
 SKIP = SkipConfig.early_exit(4)
 SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
 VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
-LENGTHS = (13, 3, 10)
-
-
-@functools.cache
-def model_of(family: str) -> Any:
-    return lively_model(family)
-
-
 # ---------------------------------------------------------------------------------------------
 # Which tokens.
 
 
-def test_tokens_are_ranked_by_how_often_they_occur_then_by_id() -> None:
+def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id() -> None:
     texts = [[5, 3, 3, 7], torch.tensor([[7, 7, 1]]), (), torch.tensor([3, 5])]
     assert ranked(texts, 9).tolist() == [3, 7, 5, 1, 0, 2, 4, 6, 8]
     assert ranked([], 4).tolist() == [0, 1, 2, 3]
-
-
-def test_tokens_that_end_a_text_come_first() -> None:
     assert ranked([[5, 5, 5, 2]], 7, ends=[6, 4]).tolist() == [4, 6, 5, 2, 0, 1, 3]
     assert ranked([[5, 5, 2]], 6, ends={2}).tolist() == [2, 5, 0, 1, 3, 4]
 
@@ -89,7 +79,9 @@ def test_tokens_of_another_model_are_refused(texts: Any, ends: Any, message: str
 @torch.no_grad()
 def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: str) -> None:
     """Softcaps and norms of every family; the target's logits stay whole."""
-    opened = Sublayers(model_of(family), execution=execution)
+    model = model_of(family)
+    before, names = _fingerprint(model), sorted(vars(model))
+    opened = Sublayers(model, execution=execution)
     trimmed = opened.trimmed(SOME)
     hidden = torch.randn(2, 3, 32, dtype=torch.float64)
     whole, few = opened.logits(hidden), trimmed.weights.head()(hidden, None)
@@ -100,6 +92,7 @@ def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: s
     assert torch.equal(trimmed.logits(hidden), whole)
     assert torch.equal(opened.weights.head()(hidden, None), whole)
     assert (opened.weights.vocabulary, trimmed.weights.vocabulary) == (VOCABULARY, 40)
+    assert (_fingerprint(model), sorted(vars(model))) == (before, names)
 
 
 @torch.no_grad()
@@ -112,12 +105,8 @@ def test_a_head_with_a_bias() -> None:
         whole = head(hidden)
         torch.testing.assert_close(few, whole[..., trimmed.tokens], rtol=1e-5, atol=1e-6)
         assert trimmed.spread(few).isfinite().sum() == 2 * len(trimmed.tokens)
-
-
-def test_a_slice_of_a_head_is_no_copy() -> None:
-    head = nn.Linear(8, 11)
-    assert TrimmedHead(head, slice(0, 4)).weight.data_ptr() == head.weight.data_ptr()
-    assert TrimmedHead(head, (0, 1)).weight.data_ptr() != head.weight.data_ptr()
+        same = trimmed.weight.untyped_storage().data_ptr() == head.weight.data_ptr()
+        assert same == isinstance(rows, slice)  # which is no copy
 
 
 def test_rows_are_copied_once_and_again_when_the_weight_has_changed() -> None:
@@ -159,31 +148,15 @@ def test_copies_go_with_the_model() -> None:
 
 
 def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int]], Any]:
-    ids, mask = ragged(LENGTHS, seed=3)
-    if family == "gemma2" and not sample:  # the library's own batches have NaN in float64
-        ids, mask = ids[:1], mask[:1]
-    out = model_of(family).generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
-        max_new_tokens=20,
-        do_sample=sample,
-        **({"temperature": 0.8, "top_k": 20} if sample else {}),
-        return_dict_in_generate=True,
-    )
-    return out.sequences[:, ids.shape[1] :].tolist(), out.stats
+    ids, mask = test_parity.batch(3, "past the window")
+    how: dict[str, Any] = {"sample": sample, "seeds": (11, 12, 13) if sample else None}
+    return test_parity.decode(family, ids, mask, **how, **settings)
 
 
-@functools.cache
 def wanted(family: str, sample: bool) -> list[list[int]]:
     """Greedy: the library's own text; sampled: this engine's without drafts."""
-    if sample:
-        return decode(family, sample=True, seed=5)[0]
-    ids, mask = ragged(LENGTHS, seed=3)
-    if family == "gemma2":
-        ids, mask = ids[:1], mask[:1]
-    out = model_of(family).generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
-    return out[:, ids.shape[1] :].tolist()
+    text = test_parity.plain_sample if sample else test_parity.reference
+    return text(family, 3, "past the window")
 
 
 @pytest.mark.parametrize("tokens", VOCABULARIES)
@@ -200,7 +173,6 @@ def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -
             controller=controller,
             draft_vocabulary=VOCABULARIES[tokens],
             execution=execution,
-            seed=5 if sample else None,
         )
         assert text == wanted(family, sample)
         assert stats.num_draft_tokens > 0
@@ -212,34 +184,22 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
         rates = {}
         for name, tokens in VOCABULARIES.items():
             how: dict[str, Any] = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
-            text, stats = decode(
-                "llama", sample=sample, draft_vocabulary=tokens, seed=5 if sample else None, **how
-            )
+            text, stats = decode("llama", sample=sample, draft_vocabulary=tokens, **how)
             inside = sum(token in tokens for row in text for token in row)
             assert stats.num_accepted_tokens <= inside
             rates[name] = stats.acceptance_rate
-        _, whole = decode("llama", sample=sample, seed=5 if sample else None, **how)
+        _, whole = decode("llama", sample=sample, **how)
         assert rates["one"] < 0.1 < rates["some"] < rates["all"] == whole.acceptance_rate
 
 
 def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
     model, ids = model_of("gemma2"), prompt(9)
     opened = Sublayers(model)
+    how: dict[str, Any] = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
+    how |= {"skip": SKIP, "max_new_tokens": 6}
     for tokens in (SOME, SOME[:3]):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="confidence",
-                threshold=0.0,
-                max_draft_length=1,
-                draft_vocabulary=tokens,
-                max_new_tokens=6,
-            )
-        )
         known = [*ids[0].tolist()]
-        for round_ in rounds:
+        for round_ in layerskip.decode(model, ids, draft_vocabulary=tokens, **how):
             if round_.drafted[0]:
                 with torch.no_grad():
                     states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
@@ -248,9 +208,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
                 expected = float(torch.softmax(logits.float(), -1).max())
                 assert round_.confidences[0][0] == pytest.approx(expected, rel=1e-5)
             known += round_.tokens[0]
-    one = layerskip.decode(
-        model, ids, skip=SKIP, controller="confidence", draft_vocabulary=[7], max_new_tokens=6
-    )
+    one = layerskip.decode(model, ids, draft_vocabulary=[7], **how)
     assert {c for round_ in one for row in round_.confidences for c in row} == {1.0}
 
 
@@ -262,18 +220,9 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
     how: dict[str, Any] = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
     plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
+    how |= {"skip": SKIP, "controller": "fixed", "draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="fixed",
-                draft_vocabulary=SOME,
-                acceptance=acceptance,
-                **how,
-            )
-        )
+        rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         assert [r.tokens[0] for r in rounds] == plain
         assert not any(r.drafted[0] for r in rounds)
     assert not {t for tokens in plain for t in tokens} & set(SOME)
@@ -291,23 +240,11 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
     model, ids = model_of("llama"), prompt(7)
     assert 90 not in SOME
     how: dict[str, Any] = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
-    plain = [
-        t for r in layerskip.decode(model, ids, seed=4, enabled=False, **how) for t in r.tokens[0]
-    ]
+    how["seed"] = 4
+    plain = [t for r in layerskip.decode(model, ids, enabled=False, **how) for t in r.tokens[0]]
+    how |= {"skip": SKIP, "controller": "confidence", "threshold": 0.0, "draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
-        rounds = list(
-            layerskip.decode(
-                model,
-                ids,
-                skip=SKIP,
-                controller="confidence",
-                threshold=0.0,
-                draft_vocabulary=SOME,
-                acceptance=acceptance,
-                seed=4,
-                **how,
-            )
-        )
+        rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         text = [t for r in rounds for t in r.tokens[0]]
         assert text[2::3] == [90] * 4
         assert acceptance == "rejection" or text == plain
@@ -330,23 +267,6 @@ def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     assert report.passed
     assert len(made) == 1 + 2 * 2
     assert set(made) == {9}
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = lively_model("gemma3", tie_word_embeddings=True)
-    before, names = _fingerprint(model), sorted(vars(model))
-    for execution in ("modules", "fused"):
-        layerskip.generate(
-            model,
-            prompt(6),
-            skip=SKIP,
-            draft_vocabulary=SOME,
-            max_new_tokens=8,
-            do_sample=False,
-            execution=execution,
-        )
-    assert _fingerprint(model) == before
-    assert sorted(vars(model)) == names
 
 
 # ---------------------------------------------------------------------------------------------
@@ -380,10 +300,10 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason
     ids = prompt(6)
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
     change(model)
-    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "do_sample": False, "costs": COSTS}
-    whole = layerskip.generate(model, ids, controller="fixed", **how)
+    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "controller": "fixed"}
+    whole = layerskip.generate(model, ids, **how)
     with pytest.warns(UserWarning, match=f"draft_vocabulary has no effect: lm_head .*{reason}"):
-        out = layerskip.generate(model, ids, controller="fixed", draft_vocabulary=SOME, **how)
+        out = layerskip.generate(model, ids, draft_vocabulary=SOME, **how)
     assert out.sequences.tolist() == want.tolist()
     assert out.stats == whole.stats
 
@@ -414,23 +334,16 @@ def test_bad_vocabularies_are_told(tokens: Any, error: type[Exception], message:
             refuse()
 
 
-def test_tokens_that_the_model_does_not_have_are_told() -> None:
-    with pytest.raises(ValueError, match=r"tokens in 0\.\.96 for this model, got 97; rank"):
-        list(layerskip.decode(model_of("llama"), prompt(4), skip=SKIP, draft_vocabulary=[3, 97]))
-
-
-def test_anything_that_holds_integers_will_do() -> None:
-    for tokens in ([3, 1], range(1, 4), torch.tensor([3, 1]), {5, 9}, iter((4, 2))):
-        decoding = LayerSkipDecoding(SKIP, draft_vocabulary=tokens)
-        assert decoding.draft_vocabulary is not None
-        assert {type(token) for token in decoding.draft_vocabulary} == {int}
-
-
-def test_a_setting_goes_before_the_skip_config() -> None:
+def test_anything_that_holds_integers_will_do_and_goes_before_the_skip_config() -> None:
     skip = SkipConfig(exit_layer=4, decoding=DecodingOptions(draft_vocabulary=(1, 2)))
     assert LayerSkipDecoding(skip).draft_vocabulary == (1, 2)
-    assert LayerSkipDecoding(skip, draft_vocabulary=[3]).draft_vocabulary == (3,)
     assert LayerSkipDecoding(SKIP).draft_vocabulary is None
+    for tokens in ([3, 1], range(1, 4), torch.tensor([3, 1]), {5, 9}, iter((4, 2))):
+        found = LayerSkipDecoding(skip, draft_vocabulary=tokens).draft_vocabulary
+        assert found not in (None, (1, 2))
+        assert {type(token) for token in found or ()} == {int}
+    with pytest.raises(ValueError, match=r"tokens in 0\.\.96 for this model, got 97; rank"):
+        list(layerskip.decode(model_of("llama"), prompt(4), skip=SKIP, draft_vocabulary=[3, 97]))
 
 
 def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:

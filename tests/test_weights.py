@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cost_records import cost_record
-from models import FEW_FAMILIES, prompt, tiny_model
+from models import FEW_FAMILIES, prompt, side_by_side, tiny_model
 from test_fused import assert_agree
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -111,20 +111,6 @@ def test_a_joined_model_is_the_same_model_and_is_given_back(family, tmp_path):
         part(model)
 
 
-def test_weights_are_parted_after_an_error():
-    model = tiny_model("llama")
-    count = places(model)
-
-    def fail() -> None:
-        with joined(model):
-            assert places(model) < count
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        fail()
-    assert places(model) == count
-
-
 def test_commands_join_their_model():
     loaded = open_model(Loading(device="cpu"), Talk(quiet=True))
     found = list(groups(loaded.model))
@@ -132,7 +118,7 @@ def test_commands_join_their_model():
     assert all(together([linear.weight for linear in group]) is not None for group in found)
 
 
-def test_threads_may_hold_one_model_joined():
+def test_threads_may_hold_one_model_joined_and_errors_part_it():
     model = tiny_model("llama")
     count = places(model)
     barrier = threading.Barrier(4)
@@ -144,11 +130,11 @@ def test_threads_may_hold_one_model_joined():
             found.append(places(model))
             barrier.wait(60)
 
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with pytest.raises(RuntimeError, match="broken"), joined(model):  # noqa: PT012
+        assert places(model) < count
+        raise RuntimeError("broken")
+    assert places(model) == count
+    side_by_side(*4 * [enter])
     assert len(found) == 4
     assert max(found) < count
     assert places(model) == count
