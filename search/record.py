@@ -1,19 +1,16 @@
-"""What a search found as JSON values, as a search file holds them: trials, switches, finalists."""
+"""What a search found as JSON values, as a search file holds them: trials and finalists."""
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from optuna import Study
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from layerskip.config import SkipConfig
 from layerskip.search.finalists import Finalist, winner
 from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
-from layerskip.search.study import quiet
 
 if TYPE_CHECKING:
     from layerskip.search.pipeline import Search
@@ -48,28 +45,6 @@ def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[s
             }
         )
     return rows
-
-
-def _importance(study: Study) -> dict[str, float] | None:
-    """How much each switch decides whether a trial is among the best; None for too few trials.
-
-    PED-ANOVA, on what configs are worth when they draft: where drafting turns itself off all are
-    alike.
-    """
-
-    def loss(trial: FrozenTrial) -> float:
-        value = value_of(trial)
-        return -min(value, float(trial.user_attrs.get("guide", value)))
-
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(trials) < 20 or len(set(map(loss, trials))) < 2:
-        return None
-    with quiet(), warnings.catch_warnings():
-        # Optuna cannot know that `loss` is smaller for better trials, as PED-ANOVA wants it
-        warnings.filterwarnings("ignore", message="PedAnovaImportanceEvaluator computes")
-        return dict(
-            get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(), target=loss)
-        )
 
 
 def _finalist_row(finalist: Finalist) -> dict[str, Any]:
@@ -117,7 +92,6 @@ def record(search: Search) -> dict[str, Any]:
         "step_seconds": step,
         "bound": search.bound,
         "trials": trials_table(search.study, search.space, step),
-        "importance": _importance(search.study),
         "finalists": [_finalist_row(finalist) for finalist in search.finalists],
         "plain": {
             "predicted_tokens_per_second": 1.0 / step,

@@ -48,7 +48,6 @@ def made_up(
     last = [_finalist(t, land, confirm, draw) for t in [*chosen, *exits]]
     timed = [f for f in last if f["confirmed"] and f["confirmed"]["low"] > 1]
     winner = max(timed, key=lambda f: f["confirmed"]["speedup"], default=None)
-    weights = {name: land.damage[bit] for name, bit in _switches(layers).items()}
     head = run_files.header()
     document = {
         "kind": "search",
@@ -80,7 +79,6 @@ def made_up(
         "step_seconds": STEP,
         "bound": 1 / land.cost(((1 << 2 * layers) - 1) ^ 3),
         "trials": done,
-        "importance": {name: w / sum(weights.values()) for name, w in weights.items()},
         "finalists": last,
         "plain": {
             "predicted_tokens_per_second": 1 / STEP,

@@ -13,8 +13,6 @@ import pytest
 import run_files as made
 
 from layerskip.analysis import report, write_report
-from layerskip.analysis.labels import visible
-from layerskip.analysis.page import escape
 from layerskip.analysis.runs import load_runs
 from layerskip.analysis.verdict import judge_run, words
 from layerskip.files import writing
@@ -134,11 +132,6 @@ def test_text_from_records_is_escaped(tmp_path):
     for shown in (text, summary):
         assert not re.search("[\u202e\u2066\ud800]", shown)
         assert "\\u202e" in shown.replace("\\\\u202e", "\\u202e")
-
-
-def test_escaping():
-    assert visible("a\nb\u202e\x00") == "a\\u000ab\\u202e\\u0000"
-    assert escape("<a href='x'>&") == "&lt;a href=&#x27;x&#x27;&gt;&amp;"
 
 
 def only(*methods, **changes):

@@ -6,8 +6,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -353,15 +351,14 @@ def test_text_from_searches_is_escaped(tmp_path):
 @pytest.mark.parametrize(
     "document",
     [
-        of_trials(importance=None),
-        of_trials({"number": 0, "origin": "local", "state": "failed"}, importance=None),
+        of_trials(),
+        of_trials({"number": 0, "origin": "local", "state": "failed"}),
         of_trials(trial(0, origin="seed:none", forced_speedup=None, guide=None, acceptance=None)),
         of_trials(
             gaining(0, 1.2, origin="seed:exit-3"),
-            importance={"exit": 1.0},
             space=made.made_up()["space"] | {"kind": "exit", "switches": 0, "budget": 4},
         ),
-        made.made_up(trials=4, confirm=False) | {"importance": None},
+        made.made_up(trials=4, confirm=False),
     ],
     ids=["no trials", "all failed", "nothing drafts", "exits", "few"],
 )
@@ -371,21 +368,6 @@ def test_searches_with_little_in_them_are_reported(tmp_path, document):
     assert "no winner" in summary
     assert "nan" not in summary
     Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
-
-
-@pytest.mark.wheel
-def test_a_report_on_a_search_needs_no_torch_and_no_optuna(tmp_path):
-    file = made.write(tmp_path / "search.json", made.made_up(trials=30))
-    program = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'optuna'): sys.modules[name] = None\n"
-        "from pathlib import Path\n"
-        "from layerskip.analysis import plots, report\n"
-        "plots.search_plots = lambda search: [plots.search_skip_map(search)]\n"
-        f"report.write_report([Path({str(file)!r})], Path({str(tmp_path / 'report')!r}))\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert (tmp_path / "report" / "index.html").is_file()
 
 
 def test_the_command_takes_searches(tmp_path, quick):
@@ -406,7 +388,7 @@ def test_the_command_takes_searches(tmp_path, quick):
 # ---------------------------------------------------------------------------------------------
 # Bad files
 
-FREE = ("cost", "importance", "environment.packages", "prompts.categories")
+FREE = ("cost", "environment.packages", "prompts.categories")
 """Objects whose keys are data."""
 UNREAD = {"environment.python", "environment.platform", "environment.cpu.cores",
           "environment.cpu.threads", "law.seed", "environment.devices", "importance"}  # fmt: skip

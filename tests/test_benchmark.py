@@ -246,18 +246,6 @@ def test_counts_are_those_of_the_engine(model):
     assert len(alone["emitted"]) == 11
 
 
-def test_a_prompts_text_is_the_same_in_any_batch(model):
-    task = Task(8, do_sample=True, temperature=1.0, seed=7)
-    prompts = [(str(n), None, prompt(5, seed=n)) for n in range(4)]
-    plain = Engine(model, task)
-    texts = {}
-    for batch in make_batches(prompts, [1, 2], 0)[0]:
-        for name, text in zip(batch.names, plain.decode(batch, 0, Clock()).tokens, strict=True):
-            texts.setdefault(name, set()).add(tuple(text))
-    assert len(texts) == 4
-    assert all(len(each) == 1 for each in texts.values())
-
-
 def test_times_of_rounds_add_up(model):
     ticks = iter(range(10_000))
     task = Task(8)

@@ -10,7 +10,7 @@ from models import lively_model, prompt, tiny_model
 
 from layerskip.bench import lawtest
 from layerskip.bench.checks import LEVEL, _deviation, check, compare
-from layerskip.bench.comparison import Along, along, exact, resolutions
+from layerskip.bench.comparison import Along, along, resolutions
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Decoded, Engine, Task
 from layerskip.checkpoints import encode, load
@@ -52,7 +52,7 @@ def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
     for comparison in (report.greedy, report.plain, report.coupled):
         assert (comparison.prompts, comparison.tokens, comparison.differences) == (2, 32, ())
     assert 0 < report.greedy.resolution < 1e-4
-    native = exact(Sublayers(model))
+    native = Sublayers(model).exact
     assert native == (report.plain.resolution == 0) == (report.coupled.resolution == 0)
     assert report.laws.keys() == {"coupled", "rejection"}
     assert len(report.laws["rejection"].p_values) == 8  # 2 prompts, 2 positions, 2 tokens
@@ -201,14 +201,14 @@ def test_correct_texts_pass_in_every_dtype(dtype, execution):
         for reference, comparison in found.items():
             assert comparison.faults == 0
             assert comparison.near_ties <= (3 if dtype == torch.bfloat16 else 0)
-            if reference != "generate" and exact(Sublayers(model, execution)):
+            if reference != "generate" and Sublayers(model, execution).exact:
                 assert (comparison.resolution, comparison.differences) == (0, ())
 
 
 def test_where_passes_are_exact_nothing_is_excused(monkeypatch):
     """Not even a tie."""
     twins = Twins()
-    if not exact(Sublayers(twins.model)):
+    if not Sublayers(twins.model).exact:
         pytest.skip("no native passes here")
     decoding(monkeypatch, [[6 if token == 5 else token for token in twins.text]])
     found = compare(twins.model, PROMPTS[:1], SKIP, Task(16))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import as_any_other, lively_model, prompt, pure, ragged
+from models import as_any_other, lively_model, prompt, ragged
 from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
@@ -361,32 +361,6 @@ def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(drafts_module, "source_of", as_any_other)
     equal(short, replay(trace, SKIPS["an exit"]))
     assert 0.2 < short.survival[0] < 0.9
-
-
-def test_drafts_that_find_nothing_to_draw() -> None:
-    """A draft may come to a place where the processors forbid everything; the text never does."""
-
-    def one_trace(law: Law) -> Trace:
-        settings: dict[str, Any] = {"max_new_tokens": NEW, "draft_length": 6}
-        return take_trace(model(), [PROMPT], law=law, acceptance="rejection", **settings)
-
-    plain = one_trace(sampling())
-    text = set(plain.texts[0].tokens.tolist())
-    drafts = replay(plain, SKIPS["scattered"]).tokens[:, :-1].flatten().tolist()
-    forbidden = next(token for token in drafts if token not in text)
-
-    @pure
-    def dead_end(ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.masked_fill((ids[:, -1] == forbidden)[:, None], float("-inf"))
-
-    played = replay(one_trace(sampling(1.0, dead_end)), SKIPS["scattered"])
-    nothing = played.tokens == NOTHING
-    assert nothing.any()
-    assert played.ends[nothing].all()
-    found = (played.tokens[:, :-1] == forbidden).nonzero()
-    assert (played.tokens[found[:, 0], found[:, 1] + 1] == NOTHING).all()
-    drafted = [round_.drafted[0] for round_ in simulate(played, Fixed(6))]
-    assert count_rounds(played, 6) == [drafted.count(n) for n in range(7)]
 
 
 def test_the_record_of_an_exit_trace(monkeypatch: pytest.MonkeyPatch) -> None:

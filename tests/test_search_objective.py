@@ -165,13 +165,6 @@ def test_skipping_nothing_is_worth_plain_decoding(machine: str) -> None:
     assert not found.attributes
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_acceptance_is_the_share_of_first_tokens_that_match(case: str) -> None:
-    objective = Objective(traced(case), MACHINES["free verification"])
-    for skip in drawn(4, seed=2):
-        assert objective(skip).acceptance == replay(traced(case), skip).survival[0]
-
-
 @pytest.mark.parametrize(("case", "seed"), [("greedy", 3), ("coupled", 6)])
 def test_stopping_early_misses_no_fixed_length(case: str, seed: int) -> None:
     """Limited against unlimited drafts."""
@@ -275,23 +268,6 @@ def test_drafts_and_lookups_are_priced_each_by_its_own_costs(case: str) -> None:
                 taken.add(round_.source)
         assert ways[-1].speedup == pytest.approx(tokens / spent)
     assert taken >= {0, 1}
-
-
-def test_no_draft_survives_beyond_its_vocabulary() -> None:
-    objective = Objective(traced("greedy"), HEADS)
-    for size, ceiling in zip(objective.sizes, objective._ceilings, strict=True):
-        for skip in drawn(3, seed=8):
-            drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
-            assert all(a <= b + 1e-6 for a, b in zip(drafts.survival, ceiling, strict=True))
-        assert (min(ceiling) < 1) == (size is not None)
-
-
-def test_a_vocabulary_that_cannot_catch_up_is_left() -> None:
-    costs = Objective(traced("greedy"), HEADS).costs(SkipConfig.early_exit(3))
-    open_, narrow = _Limit(costs, 8), _Limit(costs, 8, [0.9, 0.5, *[0.1] * 6])
-    assert not open_([0.9])
-    assert narrow([0.9], best=5.0)
-    assert narrow([0.9, 0.5])
 
 
 def test_each_config_is_evaluated_once() -> None:

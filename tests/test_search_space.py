@@ -152,12 +152,6 @@ def test_counts_a_large_space_without_listing_it():
     assert space("sublayer", 80, bits=8).size == 2 * 2**2 * 3 ** (2 * 78 + 1)
 
 
-def test_says_what_it_is():
-    assert str(space()) == "the sublayer space of 5 layers"
-    assert str(space("layer", allow_ends=True)) == "the layer space of 5 layers, ends free"
-    assert str(space("exit", bits=8)) == "the exit space of 5 layers, in 8 bits or exactly"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -229,10 +223,6 @@ class TestHiddenStates:
         for count, mask in enumerate(found):
             assert sum(bool(mask & switch) for switch in switches) == count
             assert mask in layers
-
-    def test_nothing_to_skip(self):
-        assert warm_starts.cosine_sets(self.hidden(), [], 0) == [0]
-        assert warm_starts.from_hidden_states(space("layer", 1), torch.ones(3, 2, 4)) == {}
 
 
 class TestGivenConfigs:

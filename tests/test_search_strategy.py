@@ -466,10 +466,6 @@ class TestProposals:
         assert 5 in tried
         assert len(tried) < 8
 
-    def test_the_path_needs_something_to_start_from(self):
-        assert proposals.next_on_path(LAYERS, self.history({})) == 0
-        assert proposals.next_on_path(LAYERS, History(taken=set(LAYERS.enumerate()))) is None
-
     def test_switches_are_flipped_on_a_seed_that_pays_well(self):
         exit_ = TWELVE_BITS.exit_mask(3)
         history = self.history({0: 1.0, exit_: 1.05})
@@ -487,15 +483,6 @@ class TestProposals:
         first = proposals.next_on_path(TWELVE_BITS, history, exit_)
         assert first == exit_ ^ switches[-1] ^ switches[-2]
 
-    def test_local_moves_are_a_flip_a_swap_or_two_flips(self):
-        landscape = Landscape(6, 0)
-        tried = [0b111, 0b101000, 0, 1 << 11]
-        history = self.history({mask: landscape(mask)[0] for mask in tried})
-        best = max(tried, key=history.scores.__getitem__)
-        mask = proposals.next_local(TWELVE_BITS, history)
-        assert history.free(TWELVE_BITS, mask)
-        assert 1 <= (mask ^ best).bit_count() <= 2
-
     def test_local_moves_follow_what_paid(self):
         """Of 12 switches, one always adds and one always takes away."""
         scores = {}
@@ -503,11 +490,6 @@ class TestProposals:
             scores[mask] = 1.0 + 0.1 * (mask & 1) - 0.1 * (mask >> 1 & 1)
         proposed = proposals.next_local(TWELVE_BITS, self.history(scores))
         assert proposed & 0b11 == 0b01
-
-    def test_no_local_move_without_scores_or_neighbours(self):
-        assert proposals.next_local(LAYERS, self.history({})) is None
-        everything = self.history(dict.fromkeys(LAYERS.enumerate(), 1.0))
-        assert proposals.next_local(LAYERS, everything) is None
 
     def test_precision_is_changed_alone_and_together_with_another(self):
         """From all in low precision: what helps is one sublayer out and another one exact."""
@@ -526,12 +508,3 @@ class TestProposals:
             history.taken.add(mask)
         best = max(history.scores, key=history.scores.__getitem__)
         assert best == low & ~(out << 6) & ~exact | out
-
-    def test_unseen_sets_run_out(self):
-        draw = sampler.random.Random(0)
-        history, found = History(), []
-        while (mask := proposals.unseen(LAYERS, history, 0b1100, draw)) is not None:
-            found.append(mask)
-            history.taken.add(mask)
-        assert found[0] == 0b1100
-        assert sorted(found) == sorted(LAYERS.enumerate())

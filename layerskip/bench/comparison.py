@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
 
 QUANTILE = 0.999
@@ -34,11 +33,6 @@ WIDTH, OTHER_WIDTH = 32, 5  # tokens of a wide pass; of the second one where the
 
 Scores = Callable[[Tensor, int], Tensor]
 """Logits (N, V) of new tokens from a number on, to what those tokens are chosen by, (N, V)."""
-
-
-def exact(model: Sublayers) -> bool:
-    """Whether a token's numbers are the same, bit for bit, whatever it is computed beside."""
-    return model.execution == "native"
 
 
 @dataclass(frozen=True)

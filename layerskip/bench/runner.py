@@ -26,7 +26,6 @@ from layerskip.bench.comparison import (
     Scores,
     along,
     differences,
-    exact,
     first_difference,
     resolutions,
 )
@@ -225,7 +224,7 @@ class Judge:
     @cached_property
     def exact(self) -> bool:
         """Whether drafting and plain decoding must agree bit for bit."""
-        return exact(Sublayers(self.model, execution=self.task.execution))
+        return Sublayers(self.model, execution=self.task.execution).exact
 
     def promised(self, method: Method) -> bool:
         """Whether the method's text must be the reference's."""
