@@ -98,7 +98,8 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "acceptance": (
         "Acceptance",
-        "alpha = accepted / (accepted + rejected); r = accepted / drafted tokens.",
+        "alpha = accepted / (accepted + rejected); r = accepted / drafted tokens; a round is one "
+        "target pass with the draft before it.",
         "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
         "tokens_per_pass mean_draft_length",
     ),
@@ -117,7 +118,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     "predictions": (
         "Predicted and measured",
         "Decode speedup over the baseline. Predicted: the rounds, priced with the cost table. "
-        "Efficiency = measured / predicted.",
+        "Efficiency = measured / predicted; c = a draft step's cost over a target step's.",
         "batch_size category method predicted measured low high efficiency draft_cost bound",
     ),
     "exits": (
@@ -158,18 +159,6 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
 
 MOST = 20  # rows of a table on the page; all are in its CSV file
 
-GLOSSARY = {
-    "target, draft": "The whole model, and the model with some sublayers left out.",
-    "round": "Draft some tokens, verify them in one target pass, emit those accepted and one more.",
-    "alpha": "Probability that one drafted token is accepted, each independent of the others.",
-    "r": "Accepted / drafted tokens; those behind a rejected one count as drafted.",
-    "c": "Cost of one draft step / cost of one target step; no draft gains more than 1/c.",
-    "priced": "What counted rounds would take by a table of costs, no clock involved.",
-    "overlap": "1 - total variation distance of two laws: the most that any rule can accept.",
-    "plain": "This engine without drafting; generate: the transformers library's own decoding.",
-    "near-tie": "A place where two scores differ by less than the arithmetic resolves.",
-}
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --muted: #59636e;
   --line: #d1d9e0; --soft: #f4f6f8; --link: #0b5cad; --bad: #b3261e; }
@@ -206,7 +195,6 @@ tbody tr + tr td { border-top: 1px solid var(--line); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
   .facts dd { margin-bottom: .4rem; } }
-.glossary dt { font-weight: 600; } .glossary dd { margin: 0 0 .5rem; }
 """
 
 
@@ -232,12 +220,10 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         if verdict.advice:
             parts.append(f"<p>What to do next:</p>{_items(map(escape, verdict.advice))}")
     links = [(section.slug, section.title) for section in sections]
-    links += [("words", "Words"), ("files", "Files")]
+    links.append(("files", "Files"))
     items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
     parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
     parts += [_section(section, number) for number, section in enumerate(sections)]
-    terms = _terms(GLOSSARY, "glossary")
-    parts.append(f'<section id="words"><h2>Words</h2>{terms}</section>')
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
         "every table as CSV in <code>tables/</code> and every plot as SVG in <code>plots/</code>."
@@ -256,9 +242,9 @@ def _items(elements: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{each}</li>' for each in elements)}</ul>"
 
 
-def _terms(meanings: Mapping[str, str], kind: str) -> str:
-    terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in meanings.items())
-    return f'<dl class="{kind}">{terms}</dl>'
+def _facts(facts: Mapping[str, str]) -> str:
+    terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts.items())
+    return f'<dl class="facts">{terms}</dl>'
 
 
 def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
@@ -290,7 +276,7 @@ def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
 def _section(section: Section, number: int) -> str:
     parts = [f'<section id="{section.slug}"><h2>{escape(section.title)}</h2>']
     if section.facts:
-        parts.append(_terms(section.facts, "facts"))
+        parts.append(_facts(section.facts))
     if section.pictures:
         parts.append('<div class="pictures">')
         for index, picture in enumerate(section.pictures):

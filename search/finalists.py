@@ -17,11 +17,10 @@ from optuna import Study
 from optuna.trial import FrozenTrial
 
 from layerskip.bench.batches import PromptBatch
-from layerskip.bench.decoded import decoding_totals
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import measured_speedup
+from layerskip.costs.ratios import decoding_totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup

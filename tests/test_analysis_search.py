@@ -16,12 +16,10 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from test_analysis_report import NASTY, Page
-from typer.testing import CliRunner
 
 from layerskip.analysis import plots, report, searches, write_report
 from layerskip.analysis.runs import load_runs
 from layerskip.analysis.verdict import judge_search, words
-from layerskip.cli import main as cli
 from layerskip.files.documents import kind_of
 from layerskip.files.searches import read_search
 
@@ -368,21 +366,6 @@ def test_searches_with_little_in_them_are_reported(tmp_path, document):
     assert "no winner" in summary
     assert "nan" not in summary
     Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
-
-
-def test_the_command_takes_searches(tmp_path, quick):
-    file = made.write(tmp_path / "search.json", made.made_up())
-    output = tmp_path / "report"
-    result = CliRunner().invoke(cli.app, ["report", str(file), "--output", str(output), "--json"])
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.stdout.splitlines()[-1])
-    assert shown["output"] == str(output)
-    assert "trial-87" in shown["summary"]
-    file.write_text(file.read_text()[:-100])
-    result = CliRunner().invoke(cli.app, ["report", str(file), "--output", str(output), "--quiet"])
-    assert result.exit_code == 2
-    [line] = result.stderr.splitlines()
-    assert line.startswith(f"layerskip: error: search {file} is cut off or not JSON")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rounds of decoding without decoding: walks replays as a controller would; knows no model.
+"""Rounds of decoding without decoding: walks replays as a controller would.
 
 Everything a round depends on is in the replays: what each draft would propose where it starts,
 whether the target agrees, how sure the draft is. So the walk takes the engine's steps in the

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
-from layerskip.bench.decoded import decoding_totals
 from layerskip.bench.methods import Engine, Method, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import Totals, measured_speedup
+from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
