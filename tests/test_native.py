@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import assert_agree
+from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
 from models import FAMILIES, SKIPS, WINDOW, lively_model, prompt, ragged, side_by_side, tiny_model
@@ -188,6 +188,25 @@ def test_the_comparison_can_fail(change: Any) -> None:
     change(wrong)
     with pytest.raises(AssertionError):
         assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "native"))
+
+
+@pytest.mark.usefixtures("built")
+@torch.no_grad()
+def test_a_cast_in_another_place_would_be_seen() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    modules, wrong = both(model)
+    other = Sublayers(model.float(), "native")
+    model.bfloat16()
+
+    def late_cast(hidden: Tensor, step: Any) -> Tensor:
+        model.float()
+        out = other.blocks[9](hidden.float(), None).bfloat16()
+        model.bfloat16()
+        return out
+
+    wrong.blocks = (*wrong.blocks[:9], late_cast, *wrong.blocks[10:])
+    shares = [(got != want).float().mean().item() for want, got in pairs(modules, wrong)]
+    assert max(shares) > DIFFERING[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("built")
