@@ -95,6 +95,12 @@ class DecodingStats:
         """1 + accepted / drafts: tokens per verify that followed a draft, the bonus included."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens per target pass over all rounds, also those that did not draft."""
+        emitted = self.num_new_tokens - self.num_sequences
+        return emitted / self.num_rounds if self.num_rounds else 0.0
+
     def add(self, round_: Round, cost: Callable[[int], int]) -> None:
         """Count a round; `cost` gives the sublayer-tokens of a row's round by drafted tokens."""
         self.num_new_tokens += sum(map(len, round_.tokens))
