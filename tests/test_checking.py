@@ -187,8 +187,15 @@ def test_runners_up_fail_the_check(monkeypatch, dtype):
             assert all(d.position % 8 == 7 for d in faults)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("execution", ["auto", "modules"])
+@pytest.mark.parametrize(
+    ("execution", "dtype"),
+    [
+        *(("auto", dtype) for dtype in DTYPES),
+        ("modules", torch.bfloat16),
+        *(pytest.param("modules", d, marks=pytest.mark.slow) for d in DTYPES[::2]),
+    ],
+    ids=str,
+)
 def test_correct_texts_pass_in_every_dtype(dtype, execution):
     for family in ("llama", "gemma2"):
         model = lively_model(family).to(dtype)

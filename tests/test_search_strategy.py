@@ -379,7 +379,11 @@ class TestWorkers:
         return process
 
     @pytest.mark.parametrize(
-        ("storage", "trials"), [("study.log", 50), ("sqlite:///{}/study.db", 20)]
+        ("storage", "trials"),
+        [
+            ("study.log", 50),
+            pytest.param("sqlite:///{}/study.db", 20, marks=pytest.mark.slow),
+        ],
     )
     def test_two_workers_share_a_study(self, context, storage, trials, tmp_path):
         storage = storage.format(tmp_path) if "{}" in storage else tmp_path / storage
