@@ -55,6 +55,13 @@ def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
     assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
-def test_links_lead_somewhere(target):
-    assert (ROOT / target).exists()
+LINK = r"\]\((?!http)([^)#]+)|^\[[^\]]+\]: (\S+)"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    found = re.findall(LINK, page.read_text(encoding="utf-8"), re.MULTILINE)
+    targets = [inline or reference for inline, reference in found]
+    assert targets or page.name == "sources.md"
+    assert [target for target in targets if not (page.parent / target).exists()] == []
