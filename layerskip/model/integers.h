@@ -1,4 +1,4 @@
-// Products of weights rounded to 8 or 4 bits with inputs rounded to 8; knows no tensors or threads.
+// Products of weights rounded to 8 or 4 bits with inputs rounded to 8.
 //
 // A weight lies in blocks of 16 rows, which are cut into units of 64 columns. One line of 64 bytes
 // holds some columns of all 16 rows, so that a vector of 32-bit sums has one sum for every row and

@@ -1,5 +1,4 @@
-// A forward pass of few tokens over sublayers in one call, on a CPU; knows no rounds, laws or
-// Python.
+// A forward pass of few tokens over sublayers in one call, on a CPU.
 //
 // The arithmetic of the library's modules, in its order, with float32 sums; in bfloat16 models
 // numbers are rounded where the library rounds them. One team of threads (torch's own) carries a

@@ -1,4 +1,4 @@
-// Products of plain weights with few tokens, and numbers of a model's dtype; knows no sublayers.
+// Products of plain weights with few tokens, and numbers of a model's dtype.
 
 #pragma once
 

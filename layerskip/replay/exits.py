@@ -1,6 +1,6 @@
 """What each early exit is worth, from one trace: agreement, calibration, the what-if table.
 
-Knows traces, replays and counts; no clock: prices come from the caller.
+No clock is read here: prices come from the caller.
 """
 
 from __future__ import annotations
