@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.sources import source_of
-from layerskip.decoding.sources.base import Offer
 
 VOCABULARY = 97
 WINDOW = 8

@@ -19,12 +19,13 @@ from torch import Tensor
 from layerskip import Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
+from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
-from layerskip.decoding.sources.base import Offer, Proposal
+from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.sources.lookup import NOTHING, LookupRow
 from layerskip.replay.drafts import replay
 

@@ -12,12 +12,22 @@ controller has a `signal` (see `signal_of`). A confidence of NaN stops drafting.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
-
-from layerskip.decoding.sources.base import Offer
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
+
+
+class Offer(NamedTuple):
+    """The proposals of one source to all rows, as controllers see them.
+
+    Attributes:
+        lengths: the most tokens of every row that is not finished; 0 for none.
+        matches: `Proposal.match` by row; None if tokens are not known before they are drawn.
+    """
+
+    lengths: Mapping[int, int]
+    matches: Mapping[int, int] | None
 
 
 class Controller:

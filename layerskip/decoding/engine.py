@@ -17,6 +17,7 @@ from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
 from layerskip.decoding.controller import (
     Chooser,
     Controller,
+    Offer,
     completed,
     first_offer,
     signal_of,
@@ -25,7 +26,7 @@ from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
-from layerskip.decoding.sources.base import Offer, Proposal, Source
+from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 

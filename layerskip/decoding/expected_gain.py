@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
 from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
-from layerskip.decoding.controller import Controller
-from layerskip.decoding.sources.base import Offer
+from layerskip.decoding.controller import Controller, Offer
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step

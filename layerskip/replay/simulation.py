@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controller import Chooser, Controller, first_offer, signal_of
-from layerskip.decoding.sources.base import Offer
+from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
 from layerskip.replay.drafts import Replay
 
 

@@ -24,11 +24,11 @@ from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable, rising
+from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
-from layerskip.decoding.sources.base import Offer
 from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import kept

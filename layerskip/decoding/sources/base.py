@@ -82,18 +82,6 @@ class Proposal(NamedTuple):
         return cls(len(tokens), tokens, match)
 
 
-class Offer(NamedTuple):
-    """The proposals of one source to all rows, as controllers see them.
-
-    Attributes:
-        lengths: the most tokens of every row that is not finished; 0 for none.
-        matches: `Proposal.match` by row; None if tokens are not known before they are drawn.
-    """
-
-    lengths: Mapping[int, int]
-    matches: Mapping[int, int] | None
-
-
 class Source(ABC):
     """A source of drafts, for any number of batches.
 
