@@ -166,10 +166,7 @@ def positions(run: Run) -> Plot | None:
     figure, axes = _new_figure(3.6)
     words = []
     for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
-        axes.plot(
-            rows["position"], rows["acceptance"], marker=_marker_of(number), markersize=5,
-            linewidth=1.6, color=_colour_of(number), label=str(method), clip_on=False,
-        )  # fmt: skip
+        _add_line(axes, number, rows["position"], rows["acceptance"], str(method))
         words.append(f"{method} {_listed(rows.head(4), '{acceptance:.2f}')}")
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -363,10 +360,7 @@ def training_curve(of: Trainings) -> Plot:
     words = []
     for number, name in enumerate(names):
         rows = table[table["draft"] == name]
-        axes.plot(
-            rows["tokens"], rows["overlap"], marker=_marker_of(number), color=_colour_of(number),
-            markersize=5, linewidth=1.6, label=name, clip_on=False,
-        )  # fmt: skip
+        _add_line(axes, number, rows["tokens"], rows["overlap"], name)
         ends = rows.iloc[[0, -1]]
         said = _listed(ends, "{overlap:.3f}", " to ")
         words.append(f"{name} {said} after {ends['tokens'].iloc[-1]:,} tokens")
@@ -423,6 +417,14 @@ def _listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:
 
 def _clipped(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _add_line(axes: Axes, number: int, x: pd.Series, y: pd.Series, label: str) -> None:
+    """A line through measured points, in the colour and with the marker of its number."""
+    axes.plot(
+        x, y, marker=_marker_of(number), markersize=5, linewidth=1.6, color=_colour_of(number),
+        label=label, clip_on=False,
+    )  # fmt: skip
 
 
 def _colour_of(number: int) -> str:
