@@ -18,7 +18,6 @@ import torch
 
 from layerskip import __version__
 from layerskip.files.writing import replacing
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 
 _DAYS = 30  # that a file is valid: machines change
@@ -40,8 +39,9 @@ def file_of(
     root = folder()
     if root is None or not all(isinstance(key, str) for key in keys):
         return None
-    about = (__version__, torch.__version__, fingerprint(model.model), sorted(place.items()))
-    text = json.dumps([*about, model.weights.vocabulary, list(keys), list(law)])
+    weights = model.weights
+    about = (__version__, torch.__version__, weights.fingerprint(), sorted(place.items()))
+    text = json.dumps([*about, weights.vocabulary, list(keys), list(law)])
     return root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,11 +50,12 @@ _ROUNDS = 2  # a budget of less than so many plain steps is not used
 
 
 class _Costs:
-    """The costs of one kind of call: times, how many calls measured, and tables by rows."""
+    """The costs of one kind of call: times, their file, calls that measured, tables by rows."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.times: _Times | None = None
+        self.file: Path | None = None
         self.calls = 0
         self.tables: dict[int, list[CostTable]] = {}
 
@@ -379,9 +381,10 @@ def cost_tables(
     with _lock:
         costs = _costs.setdefault(model.model, {}).setdefault((*keys, kind, place), _Costs())
     with costs.lock:  # for this kind of call only
-        file = kept.file_of(model, machine(model), keys, kind) if costs.times is None else None
-        if file is not None and (saved := kept.read(file)) is not None:
-            costs.times, costs.calls = _Times(**saved), _CALLS
+        if costs.times is None:
+            costs.file = kept.file_of(model, machine(model), keys, kind)
+            if costs.file is not None and (saved := kept.read(costs.file)) is not None:
+                costs.times, costs.calls = _Times(**saved), _CALLS
         done = costs.times is not None and costs.times.complete
         left = costs.times is None or not done or costs.times.disturbed()
         if left and costs.calls < (_CALLS if done else _TRIES):
@@ -391,7 +394,7 @@ def cost_tables(
                 costs.times = found if costs.times is None else costs.times.merged(found)
                 costs.tables.clear()
                 if costs.times.complete and not costs.times.disturbed():
-                    kept.write(file or kept.file_of(model, machine(model), keys, kind), costs.times)
+                    kept.write(costs.file, costs.times)
             costs.calls += 1
         if rows not in costs.tables:
             known = costs.times is not None and costs.times.complete
