@@ -185,9 +185,7 @@ class Native(Fused):
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for native, some in groupby(
-            blocks, lambda block: isinstance(block, NativeBlock)
-        ):  # blocks wrapped for timing are not
+        for native, some in groupby(blocks, lambda block: isinstance(block, NativeBlock)):
             if native:
                 hidden = self._run(hidden, step, list(some))
             else:
