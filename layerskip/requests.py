@@ -67,7 +67,9 @@ def checked_mask(
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
     unknown = sorted(
-        name for name, value in model_kwargs.items() if value is not None and name not in _HARMLESS
+        name
+        for name, value in model_kwargs.items()
+        if value is not None and name not in _HARMLESS and not _empty(name, value)
     )
     if unknown:
         raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
@@ -88,6 +90,13 @@ def checked_mask(
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
     return mask
+
+
+def _empty(name: str, value: Any) -> bool:
+    """Whether an argument says nothing: no pictures, or token types that are all text."""
+    if name == "mm_encoder_outputs":
+        return not value
+    return name in ("token_type_ids", "mm_token_type_ids") and not bool(value.any())
 
 
 def check_ids(input_ids: Any) -> None:

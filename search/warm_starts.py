@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerskip.config import SkipConfig
-from layerskip.model.sublayers import Pass
 from layerskip.replay.trace import Trace
 
 from .space import Space
@@ -98,10 +97,7 @@ def hidden_states(trace: Trace, tokens: int = 128) -> torch.Tensor:
     every = -(-trace.starts // tokens)
     found: list[list[torch.Tensor]] = [[] for _ in range(model.num_sublayers + 1)]
     for text in trace.texts:
-        cache = model.new_cache(1, len(text.tokens))
-        cache.place([0], len(text.tokens))
-        step = Pass(model, cache, model.rotary(len(text.tokens), len(text.tokens)))
-        hidden = model.embed(text.tokens.to(model.device)[None])  # (1, T, D)
+        hidden, step = model.first_pass(text.tokens.to(model.device)[None])  # (1, T, D)
         for index, states in enumerate(found):
             states.append(hidden[0, text.prompt :: every].float().cpu())
             if index < model.num_sublayers:

@@ -19,8 +19,8 @@ COUNT = 13  # more than a sliding window
 
 def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
     """Hidden states of whole texts before and after every layer, (B, T, H) each."""
-    step = model.first_pass(*ids.shape)
-    found = [model.embed(ids)]
+    embedded, step = model.first_pass(ids)
+    found = [embedded]
     for layer in range(model.num_layers):
         found.append(model.run(found[-1], step, (2 * layer, 2 * layer + 1)))
     return found

@@ -34,8 +34,8 @@ def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> Sk
 
 def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     """Of a draft, over a prompt, (B, T, V)."""
-    step = model.first_pass(*ids.shape)
-    hidden = model.run(model.embed(ids), step, range(skip.shared_prefix()))
+    embedded, step = model.first_pass(ids)
+    hidden = model.run(embedded, step, range(skip.shared_prefix()))
     return model.backend.run(hidden, step, model.weights.blocks(skip))
 
 

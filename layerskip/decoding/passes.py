@@ -94,22 +94,32 @@ class Session:
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
-        self._boundary: list[Tensor] = []  # (R, 1, H) at the end of the prefix, one per token fed
+        # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
+        self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
     @_in_inference_mode
     def prefill(self) -> Tensor:
         """Run every prompt through the whole model; logits after its last token, (B, V)."""
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
+        lasts = [length - 1 for length in self.prompt_lengths]
+        every = self.model.num_sublayers
+        # layers that only read others' keys are needed for the last tokens alone
+        through = every if self._taps else 2 * self.model.first_reader
 
         def run(chunk: Tensor, first: int) -> Tensor:
             self.cache.place([first] * len(chunk), chunk.shape[1])
-            step = Pass(self.model, self.cache, self.rotary)
-            return self._carry(self.model.embed(chunk), step, 0, self.model.num_sublayers)
+            hidden, step = self.model.feed(chunk, self.cache, self.rotary)
+            return self._carry(hidden, step, 0, through)
 
-        last = in_chunks(tokens, [length - 1 for length in self.prompt_lengths], run)  # (B, H)
+        last = in_chunks(tokens, lasts, run)[:, None]  # (B, 1, H)
+        if through < every:
+            ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)
+            self.cache.place(lasts, 1)
+            _, step = self.model.feed(ends, self.cache, self.rotary)
+            last = self._carry(last, step, through, every)
         self.lengths = list(self.prompt_lengths)
         self.cache.settled = True
-        return self.model.logits(last[None])[0]
+        return self.model.logits(last.transpose(0, 1))[0]
 
     @_in_inference_mode
     def keep(self, rows: Sequence[int]) -> int:
@@ -121,16 +131,16 @@ class Session:
         moved = self.cache.keep(places, length)
         return moved + sum(state.keep(places, length) for state in self.states)
 
-    def _place(self, offset: int, count: int) -> Pass:
-        """A pass over `count` tokens of every row, the first one at its length + offset."""
+    def _place(self, offset: int, count: int) -> None:
+        """Place a pass over `count` tokens of every row, the first one at its length + offset."""
         self.cache.place([self.lengths[row] + offset for row in self.rows], count)
-        return Pass(self.model, self.cache, self.rotary)
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
         """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""
-        step = self._place(offset, tokens.shape[1])
-        hidden = self._carry(self.model.embed(tokens), step, 0, self._prefix)
-        self._boundary.append(hidden)
+        self._place(offset, tokens.shape[1])
+        hidden, step = self.model.feed(tokens, self.cache, self.rotary)
+        hidden = self._carry(hidden, step, 0, self._prefix)
+        self._boundary.append((hidden, step.inputs))
         return hidden, step
 
     def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
@@ -191,11 +201,16 @@ class Session:
         del self._boundary[known:]
         if known:
             self._feed(tokens, known)
-            hidden = torch.cat(self._boundary, dim=1)  # (R, D + 1, H)
+            states, inputs = zip(*self._boundary, strict=True)
+            hidden = torch.cat(states, dim=1)  # (R, D + 1, H)
+            own = None if inputs[0] is None else torch.cat(inputs, dim=1)  # (R, D + 1, L, P)
+            self._place(0, count)
+            step = Pass(self.model, self.cache, self.rotary, own)
         else:
-            self._prefix, hidden = 0, self.model.embed(tokens)  # (R, D + 1, H)
+            self._prefix = 0
+            self._place(0, count)
+            hidden, step = self.model.feed(tokens, self.cache, self.rotary)  # (R, D + 1, H)
         self._boundary.clear()
-        step = self._place(0, count)
         last = self.model.num_sublayers
         if len(positions) == len(self.rows) * count and not self._taps:
             return self.model.finish(hidden, step, range(self._prefix, last)).flatten(0, 1)

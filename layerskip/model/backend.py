@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.healed import Deltas
 from layerskip.model.products import Function
 
@@ -43,6 +44,8 @@ class Step(Protocol):
     def masks(self) -> Mapping[int | None, Tensor | None]: ...
     @property
     def slots(self) -> Tensor: ...
+    @property
+    def inputs(self) -> Tensor | None: ...
 
 
 Block = Callable[[Tensor, Any], Tensor]
@@ -58,7 +61,7 @@ class Backend(ABC):
 
     Attributes:
         name: its name as an `execution`.
-        blocks: the 2L sublayers, with norms and residual add.
+        blocks: the 2L sublayers, with norms, residual add and tails.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
@@ -82,13 +85,23 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def extra_layer(
-        self, layer: Any, window: int | None, kind: str, bits: int | None = None
-    ) -> tuple[Block, Block]:
+    def tail(self, layer: int) -> Block:
+        """What follows a layer's MLP, for drafts that leave it out (see `LayerParts.tail`)."""
+
+    @abstractmethod
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The layers' own inputs (Gemma 4), (B, T, L, P).
+
+        Args:
+            hidden: the embedded tokens, (B, T, H).
+            rows: what their ids embed as for every layer, (B, T, L, P).
+        """
+
+    @abstractmethod
+    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
         """Attention and MLP of an extra decoder layer: one built like the model's, but not in it.
 
         Args:
-            window, kind: its sliding window and layer type.
             bits: as for `low`; None: exact.
         """
 
@@ -137,9 +150,10 @@ def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
     return block
 
 
-def softcap(cap: float | None) -> Callable[[Tensor], Tensor] | None:
+def finishing(model: Architecture) -> Callable[[Tensor], Tensor] | None:
     """The function between an unembedding and the logits, if there is one."""
+    cap, scaling = model.softcap, model.logits_scaling
     if cap is None:
-        return None
+        return None if scaling == 1 else lambda logits: logits / scaling
     # the order of operations and the dtype are the library's
     return lambda logits: (logits / cap).tanh() * cap

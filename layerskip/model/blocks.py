@@ -40,7 +40,7 @@ class _WholeTexts:
             see the text up to the token and each other; other tokens do not see them.
 
     Attributes:
-        rope, masks: as in `Step`.
+        rope, masks, slots: as in `Step`.
     """
 
     cache = None
@@ -50,11 +50,11 @@ class _WholeTexts:
         every = torch.arange(count * streams, device=device)
         tokens, ahead = every // streams, every % streams  # (T K,) each
         places = tokens + ahead
-        kinds = dict.fromkeys(model.layer_types)
-        if model.family.rope_by_type:
-            self.rope = {k: model.decoder.rotary_emb(hidden, places[None], k) for k in kinds}
-        else:
-            self.rope = dict.fromkeys(kinds, model.decoder.rotary_emb(hidden, places[None]))
+        turned, by_type = model.decoder.rotary_emb, model.family.rope_by_type
+        self.slots = places[None]  # (1, T K)
+        self.rope = {
+            kind: turned(hidden, places[None], *([kind] if by_type else [])) for kind in model.kinds
+        }
         text = (ahead == 0) & (tokens <= tokens[:, None])  # (T K, T K)
         own = tokens == tokens[:, None]
         seen = {w: causal(places[None], places, w) & (text | own) for w in model.distinct_windows}
@@ -81,11 +81,11 @@ class Layer(nn.Module):
     def __init__(self, model: Architecture, like: int | None = None) -> None:
         super().__init__()
         self.architecture = model
-        full = "full_attention"
-        self.kind = full if full in model.layer_types else model.layer_types[-1]
-        of_kind = [i for i, kind in enumerate(model.layer_types) if kind == self.kind]
-        self.window = model.windows[of_kind[-1]]
-        built = deepcopy(model.layers[of_kind[-1]])  # what a layer computes may depend on its kind
+        # one with keys and values of its own, in the way of the full layers if there are any
+        own = [part for part in model.parts if part.writes]
+        full = [part for part in own if part.kind == "full_attention"]
+        part = (full or [each for each in own if each.kind == own[-1].kind])[-1]
+        built = deepcopy(part.module)  # what a layer computes may depend on its kind
         begin = built if like is None else model.layers[like]
         values = dict(begin.named_parameters())
         for name, parameter in built.named_parameters():
@@ -95,10 +95,12 @@ class Layer(nn.Module):
             setattr(owner, name.rpartition(".")[2], value)
         built.self_attn.layer_idx = 0  # in a cache of its own
         self.built = built.eval()
+        self.parts = model.parts_of(0, built, part.window, part.kind)
+        self.kind, self.window = part.kind, part.window
 
     def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
         """Its attention and its MLP, as a backend computes them, rounded or exact."""
-        blocks: tuple[Block, Block] = backend.extra_layer(self.built, self.window, self.kind, bits)
+        blocks: tuple[Block, Block] = backend.extra_layer(self.parts, bits)
         return blocks
 
     def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:

@@ -116,20 +116,23 @@ class RowCache:
     ) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
-        first = 0
         if self.in_step:
             all_keys.narrow(2, self.start, self.count).copy_(keys)
             all_values.narrow(2, self.start, self.count).copy_(values)
-            window = self.windows[layer_idx]
-            if self.count == 1 and window is not None:
-                first = max(0, self.end - window)  # `needs_mask` counts on this slice
         else:
             rows = torch.arange(self.rows, device=keys.device)[:, None]  # (B, 1)
             index = self.placed(keys.device)
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
-        seen = self.end - first
-        return all_keys.narrow(2, first, seen), all_values.narrow(2, first, seen)
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What a layer's keys and values are in this pass, for layers that read another's."""
+        window, first = self.windows[layer], 0
+        if self.in_step and self.count == 1 and window is not None:
+            first = max(0, self.end - window)  # `needs_mask` counts on this slice
+        keys, values = self.keys[layer], self.values[layer]
+        return keys.narrow(2, first, self.end - first), values.narrow(2, first, self.end - first)
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's whole keys and values, (B, H, S, D) each, for heads (H, D)."""

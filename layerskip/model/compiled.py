@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,10 +92,13 @@ class Compiled(Fused):
         cache: RowCache = step.cache
         if not blocks or not cache.settled:
             return super().run(hidden, step, blocks)
-        layers = [block.layer for block in blocks if isinstance(block, Attention)]
+        layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
         rows, count, _ = hidden.shape
         captured = hidden.device.type == "cuda"
         hidden, slots = _padded(hidden, step.slots, cache.size, powers=captured)
+        inputs = step.inputs
+        if inputs is not None:
+            inputs = F.pad(inputs, (0, 0, 0, 0, 0, hidden.shape[1] - count)).contiguous()
         arguments = (
             list(blocks),
             hidden.contiguous(),
@@ -104,6 +107,7 @@ class Compiled(Fused):
             [cache.keys[layer] for layer in layers],
             [cache.values[layer] for layer in layers],
             step.rotary.tables,
+            inputs,
         )
         situation = (
             *(rows, count == 1, torch.get_num_threads()),
@@ -166,11 +170,13 @@ def _first(arguments: tuple[Any, ...]) -> Function:
     """The compiled function of those arguments, and of others with the same rows and blocks."""
     global _seconds
     start = time.perf_counter()
-    blocks, hidden, slots, used, keys, values, tables = arguments
+    blocks, hidden, slots, used, keys, values, tables, inputs = arguments
     dynamic = torch._dynamo.mark_dynamic
     if hidden.shape[1] > 1:
         dynamic(hidden, 1)
         dynamic(slots, 1)
+        if inputs is not None:
+            dynamic(inputs, 1)
     dynamic(used, 0)
     for each in (*keys, *values, *(table for pair in tables.values() for table in pair)):
         dynamic(each, 2)
@@ -191,29 +197,39 @@ def _first(arguments: tuple[Any, ...]) -> Function:
     return compiled
 
 
+class _Inputs(NamedTuple):
+    """What blocks other than attention need of a step."""
+
+    inputs: Tensor | None
+
+
 def _pass(
     blocks: list[Block],
     hidden: Tensor,  # (B, T, H)
     slots: Tensor,  # (B, T)
     used: Tensor,  # (U,)
-    keys: list[Tensor],  # (B, K, S, D) of every attention among the blocks
+    keys: list[Tensor],  # (B, K, S, D) of every layer that the blocks read
     values: list[Tensor],
     tables: dict[str, tuple[Tensor, Tensor]],  # (1, 1, S, R) each
+    inputs: Tensor | None,  # (B, T, L, P)
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
     rope = gathered(tables, slots)
     masks: dict[int | None, Tensor] = {}
-    buffers = iter(zip(keys, values, strict=True))
+    layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
+    buffers = dict(zip(layers, zip(keys, values, strict=True), strict=True))
+    step = _Inputs(inputs)
     for block in blocks:
         if not isinstance(block, Attention):
-            hidden = block(hidden, None)
+            hidden = block(hidden, step)
             continue
         if block.window not in masks:
             masks[block.window] = additive(causal(slots, used, block.window), hidden.dtype)
         q, k, v = block.inputs(hidden, rope[block.kind])
-        all_keys, all_values = next(buffers)
-        all_keys[rows, :, slots] = k.transpose(1, 2)
-        all_values[rows, :, slots] = v.transpose(1, 2)
+        all_keys, all_values = buffers[block.layer]
+        if block.writes:
+            all_keys[rows, :, slots] = k.transpose(1, 2)
+            all_values[rows, :, slots] = v.transpose(1, 2)
         seen = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
         hidden = block.outputs(hidden, q, *seen, masks[block.window])
     return hidden

@@ -1,11 +1,11 @@
-"""The supported model families, the parts of a model, and what is refused."""
+"""The model families that are opened into sublayers, the parts of a model, and what is refused."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,29 @@ class Family:
     Attributes:
         package: in `transformers.models`.
         prefix: of the class names there.
-        sandwich: each sublayer also ends with a norm (Gemma 2, Gemma 3).
+        inner: what follows the prefix in the names of attention and MLP.
+        layout: where a sublayer's norms are: before it, around it (Gemma 2 to 4), or behind it
+            (OLMo 2 and 3).
+        norm: in which order a norm multiplies: normalise, cast, times weight ("llama"); normalise,
+            times (1 + weight), cast ("one plus"); normalise, times weight, cast ("wide").
         windows: which layers slide: "none", "all" (if `config.sliding_window` is set), or by
             `config.layer_types`.
         softcap: the logits pass through `config.final_logit_softcapping` (if set).
-        rope_by_type: rotary angles differ between sliding and full layers (Gemma 3).
+        rope_by_type: rotary angles differ between sliding and full layers.
+        positions: attention needs positions besides angles (Ministral 3).
+        experts: where a mixture's experts are: in the MLP ("mlp"), or beside it ("beside").
     """
 
     package: str
     prefix: str
-    sandwich: bool = False
-    windows: str = "none"
+    inner: str = ""
+    layout: Literal["before", "around", "behind"] = "before"
+    norm: Literal["llama", "one plus", "wide"] = "llama"
+    windows: Literal["none", "all", "by type"] = "none"
     softcap: bool = False
     rope_by_type: bool = False
+    positions: bool = False
+    experts: Literal["mlp", "beside"] | None = None
 
     @property
     def home(self) -> str:
@@ -41,31 +51,105 @@ class Family:
         return f"transformers.models.{self.package}.modeling_{self.package}"
 
 
+_GEMMA: dict[str, Any] = {"layout": "around", "windows": "by type", "softcap": True}
+_GEMMA4: dict[str, Any] = {**_GEMMA, "inner": "Text", "norm": "wide", "rope_by_type": True}
+
 FAMILIES = {
     "llama": Family("llama", "Llama"),
-    "gemma": Family("gemma", "Gemma"),
-    "gemma2": Family("gemma2", "Gemma2", sandwich=True, windows="by type", softcap=True),
-    "gemma3_text": Family(
-        "gemma3", "Gemma3", sandwich=True, windows="by type", softcap=True, rope_by_type=True
-    ),
+    "gemma": Family("gemma", "Gemma", norm="one plus"),
+    "gemma2": Family("gemma2", "Gemma2", norm="one plus", **_GEMMA),
+    "gemma3_text": Family("gemma3", "Gemma3", norm="one plus", rope_by_type=True, **_GEMMA),
+    "gemma4_text": Family("gemma4", "Gemma4", experts="beside", **_GEMMA4),
+    "gemma4_unified_text": Family("gemma4_unified", "Gemma4Unified", **_GEMMA4),
     "mistral": Family("mistral", "Mistral", windows="all"),
+    "ministral": Family("ministral", "Ministral", windows="by type"),
+    "ministral3": Family("ministral3", "Ministral3", windows="all", positions=True),
+    "mixtral": Family("mixtral", "Mixtral", windows="all", experts="mlp"),
     "qwen2": Family("qwen2", "Qwen2", windows="by type"),
     "qwen3": Family("qwen3", "Qwen3", windows="by type"),
+    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", windows="all", experts="mlp"),
     "phi3": Family("phi3", "Phi3", windows="all"),
+    "granite": Family("granite", "Granite"),
+    "smollm3": Family("smollm3", "SmolLM3", windows="by type"),
+    "olmo2": Family("olmo2", "Olmo2", layout="behind", norm="wide"),
+    "olmo3": Family(
+        "olmo3", "Olmo3", layout="behind", norm="wide", windows="by type", rope_by_type=True
+    ),
 }
+"""By the `model_type` of the text decoder."""
+CONDITIONAL = ("gemma3", "gemma4", "gemma4_unified", "llava", "llava_next", "mistral3")
+"""By `model_type`, classes around such a decoder, whose text is decoded as the decoder's own."""
 _ATTENTION = ("eager", "sdpa")
+_NORMS = {  # before and after the attention, before and after the MLP
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "around": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "behind": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+}
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A decoder layer, and how its two sublayers are wired.
+
+    Attributes:
+        number: of the layer.
+        module: the layer.
+        window: its sliding window in tokens, or None for full attention.
+        kind: which of the rotary tables it turns by; "nope": it does not turn.
+        before, after: the norms around the attention, if there are any.
+        pre, post: the norms around the MLP.
+        residual: what the output of a sublayer is multiplied by (Granite).
+        keys: the layer whose keys and values it attends to, in the cache.
+        tail: something follows the MLP, even where that is left out (Gemma 4): the layer's own
+            input, a scalar.
+    """
+
+    number: int
+    module: Any
+    window: int | None
+    kind: str
+    before: Any
+    after: Any
+    pre: Any
+    post: Any
+    residual: float = 1.0
+    keys: int = 0
+    tail: bool = False
+
+    @property
+    def attention(self) -> Any:
+        """The attention module."""
+        return self.module.self_attn
+
+    @property
+    def mlp(self) -> Any:
+        """The MLP module."""
+        return self.module.mlp
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return not getattr(self.attention, "is_kv_shared_layer", False)
 
 
 class Architecture:
-    """A supported causal language model and its parts.
+    """A causal language model that can be opened, and its parts.
 
     Args:
-        model: of a family in `FAMILIES`, or PEFT's wrapper of one.
+        model: of a family in `FAMILIES`, alone or inside one of `CONDITIONAL`, or PEFT's wrapper
+            of one.
 
     Attributes:
+        config: of the text decoder.
         decoder, layers: the modules whose parts are called one by one.
+        unembedding: the head's linear.
+        parts: every decoder layer.
         eager: attention is the library's eager function, not torch's.
         windows: sliding window in tokens of each layer, or None for full attention.
+        placeholders: tokens that embed as padding wherever no picture stands for them.
         spread: layers lie on several devices; hidden states travel to them.
         dtype, device: of the embedding, where tokens come in and logits come out.
 
@@ -76,32 +160,32 @@ class Architecture:
 
     def __init__(self, model: nn.Module) -> None:
         model = unwrapped(model)
-        config: Any = getattr(model, "config", None)
-        kind = getattr(config, "model_type", type(model).__name__)
-        if kind not in FAMILIES or not hasattr(model, "lm_head"):
-            raise UnsupportedModelError(
-                f"architecture {kind!r} ({type(model).__name__}) is not supported; supported are "
-                f"the causal language models of {', '.join(sorted(FAMILIES))}"
-            )
+        reason = unopened(getattr(model, "config", None))
+        if reason is None and not hasattr(model, "lm_head"):
+            reason = f"{type(model).__name__} has no head, it is not a causal language model"
+        if reason is not None:
+            raise UnsupportedModelError(reason)
         if model.training:
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
+        outer: Any = model.config
+        config: Any = outer.get_text_config()
         attention = config._attn_implementation
         if attention not in _ATTENTION:
             raise UnsupportedModelError(
                 f"attention implementation {attention!r} is not supported; load the model with "
                 f"attn_implementation={' or '.join(map(repr, _ATTENTION))}"
             )
-        if getattr(config, "use_bidirectional_attention", False):
-            raise UnsupportedModelError("bidirectional attention is not supported; decoders only")
         self._held: Any = model
         self._known = weakref.ref(model)
         self.config = config
         self.eager = attention == "eager"
-        self.family = FAMILIES[kind]
-        decoder: Any = model.get_submodule("model")
+        self.family = FAMILIES[config.model_type]
+        inner: Any = model.get_submodule("model")
+        decoder: Any = getattr(inner, "language_model", inner)
         self.decoder = decoder
+        self.unembedding: Any = model.lm_head
         self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
-        self._check_hooks()
+        self._check_hooks(inner)
         self._check_rope()
         self.num_layers = len(self.layers)
         self.num_sublayers = 2 * self.num_layers
@@ -111,23 +195,57 @@ class Architecture:
             for kind in self.layer_types
         )
         self.distinct_windows = tuple(dict.fromkeys(self.windows))
+        self.parts = tuple(self._parts())
+        self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
+        self.placeholders = _placeholders(outer)
         self.vocabulary: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         embedding = decoder.embed_tokens
         self.dtype: torch.dtype = embedding.weight.dtype
         self.device: torch.device = device_of(embedding)
-        ends = [decoder.norm, self.model.lm_head]
-        places = {device_of(each) for each in [*ends, *(x.input_layernorm for x in self.layers)]}
-        self.spread = len(places | {self.device}) > 1
+        ends = [decoder.norm, self.unembedding, *(part.before or part.after for part in self.parts)]
+        self.spread = len({device_of(each) for each in ends} | {self.device}) > 1
 
     @property
     def model(self) -> Any:
         """The model; only a weak reference is kept (see `Sublayers.handle`)."""
         return self._known()
 
-    def each_layer(self) -> Iterator[tuple[Any, int | None, str]]:
-        """Every decoder layer, its sliding window and its layer type."""
-        yield from zip(self.layers, self.windows, self.layer_types, strict=True)
+    def _parts(self) -> Iterator[LayerParts]:
+        own: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own
+        for number, layer in enumerate(self.layers):
+            kind = self.layer_types[number]
+            part = self.parts_of(number, layer, self.windows[number], kind)
+            if part.writes:
+                own[kind] = number
+            yield replace(part, keys=own[kind], tail=hasattr(layer, "layer_scalar"))
+
+    def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
+        """A decoder layer of this family, with keys of its own and without a tail."""
+        before, after, pre, post = (
+            getattr(layer, name, None) for name in _NORMS[self.family.layout]
+        )
+        turns = getattr(layer.self_attn, "use_rope", True)
+        return LayerParts(
+            number,
+            layer,
+            window,
+            kind if turns else "nope",
+            *(before, after, pre, post),
+            residual=getattr(layer, "residual_multiplier", 1.0),
+            keys=number,
+        )
+
+    @property
+    def inputs_width(self) -> int:
+        """The width of every layer's own input (Gemma 4), 0 where layers have none."""
+        return getattr(self.config, "hidden_size_per_layer_input", 0) or 0
+
+    @property
+    def first_reader(self) -> int:
+        """The first layer from which on none has keys and values of its own; else the number."""
+        readers = sum(not part.writes for part in self.parts)
+        return self.num_layers - readers
 
     def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
         """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
@@ -143,17 +261,24 @@ class Architecture:
             return read_bytes(module, bits)
 
         sublayers = []
-        for layer in self.layers:
-            own = [layer.self_attn, layer.input_layernorm]
-            own += [layer.post_attention_layernorm] if self.family.sandwich else []
-            attention = sum(map(read, own))
-            sublayers += [attention, read(layer) - attention]
-        return {"sublayers": sublayers, "head": read(self.decoder.norm) + read(self.model.lm_head)}
+        for part in self.parts:
+            own = (part.attention, part.before, part.after)
+            attention = sum(read(each) for each in own if each is not None)
+            sublayers += [attention, read(part.module) - attention]
+        head = read(self.decoder.norm) + read(self.unembedding)
+        return {"sublayers": sublayers, "head": head}
 
     @property
     def softcap(self) -> float | None:
         """The softcap of the final logits, if there is one."""
-        return self.config.final_logit_softcapping if self.family.softcap else None
+        # the conditional class around Gemma 3 has none
+        wrapped = self.model.config.model_type == "gemma3"
+        return self.config.final_logit_softcapping if self.family.softcap and not wrapped else None
+
+    @property
+    def logits_scaling(self) -> float:
+        """What the logits are divided by (Granite)."""
+        return getattr(self.config, "logits_scaling", 1.0)
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
         """Refuse lengths whose positions the model cannot serve exactly.
@@ -182,10 +307,11 @@ class Architecture:
                     f"stay at or below {switch}, or start above it"
                 )
 
-    def _check_hooks(self) -> None:
+    def _check_hooks(self, inner: nn.Module) -> None:
         """Refuse hooks on modules that are never called as a whole: they would not run."""
         named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
-        for name, module in {"the model": self.model, "the decoder": self.decoder, **named}.items():
+        named |= {"the model": self.model, "its inner model": inner, "the decoder": self.decoder}
+        for name, module in named.items():
             if foreign_hooks(module):
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}) has forward hooks, which are not supported "
@@ -204,14 +330,37 @@ class Architecture:
 
     def _rope_types(self) -> Iterator[dict[str, Any]]:
         parameters = self.config.rope_parameters
-        by_type = all(isinstance(value, dict) for value in parameters.values())
-        yield from parameters.values() if by_type else [parameters]
+        kinds = [value for value in parameters.values() if isinstance(value, dict)]
+        yield from kinds or [parameters]  # by layer type, or one for all
 
     def _layer_type(self, layer: int) -> str:
         if self.family.windows == "by type":
             return str(self.config.layer_types[layer])
         sliding = self.family.windows == "all" and self.config.sliding_window is not None
         return "sliding_attention" if sliding else "full_attention"
+
+
+def unopened(config: Any) -> str | None:
+    """Why a model of this configuration is not opened into sublayers, or None."""
+    kind = getattr(config, "model_type", None)
+    text = None if config is None else config.get_text_config()
+    inner = getattr(text, "model_type", None)
+    if inner not in FAMILIES or (text is not config and kind not in CONDITIONAL):
+        return (
+            f"architecture {kind!r} is not opened into sublayers; opened are the causal language "
+            f"models of {', '.join(sorted(FAMILIES))}, and {', '.join(CONDITIONAL)} around them"
+        )
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "bidirectional attention is not supported; decoders only"
+    return None
+
+
+def _placeholders(config: Any) -> tuple[int, ...]:
+    """Tokens that a conditional model embeds as its padding, also where they were drawn."""
+    if config.model_type in ("gemma4", "gemma4_unified"):
+        found = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+        return tuple(token for token in found if token is not None)
+    return ()
 
 
 def read_bytes(module: nn.Module, bits: int | None) -> int:

@@ -12,8 +12,8 @@ D head width, R rotary width (R <= D).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softcap
+from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import Architecture, foreign_hooks
+from layerskip.model.families import Architecture, LayerParts, foreign_hooks
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.joined import together
 from layerskip.model.products import Function, Linear, best_linear, matrices
 from layerskip.model.rounded import copies_of
-
-Place = tuple[Any, int | None, str]
-"""A decoder layer, its sliding window and its layer type."""
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,9 +48,9 @@ class Fused(Backend):
 
     def __init__(self, model: Architecture, linear: Linear | None = None) -> None:
         self.model = model
-        self.linear = linear or best_linear(matrices(model.model))
+        own = matrices(model.decoder.layers, model.unembedding)
+        self.linear = linear or best_linear(own)
         self.copies = copies_of(model.model)
-        self.layers = list(model.each_layer())
         self.blocks = tuple(
             self._block(sublayer, self.linear) for sublayer in range(model.num_sublayers)
         )
@@ -62,36 +59,65 @@ class Fused(Backend):
         block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
         return block
 
-    def extra_layer(
-        self, layer: Any, window: int | None, kind: str, bits: int | None = None
-    ) -> tuple[Block, Block]:
-        place, apart = (layer, window, kind), bits is not None
-        linear = self.linear if bits is None else self._low_linear(bits)
-        attention = self._sublayer(place, False, linear, apart=apart)
-        return attention, self._sublayer(place, True, linear, apart=apart)
+    def tail(self, layer: int) -> Block:
+        return tail(self.model.parts[layer], self.linear)
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return self._inputs(hidden, rows)
+
+    @cached_property
+    def _inputs(self) -> Callable[[Tensor, Tensor], Tensor]:
+        decoder = self.model.decoder
+        project = self.linear(decoder.per_layer_model_projection.weight, None)
+        norm = self._norm_of(decoder.per_layer_projection_norm)
+        by = decoder.per_layer_model_projection_scale
+        scale = decoder.per_layer_input_scale
+
+        def inputs(hidden: Tensor, rows: Tensor) -> Tensor:
+            own = norm((project(hidden) * by).view_as(rows))
+            out: Tensor = (own + rows) * scale  # (B, T, L, P)
+            return out
+
+        return inputs
+
+    def _norm_of(self, module: Any) -> Function:
+        return rms_norm(module, self.model.family.norm)
+
+    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
+        linear, apart = self._exact_or_low(bits), bits is not None
+        attention = self._sublayer(layer, False, linear, apart=apart)
+        return attention, self._sublayer(layer, True, linear, apart=apart)
+
+    def _exact_or_low(self, bits: int | None) -> Linear:
+        return self.linear if bits is None else self._low_linear(bits)
 
     def product(self, module: nn.Linear, bits: int) -> Function:
         return self._low_linear(bits)(module.weight, module.bias)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, cap = rms_norm(self.model.decoder.norm), softcap(self.model.softcap)
-        linear = self.linear if bits is None else self._low_linear(bits)
+        norm, after = self._norm_of(self.model.decoder.norm), finishing(self.model)
+        linear = self._exact_or_low(bits)
         if rows is not None:
-            return in_turn(norm, linear(rows.weight, rows.bias), cap, rows.spread)
-        whole = self.model.model.lm_head
-        return in_turn(norm, linear(whole.weight, whole.bias), cap)
+            return in_turn(norm, linear(rows.weight, rows.bias), after, rows.spread)
+        whole = self.model.unembedding
+        return in_turn(norm, linear(whole.weight, whole.bias), after)
 
     def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Any:
-        return self._sublayer(self.layers[sublayer // 2], bool(sublayer % 2), linear, apart=apart)
+        part = self.model.parts[sublayer // 2]
+        return self._sublayer(part, bool(sublayer % 2), linear, apart=apart)
 
-    def _sublayer(self, place: Place, second: bool, linear: Linear, *, apart: bool = False) -> Any:
-        """The attention of a layer, or its MLP."""
-        layer, window, kind = place
-        sandwich = self.model.family.sandwich
-        if second:
-            return mlp(layer, sandwich=sandwich, linear=linear, apart=apart)
-        how: dict[str, Any] = {"sandwich": sandwich, "eager": self.model.eager, "apart": apart}
-        return attention(layer, window, kind, linear=linear, **how)
+    def _sublayer(
+        self, part: LayerParts, second: bool, linear: Linear, *, apart: bool = False
+    ) -> Any:
+        """The attention of a layer, or its MLP with its tail."""
+        norm = self.model.family.norm
+        if not second:
+            return attention(part, norm, eager=self.model.eager, linear=linear, apart=apart)
+        block = mlp(part, norm, linear=linear, apart=apart)
+        if not part.tail:
+            return block
+        # a tail's own linears stay exact: they are small
+        return with_tail(block, tail(part, self.linear))
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
@@ -101,7 +127,12 @@ class Fused(Backend):
         return linear
 
     def rotary(self, tables: Tables) -> FusedRotary:
-        return FusedRotary(tables, self.model.layers[0].self_attn.head_dim)
+        return FusedRotary(tables, self.widths)
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The width of a head, by kind of rotary table."""
+        return {part.kind: part.attention.head_dim for part in self.model.parts}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -115,6 +146,10 @@ def refusal(model: Architecture) -> str | None:
     """
     if _global_hooks():
         return "global module hooks are registered"
+    if model.family.positions:
+        return "queries are scaled by their positions"
+    if any(_experts(part) for part in model.parts):
+        return "its MLPs are mixtures of experts"
     for name, module, home, expected in _involved(model):
         if reason := _not_plain(module, home, expected):
             return f"{name} {reason}"
@@ -140,6 +175,10 @@ def head_refusal(head: Any) -> str | None:
     return _not_plain(head, *_LINEAR)
 
 
+def _experts(part: LayerParts) -> bool:
+    return hasattr(part.mlp, "experts") or getattr(part.module, "enable_moe_block", False)
+
+
 _LINEAR = ("torch.nn.modules.linear", "Linear")
 
 
@@ -153,20 +192,25 @@ def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
     Classes are compared by name, as the library's own class may have been replaced.
     """
     home, prefix = model.family.home, model.family.prefix
+    inner = prefix + model.family.inner
     yield "model.norm", model.decoder.norm, home, f"{prefix}RMSNorm"
-    yield "lm_head", model.model.lm_head, *_LINEAR
+    yield "lm_head", model.unembedding, *_LINEAR
+    if model.inputs_width:
+        decoder = model.decoder
+        yield "the layers' inputs", decoder.per_layer_model_projection, *_LINEAR
+        yield "their norm", decoder.per_layer_projection_norm, home, f"{prefix}RMSNorm"
     for index, layer in enumerate(model.layers):
         for name, module in layer.named_modules():
             where = f"layer {index} {name}"
             if name == "self_attn":
-                yield where, module, home, f"{prefix}Attention"
+                yield where, module, home, f"{inner}Attention"
             elif name == "mlp":
-                yield where, module, home, f"{prefix}MLP"
+                yield where, module, home, f"{inner}MLP"
             elif name.endswith("norm"):
                 yield where, module, home, f"{prefix}RMSNorm"
-            elif name.endswith("_proj"):
+            elif name.endswith(("_proj", "_gate", "_projection")):
                 yield where, module, *_LINEAR
-            elif name and name.startswith(("self_attn.", "mlp.")):
+            elif name and name.startswith(("self_attn.", "mlp.", "act_fn")):
                 # an activation: any function of one tensor will do, so any class
                 yield where, module, type(module).__module__, type(module).__qualname__
 
@@ -215,40 +259,45 @@ def _written_in(function: Any, module: str, name: str) -> bool:
 # Norms and rotations.
 
 
-def rms_norm(module: Any) -> Function:
-    """The function of an RMSNorm module. It computes in float32, whatever the model's dtype.
+def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Function:
+    """The function of an RMSNorm module; it computes in float32, whatever the model's dtype.
 
-    Llama style: normalise, cast, times weight. Gemma style (its epsilon is called `eps`):
-    normalise, times (1 + weight), cast.
+    Args:
+        style: see `Family.norm`.
+        device: where it computes, if it has no weight (then it only normalises).
     """
-    weight: Tensor = module.weight
-    width = weight.shape[0]
-    gemma = hasattr(module, "eps")
-    dtype = weight.dtype
-    epsilon = torch.tensor(module.eps if gemma else module.variance_epsilon, device=weight.device)
-
-    mean = 1 / width
+    weight: Tensor | None = getattr(module, "weight", None)
+    number = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    epsilon = torch.tensor(number, device=device if weight is None else weight.device)
     vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
 
     # x / sqrt(mean(x^2) + epsilon) in four small kernels, where F.rms_norm has six on a CPU
-    def llama(x: Tensor) -> Tensor:
+    def normalised(x: Tensor) -> Tensor:
         norm = vector_norm(x, 2, -1, True)  # (..., 1)
-        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).mul_(weight)
+        return x * addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+    def bare(x: Tensor) -> Tensor:
+        return normalised(x.float()).to(x.dtype)
+
+    if weight is None:
+        return bare
+
+    def llama(x: Tensor) -> Tensor:
+        return normalised(x).mul_(weight)
 
     def llama_cast(x: Tensor) -> Tensor:
-        x = x.float()
-        norm = vector_norm(x, 2, -1, True)  # (..., 1)
-        return (x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()).to(dtype).mul_(weight)
+        return normalised(x.float()).to(x.dtype).mul_(weight)
 
     def one_plus(x: Tensor) -> Tensor:
-        x = x.float()
-        norm = vector_norm(x, 2, -1, True)  # (..., 1)
-        x = x * addcmul(epsilon, norm, norm, value=mean).rsqrt_()
-        return addcmul(x, x, weight.float()).to(dtype)
+        out = normalised(x.float())
+        return addcmul(out, out, weight.float()).to(x.dtype)
 
-    if not gemma:
-        return llama if dtype is torch.float32 else llama_cast
-    return one_plus
+    def wide(x: Tensor) -> Tensor:
+        return normalised(x.float()).mul_(weight.float()).to(x.dtype)
+
+    if style == "llama":
+        return llama if weight.dtype is torch.float32 else llama_cast
+    return one_plus if style == "one plus" else wide
 
 
 class Angles(NamedTuple):
@@ -268,26 +317,21 @@ class FusedRotary:
 
     Args:
         tables: layer type -> (cos, sin) of every position, each (1, S, R).
-        width: head width D.
+        widths: layer type -> head width D.
     """
 
-    def __init__(self, tables: Tables, width: int) -> None:
+    def __init__(self, tables: Tables, widths: Mapping[str, int]) -> None:
         self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
         cos = next(iter(self.tables.values()))[0]
-        rotary = cos.shape[-1]
         # One matrix product rotates faster than four kernels; below float32 it would round
         # once where the library rounds three times, and on a GPU it might run in TF32.
         self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
-        if self._as_matrix:
-            places = torch.arange(rotary)
-            self._swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
-            self._swap[places.roll(rotary // 2), places] = 1
-            self._eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
-            rest = width - rotary  # dimensions that do not turn
-            self._wide = {
-                kind: (F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)))
-                for kind, (cos, sin) in self.tables.items()
-            }  # (S, D) each
+        # by kind (S, D) each, and the exchange of halves and the identity, (D, D) each
+        self._wide = (
+            {kind: _as_matrix(*table, widths[kind]) for kind, table in self.tables.items()}
+            if self._as_matrix
+            else {}
+        )
 
     @staticmethod
     def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,16 +344,24 @@ class FusedRotary:
             return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
         if self._as_matrix and cache.count == 1:
             return {
-                kind: Angles(
-                    torch.addcmul(self._eye * cos[cache.start], self._swap, sin[cache.start]), None
-                )
-                for kind, (cos, sin) in self._wide.items()
+                kind: Angles(torch.addcmul(eye * cos[cache.start], swap, sin[cache.start]), None)
+                for kind, (cos, sin, swap, eye) in self._wide.items()
             }
         window = slice(cache.start, cache.end)
         return {
             kind: Angles(cos[:, :, window], sin[:, :, window])
             for kind, (cos, sin) in self.tables.items()
         }
+
+
+def _as_matrix(cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What makes the rotation (D, D) of a place, from angles (1, 1, S, R)."""
+    rotary = cos.shape[-1]
+    places, rest = torch.arange(rotary), width - rotary  # dimensions that do not turn
+    swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
+    swap[places.roll(rotary // 2), places] = 1
+    eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
+    return F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)), swap, eye
 
 
 def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
@@ -325,6 +377,8 @@ def _rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = angles
     if sin is None:
         return x @ cos
+    if cos.dtype is not x.dtype:  # OLMo's angles are float32
+        return _rotate(x.to(cos.dtype), angles).to(x.dtype)
     rotary = cos.shape[-1]
     if rotary == x.shape[-1]:
         return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))
@@ -386,9 +440,11 @@ class Attention(NamedTuple):
     """An attention sublayer, in two halves around the cache.
 
     Attributes:
-        inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D).
+        inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D), which
+            are empty where it has none of its own.
         outputs: hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
-        layer, kind, window: its number in the cache, rotary kind and sliding window.
+        layer, kind, window: the layer in the cache that it reads, rotary kind and sliding window.
+        writes: whether those are its own.
     """
 
     inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
@@ -396,36 +452,45 @@ class Attention(NamedTuple):
     layer: int
     kind: str
     window: int | None
+    writes: bool
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         q, k, v = self.inputs(hidden, step.rope[self.kind])
-        keys, values = step.cache.update(k, v, self.layer)
+        cache = step.cache
+        keys, values = cache.update(k, v, self.layer) if self.writes else cache.read(self.layer)
         return self.outputs(hidden, q, keys, values, step.masks[self.window])
 
 
+def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
+    residual = part.residual
+    if after is None:
+        return torch.add if residual == 1 else lambda hidden, out: hidden + out * residual
+    return lambda hidden, out: hidden + after(out)
+
+
 def attention(
-    layer: Any,
-    window: int | None,
-    kind: str,
-    *,
-    sandwich: bool,
-    eager: bool,
-    linear: Linear,
-    apart: bool,
+    part: LayerParts, norm: str, *, eager: bool, linear: Linear, apart: bool
 ) -> Attention:
-    """The attention sublayer of a decoder layer, with norms and residual add."""
-    module = layer.self_attn
-    before = rms_norm(layer.input_layernorm)
-    after = rms_norm(layer.post_attention_layernorm) if sandwich else None
+    """The attention sublayer of a decoder layer, with norms of a style and residual add."""
+    module = part.attention
+    before = None if part.before is None else rms_norm(part.before, norm)
+    add = adding(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
-    names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    project = _projections([getattr(module, name) for name in names], linear, apart)
+    names = [name for name in ("qkv_proj", "q_proj", "k_proj", "v_proj") if hasattr(module, name)]
+    used = [each for each in (getattr(module, name) for name in names) if each is not None]
+    project = _projections(used, linear, apart)
     output = linear(module.o_proj.weight, module.o_proj.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
-    turning = queries + queries // groups  # N + K
-    q_norm = rms_norm(module.q_norm) if hasattr(module, "q_norm") else None
-    k_norm = rms_norm(module.k_norm) if hasattr(module, "k_norm") else None
+    turning = queries + (queries // groups if part.writes else 0)  # N + K
+    own = {name: getattr(module, f"{name}_norm", None) for name in "qkv"}
+    place = module.o_proj.weight.device
+    q_norm, k_norm, v_norm = (
+        None if each is None else rms_norm(each, norm, place) for each in own.values()
+    )
+    # of OLMo's norms one spans all heads
+    whole = own["q"] is not None and own["q"].weight.shape[0] != width
     grouped = not eager and groups > 1 and width >= WIDE
     if eager:
         # Gemma 3 has the attribute too, and never passes it on
@@ -437,15 +502,20 @@ def attention(
 
     def inputs(hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         rows, count, _ = hidden.shape
-        heads = project(before(hidden)).view(rows, count, -1, width)  # (B, T, N + 2K, D)
-        heads = heads.transpose(1, 2)  # (B, N + 2K, T, D)
-        if q_norm is None or k_norm is None:
+        heads = project(hidden if before is None else before(hidden))  # (B, T, (N + 2K) D)
+        if whole and q_norm is not None and k_norm is not None:
+            q, k, v = heads.tensor_split((queries * width, turning * width), -1)
+            heads = torch.cat((q_norm(q), k_norm(k), v), -1)
+        heads = heads.view(rows, count, -1, width).transpose(1, 2)  # (B, N + 2K, T, D)
+        if q_norm is None or whole:
             turned = _rotate(heads[:, :turning], angles)  # (B, N + K, T, D)
-            q, k = turned[:, :queries], turned[:, queries:]
-        else:
-            q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
-            k = _rotate(k_norm(heads[:, queries:turning]), angles)  # (B, K, T, D)
-        return q, k, heads[:, turning:]
+            return turned[:, :queries], turned[:, queries:], heads[:, turning:]
+        q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
+        k, v = heads[:, queries:turning], heads[:, turning:]  # (B, K, T, D)
+        if k_norm is not None:  # it has keys of its own
+            v = v if v.shape[1] else k  # keys and values of one projection
+            k, v = _rotate(k_norm(k), angles), v if v_norm is None else v_norm(v)
+        return q, k, v
 
     def outputs(
         hidden: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
@@ -462,19 +532,16 @@ def attention(
             out = out.view(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
         else:
             out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
-        out = output(out.reshape(rows, count, -1))
-        return hidden + (out if after is None else after(out))  # (B, T, H)
+        return add(hidden, output(out.reshape(rows, count, -1)))
 
-    return Attention(inputs, outputs, module.layer_idx, kind, window)
+    return Attention(inputs, outputs, part.keys, part.kind, part.window, part.writes)
 
 
-def mlp(layer: Any, *, sandwich: bool, linear: Linear, apart: bool) -> Block:
-    """The MLP sublayer of a decoder layer, with norms and residual add."""
-    module = layer.mlp
-    before = rms_norm(
-        layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
-    )
-    after = rms_norm(layer.post_feedforward_layernorm) if sandwich else None
+def mlp(part: LayerParts, norm: str, *, linear: Linear, apart: bool) -> Block:
+    """The MLP sublayer of a decoder layer, with norms of a style and residual add."""
+    module = part.mlp
+    before = None if part.pre is None else rms_norm(part.pre, norm)
+    add = adding(part, None if part.post is None else rms_norm(part.post, norm))
     down = linear(module.down_proj.weight, module.down_proj.bias)
     one = hasattr(module, "gate_up_proj")
     names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
@@ -482,11 +549,33 @@ def mlp(layer: Any, *, sandwich: bool, linear: Linear, apart: bool) -> Block:
     activate = activation(module.activation_fn if one else module.act_fn)
 
     def block(hidden: Tensor, _: Step) -> Tensor:
-        gate, up = expand(before(hidden)).chunk(2, -1)  # (B, T, intermediate) each
-        out = down(activate(gate).mul_(up))
-        return hidden + (out if after is None else after(out))  # (B, T, H)
+        gate, up = expand(hidden if before is None else before(hidden)).chunk(2, -1)
+        return add(hidden, down(activate(gate).mul_(up)))  # (B, T, H)
 
     return block
+
+
+def tail(part: LayerParts, linear: Linear) -> Block:
+    """What follows a layer's MLP: its own input, if it has one, and its scalar."""
+    layer, number, scalar = part.module, part.number, part.module.layer_scalar
+    if not getattr(layer, "hidden_size_per_layer_input", 0):
+        return lambda hidden, _: hidden * scalar
+    gate = linear(layer.per_layer_input_gate.weight, None)
+    project = linear(layer.per_layer_projection.weight, None)
+    norm, activate = rms_norm(layer.post_per_layer_input_norm, "wide"), activation(layer.act_fn)
+
+    def block(hidden: Tensor, step: Step) -> Tensor:
+        assert step.inputs is not None
+        own = activate(gate(hidden)) * step.inputs[:, :, number]  # (B, T, P)
+        out: Tensor = (hidden + norm(project(own))) * scalar  # (B, T, H)
+        return out
+
+    return block
+
+
+def with_tail(block: Block, behind: Block) -> Block:
+    """An MLP sublayer and its tail as one block."""
+    return lambda hidden, step: behind(block(hidden, step), step)
 
 
 def activation(module: Any) -> Function:

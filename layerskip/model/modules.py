@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.backend import Backend, Block, Step, Tables, in_turn, softcap
+from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import Architecture, device_of
+from layerskip.model.families import Architecture, LayerParts, device_of
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.products import Function, plain
 from layerskip.model.rounded import copies_of, linears
@@ -53,7 +53,6 @@ class Modules(Backend):
         self.model = model
         self.bool_masks = not model.eager  # the library's eager attention adds its mask
         self.copies = copies_of(model.model)
-        self.layers = list(model.each_layer())
         self.blocks = tuple(self.block(sublayer) for sublayer in range(model.num_sublayers))
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
@@ -67,19 +66,24 @@ class Modules(Backend):
 
         return linear
 
-    def extra_layer(
-        self, layer: Any, window: int | None, kind: str, bits: int | None = None
-    ) -> tuple[Block, Block]:
-        attend, mlp = layer.self_attn, layer.mlp
+    def tail(self, layer: int) -> Block:
+        return _tail(self.model.parts[layer])
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        own: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
+        return own
+
+    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
+        attend, mlp = layer.attention, layer.mlp
         if bits is not None:
             attend, mlp = (twin(each, self._low(bits), "a trained layer") for each in (attend, mlp))
-        return self._attention(layer, attend, window, kind), self._mlp(layer, mlp)
+        return self._attention(layer, attend), self._mlp(layer, mlp)
 
     def product(self, module: nn.Linear, bits: int) -> Function:
         return self._low(bits)(module)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, whole = self.model.decoder.norm, self.model.model.lm_head
+        norm, whole = self.model.decoder.norm, self.model.unembedding
         project, scatter = whole, None
         if rows is not None and bits is not None:
             project, scatter = self.copies.of(rows.weight, bits).linear(rows.bias), rows.spread
@@ -87,7 +91,7 @@ class Modules(Backend):
             project, scatter = plain(rows.weight, rows.bias), rows.spread
         elif bits is not None:
             project = twin(whole, self._low(bits), "lm_head")
-        chain = [norm, project, softcap(self.model.softcap), scatter]
+        chain = [norm, project, finishing(self.model), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
             chain[1] = _on(device_of(whole), project)
@@ -99,21 +103,19 @@ class Modules(Backend):
 
     def block(self, sublayer: int, linear: LinearOf | None = None) -> Block:
         """A sublayer, its linears as they are or replaced."""
-        number = sublayer // 2
-        layer, window, kind = self.layers[number]
+        part = self.model.parts[sublayer // 2]
         name = "mlp" if sublayer % 2 else "self_attn"
-        module = getattr(layer, name)
+        module = part.mlp if sublayer % 2 else part.attention
         if linear is not None:
-            module = twin(module, linear, f"layer {number} {name}")
-        if sublayer % 2:
-            return self._mlp(layer, module)
-        return self._attention(layer, module, window, kind)
+            module = twin(module, linear, f"layer {part.number} {name}")
+        return self._mlp(part, module) if sublayer % 2 else self._attention(part, module)
 
-    def _attention(self, layer: Any, attend: Any, window: int | None, kind: str) -> Block:
-        before = layer.input_layernorm
-        after = layer.post_attention_layernorm if self.model.family.sandwich else None
-        device = device_of(before) if self.model.spread else None
-        bool_masks = self.bool_masks
+    def _attention(self, part: LayerParts, attend: Any) -> Block:
+        before, window, kind = part.before, part.window, part.kind
+        add = _adding(part, part.after)
+        device = device_of(before or part.after) if self.model.spread else None
+        bool_masks, positions = self.bool_masks, self.model.family.positions
+        shares = self.model.family.prefix.startswith("Gemma4")
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             mask, rope = step.masks[window], step.rope[kind]
@@ -121,29 +123,69 @@ class Modules(Backend):
                 hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
             if mask is not None:  # an additive one in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
+            more: dict[str, Any] = {"position_ids": step.slots} if positions else {}
+            if shares:  # layers without keys and values of their own look here
+                read = {} if part.writes else {attend.layer_type: step.cache.read(part.keys)}
+                more["shared_kv_states"] = read
             out: Tensor = attend(
-                hidden_states=before(hidden),
+                hidden_states=hidden if before is None else before(hidden),
                 position_embeddings=rope,
                 attention_mask=mask,
                 past_key_values=step.cache,
+                **more,
             )[0]  # (B, T, H)
-            return hidden + (out if after is None else after(out))  # (B, T, H)
+            return add(hidden, out)
 
         return block
 
-    def _mlp(self, layer: Any, mlp: Any) -> Block:
-        sandwich = self.model.family.sandwich
-        before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
-        after = layer.post_feedforward_layernorm if sandwich else None
-        device = device_of(before) if self.model.spread else None
+    def _mlp(self, part: LayerParts, mlp: Any) -> Block:
+        before, layer = part.pre, part.module
+        add = _adding(part, part.post)
+        tail = _tail(part) if part.tail else None
+        device = device_of(before or part.post) if self.model.spread else None
+        mixture = getattr(layer, "enable_moe_block", False)
 
-        def block(hidden: Tensor, _: Step) -> Tensor:
+        def block(hidden: Tensor, step: Step) -> Tensor:
             if device is not None:
                 hidden = hidden.to(device)
-            out: Tensor = mlp(before(hidden))  # (B, T, H)
-            return hidden + (out if after is None else after(out))  # (B, T, H)
+            out: Tensor = mlp(hidden if before is None else before(hidden))  # (B, T, H)
+            if mixture:
+                flat = hidden.flatten(0, -2)  # (B T, H)
+                _, weights, chosen = layer.router(flat)
+                mixed = layer.experts(layer.pre_feedforward_layernorm_2(flat), chosen, weights)
+                mixed = layer.post_feedforward_layernorm_2(mixed.view_as(hidden))
+                out = layer.post_feedforward_layernorm_1(out) + mixed
+            hidden = add(hidden, out)  # (B, T, H)
+            return hidden if tail is None else tail(hidden, step)
 
         return block
+
+
+def _adding(part: LayerParts, after: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
+    residual = part.residual
+
+    def add(hidden: Tensor, out: Tensor) -> Tensor:
+        out = out if after is None else after(out)
+        return hidden + (out if residual == 1 else out * residual)
+
+    return add
+
+
+def _tail(part: LayerParts) -> Block:
+    layer, number = part.module, part.number
+    gated = getattr(layer, "hidden_size_per_layer_input", 0)
+
+    def block(hidden: Tensor, step: Step) -> Tensor:
+        if gated:
+            assert step.inputs is not None
+            own = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            own = layer.act_fn(layer.per_layer_input_gate(hidden)) * own
+            hidden = hidden + layer.post_per_layer_input_norm(layer.per_layer_projection(own))
+        out: Tensor = hidden * layer.layer_scalar.to(hidden.device)  # (B, T, H)
+        return out
+
+    return block
 
 
 def _on(device: torch.device, function: Function | None = None) -> Function:

@@ -12,7 +12,7 @@ rotary width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import groupby
@@ -26,8 +26,8 @@ from layerskip.model import fused
 from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
-from layerskip.model.families import Architecture
-from layerskip.model.fused import Fused, Place
+from layerskip.model.families import Architecture, LayerParts
+from layerskip.model.fused import Fused
 from layerskip.model.healed import Deltas
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
@@ -42,14 +42,17 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
-    weights = [p for part in (*model.layers, model.model.lm_head) for p in part.parameters()]
+    family = model.family
+    if family.layout == "behind" or family.norm == "wide" or model.parts[0].residual != 1:
+        return "there are no native passes for this family yet"
+    weights = [p for part in (*model.layers, model.unembedding) for p in part.parameters()]
     dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return f"native passes are in float32 or bfloat16, not {sorted(map(str, dtypes))}"
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
-    for layer in model.layers:
-        function = fused.activation(_activation(layer.mlp))
+    for part in model.parts:
+        function = fused.activation(_activation(part.mlp))
         if function is not F.silu and not isinstance(function, partial):
             return f"there are no native passes with {type(function).__name__}"
     return None
@@ -92,8 +95,8 @@ class NativeBlock:
 class NativeRotary(fused.FusedRotary):
     """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
-    def __init__(self, tables: Tables, width: int, make: Any) -> None:
-        super().__init__(tables, width)
+    def __init__(self, tables: Tables, widths: Mapping[str, int], make: Any) -> None:
+        super().__init__(tables, widths)
         self.angles = [make(cos.contiguous(), sin.contiguous()) for cos, sin in tables.values()]
 
 
@@ -110,30 +113,26 @@ class Native(Fused):
         half = model.dtype is torch.bfloat16
         self.longest = min(LONGEST, LONGEST_BFLOAT16) if half else LONGEST
         self.plan = self.extension.Plan()
-        self._kinds = list(dict.fromkeys(model.layer_types))
         self.blocks = tuple(
-            self._native(self.layers[sublayer // 2], bool(sublayer % 2), fused, self._exact)
+            self._native(model.parts[sublayer // 2], bool(sublayer % 2), fused, self._exact)
             for sublayer, fused in enumerate(self.blocks)
         )
-        attention = model.layers[0].self_attn
+        attention = model.parts[0].attention
         self._heads = (_kv_heads(attention), attention.head_dim)
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        fused, place = super().low(sublayer, bits, deltas), self.layers[sublayer // 2]
-        if sublayer % 2 and not _in_blocks(place[0].mlp):
+        fused, part = super().low(sublayer, bits, deltas), self.model.parts[sublayer // 2]
+        if sublayer % 2 and not _in_blocks(part.mlp):
             return fused
         matrix = partial(self._low, bits=bits, deltas=deltas)
-        return self._native(place, bool(sublayer % 2), fused, matrix)
+        return self._native(part, bool(sublayer % 2), fused, matrix)
 
-    def extra_layer(
-        self, layer: Any, window: int | None, kind: str, bits: int | None = None
-    ) -> tuple[Block, Block]:
-        attention, mlp = super().extra_layer(layer, window, kind, bits)
-        place = layer, window, kind
+    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
+        attention, mlp = super().extra_layer(layer, bits)
         matrix = self._exact if bits is None else partial(self._low, bits=bits)
-        attention = self._native(place, False, attention, matrix)
+        attention = self._native(layer, False, attention, matrix)
         if bits is None or _in_blocks(layer.mlp):
-            mlp = self._native(place, True, mlp, matrix)
+            mlp = self._native(layer, True, mlp, matrix)
         return attention, mlp
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
@@ -154,7 +153,7 @@ class Native(Fused):
         return linear
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        own = self.model.model.lm_head if rows is None else rows
+        own = self.model.unembedding if rows is None else rows
         number = self.plan.head(
             before=self._norm(self.model.decoder.norm),
             matrix=self._exact(own) if bits is None else self._low(own, bits),
@@ -164,7 +163,7 @@ class Native(Fused):
         return NativeBlock(self, number, super().head(rows, bits), after=after)
 
     def rotary(self, tables: Tables) -> NativeRotary:
-        return NativeRotary(tables, self._heads[1], self.extension.Angles)
+        return NativeRotary(tables, self.widths, self.extension.Angles)
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
@@ -212,21 +211,19 @@ class Native(Fused):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, place: Place, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
-        layer, window, kind = place
+    def _native(self, part: LayerParts, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
         if second:
-            return NativeBlock(self, self._mlp(layer, matrix), fused)
-        number = self._attention(layer, window, self._kinds.index(kind), matrix)
-        return NativeBlock(self, number, fused, layer.self_attn.layer_idx)
+            return NativeBlock(self, self._mlp(part, matrix), fused)
+        return NativeBlock(self, self._attention(part, matrix), fused, part.keys)
 
-    def _attention(self, layer: Any, window: int | None, angles: int, matrix: Matrix) -> int:
-        module, sandwich = layer.self_attn, self.model.family.sandwich
+    def _attention(self, part: LayerParts, matrix: Matrix) -> int:
+        module = part.attention
         names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
         cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
         number: int = self.plan.attention(
-            before=self._norm(layer.input_layernorm),
-            after=self._norm(layer.post_attention_layernorm) if sandwich else None,
+            before=self._norm(part.before),
+            after=self._norm(part.after),
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.o_proj),
             q_norm=self._norm(getattr(module, "q_norm", None)),
@@ -234,23 +231,21 @@ class Native(Fused):
             heads=module.o_proj.weight.shape[1] // module.head_dim,
             kv_heads=_kv_heads(module),
             width=module.head_dim,
-            window=window or 0,
-            angles=angles,
+            window=part.window or 0,
+            angles=self.model.kinds.index(part.kind),
             scale=module.scaling,
             softcap=cap or 0.0,
             eager=self.model.eager,
         )
         return number
 
-    def _mlp(self, layer: Any, matrix: Matrix) -> int:
-        module, sandwich = layer.mlp, self.model.family.sandwich
+    def _mlp(self, part: LayerParts, matrix: Matrix) -> int:
+        module = part.mlp
         one = hasattr(module, "gate_up_proj")
         names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
         number: int = self.plan.mlp(
-            before=self._norm(
-                layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
-            ),
-            after=self._norm(layer.post_feedforward_layernorm) if sandwich else None,
+            before=self._norm(part.pre),
+            after=self._norm(part.post),
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.down_proj),
             gelu=fused.activation(_activation(module)) is not F.silu,
@@ -260,7 +255,7 @@ class Native(Fused):
     def _norm(self, module: Any) -> Any:
         if module is None:
             return None
-        one_plus = hasattr(module, "eps")  # Gemma's, see `fused.rms_norm`
+        one_plus = self.model.family.norm == "one plus"
         epsilon = module.eps if one_plus else module.variance_epsilon
         return self.extension.Norm(module.weight, epsilon, one_plus)
 

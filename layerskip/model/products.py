@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.model.joined import groups, together
 
@@ -34,18 +34,18 @@ _fastest: dict[tuple[Any, ...], tuple[Linear, ...]] = {}
 _lock = threading.Lock()
 
 
-def matrices(model: Any) -> list[Tensor]:
+def matrices(layers: nn.ModuleList, head: nn.Linear) -> list[Tensor]:
     """The matrices that a pass reads: of the layers (joined ones as one) and the head."""
     found: list[Tensor] = []
     inside: set[int] = set()
-    for group in groups(model):
+    for group in groups(layers):
         parts: list[Tensor] = [linear.weight for linear in group]
         whole = together(parts)
         if whole is not None:
             found.append(whole)
             inside.update(map(id, parts))
-    rest = [p for p in model.model.layers.parameters() if p.dim() == 2 and id(p) not in inside]
-    return [*found, *rest, model.lm_head.weight]
+    rest = [p for p in layers.parameters() if p.dim() == 2 and id(p) not in inside]
+    return [*found, *rest, head.weight]
 
 
 def plain(weight: Tensor, bias: Tensor | None) -> Function:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.model import compiled, extension, fused, native
-from layerskip.model.backend import Backend, Block, Rotary
+from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache
 from layerskip.model.compiled import Compiled
 from layerskip.model.families import Architecture
@@ -35,10 +35,13 @@ class Pass:
 
     Args:
         cache: placed for the pass.
+        inputs: the layers' own inputs, (B, T, L, P), where layers have any (`Sublayers.inputs`).
     """
 
-    def __init__(self, model: Sublayers, cache: RowCache, rotary: Rotary) -> None:
-        self.model, self.cache, self.rotary = model, cache, rotary
+    def __init__(
+        self, model: Sublayers, cache: RowCache, rotary: Rotary, inputs: Tensor | None = None
+    ) -> None:
+        self.model, self.cache, self.rotary, self.inputs = model, cache, rotary, inputs
 
     @cached_property
     def rope(self) -> Mapping[str, Any]:
@@ -140,28 +143,50 @@ class Sublayers(Architecture):
         """An empty cache for a batch."""
         return RowCache(rows, self.backend.capacity(slots), self.windows)
 
-    def first_pass(self, rows: int, count: int) -> Pass:
-        """A pass over the first `count` tokens of every row, with a cache of its own."""
+    def first_pass(self, tokens: Tensor) -> tuple[Tensor, Pass]:
+        """Begin a pass over whole texts (B, T), with a cache of its own, as `feed`."""
+        rows, count = tokens.shape
         cache = self.new_cache(rows, count)
         cache.place([0] * rows, count)
-        return Pass(self, cache, self.rotary(count, count))
+        return self.feed(tokens, cache, self.rotary(count, count))
+
+    def feed(self, tokens: Tensor, cache: RowCache, rotary: Rotary) -> tuple[Tensor, Pass]:
+        """Begin a pass: tokens (B, T) as hidden states (B, T, H), and what sublayers share."""
+        hidden = self.embed(tokens)  # (B, T, H)
+        return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden))
 
     def rotary(self, slots: int, total: int) -> Rotary:
         """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""
         slots = self.backend.capacity(slots)
         positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        kinds = dict.fromkeys(self.layer_types)
-        if self.family.rope_by_type:
-            return self.backend.rotary(
-                {kind: self.decoder.rotary_emb(like, positions, kind) for kind in kinds}
-            )
-        table = self.decoder.rotary_emb(like, positions)  # (1, S, R) each
-        return self.backend.rotary(dict.fromkeys(kinds, table))
+        by_type = self.family.rope_by_type
+        tables: Tables = {}
+        for kind in self.kinds:
+            cos, sin = self.decoder.rotary_emb(like, positions, *([kind] if by_type else []))
+            wide = torch.promote_types(cos.dtype, self.dtype)  # OLMo's stay float32
+            cos, sin = cos.to(wide), sin.to(wide)  # (1, S, R) each
+            still = kind == "nope"
+            tables[kind] = (torch.ones_like(cos), torch.zeros_like(sin)) if still else (cos, sin)
+        return self.backend.rotary(tables)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
-        return embed(self.decoder, tokens)
+        return embed(self.decoder, self._embedded_as(tokens))
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        """The layers' own inputs (Gemma 4), of tokens (B, T) and their `embed`, (B, T, L, P)."""
+        if not self.inputs_width:
+            return None
+        rows = self.decoder.embed_tokens_per_layer(self._embedded_as(tokens))  # (B, T, L P)
+        return self.backend.inputs(hidden, rows.unflatten(-1, (self.num_layers, -1)))
+
+    def _embedded_as(self, tokens: Tensor) -> Tensor:
+        """Tokens, with the padding in place of placeholders."""
+        if not self.placeholders:
+            return tokens
+        empty = torch.isin(tokens, torch.tensor(self.placeholders, device=tokens.device))
+        return tokens.masked_fill(empty, self.config.pad_token_id)
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Carry hidden states (B, T, H) through the given sublayers, in order."""
@@ -228,6 +253,8 @@ def embed(decoder: Any, tokens: Tensor) -> Tensor:
     itself (Gemma and Gemma 2 in early versions 5 of transformers), it is done here, as there.
     """
     hidden: Tensor = decoder.embed_tokens(tokens)  # (B, T, H)
+    if hasattr(decoder, "embedding_multiplier"):  # Granite
+        hidden = hidden * decoder.embedding_multiplier  # (B, T, H)
     if not decoder.config.model_type.startswith("gemma") or hasattr(
         decoder.embed_tokens, "embed_scale"
     ):

@@ -50,6 +50,7 @@ class DraftWeights:
         self._seen = self.copies.changes
         # by sublayer (or None: head), bits and hash of what heals it (or whose head it is)
         self._low: dict[_Key, Block] = {}
+        self._tails: dict[int, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
         self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
         self._hash: str | None = None
@@ -90,7 +91,7 @@ class DraftWeights:
             )
         if len(tokens) == vocabulary:
             return self
-        head: Any = self.model.model.get_submodule("lm_head")
+        head: Any = self.model.unembedding
         reason = head_refusal(head)
         if reason is not None:
             warnings.warn(
@@ -109,15 +110,39 @@ class DraftWeights:
     def blocks(self, skip: SkipConfig) -> list[Block]:
         """The blocks that a draft runs after its shared prefix; the head is the last.
 
+        A left-out MLP's tail runs all the same, unless only left-out sublayers follow.
+
         Raises:
             ValueError: the skip config does not fit the model, or the model cannot run in low
                 precision.
         """
         skip = skip.resolve(self.model.num_layers)
-        low, prefix = skip.rounded(), skip.shared_prefix()
-        behind = [index for index in skip.kept() if index >= prefix]
-        found = [self._rounded(i, skip) if i in low else self._exact[i] for i in behind]
+        low, prefix, kept = skip.rounded(), skip.shared_prefix(), skip.kept()
+        self._check_keys(skip)
+        found = []
+        for index in range(prefix, kept[-1] + 1):
+            part = self.model.parts[index // 2]
+            if index in kept:
+                found.append(self._rounded(index, skip) if index in low else self._exact[index])
+            elif index % 2 and part.tail:
+                found.append(self._tail(part.number))
         return [*found, self.head(skip)]
+
+    def _check_keys(self, skip: SkipConfig) -> None:
+        """Refuse to leave out an attention whose keys a kept one reads: they would be old."""
+        out = {*skip.attention}
+        for part in self.model.parts:
+            if part.keys in out and part.number not in out:
+                raise ValueError(
+                    f"a draft cannot leave out the attention of layer {part.keys}: layer "
+                    f"{part.number}, which it keeps, reads its keys and values; keep it, or leave "
+                    "out the attention of all layers that read them"
+                )
+
+    def _tail(self, layer: int) -> Block:
+        if layer not in self._tails:
+            self._tails[layer] = self.backend.tail(layer)
+        return self._tails[layer]
 
     def head(self, skip: SkipConfig | None = None) -> Block:
         """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
@@ -129,7 +154,7 @@ class DraftWeights:
         """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
         if skip.trained is None or not skip.trained.module:
             return self._rows
-        head: Any = self.model.model.get_submodule("lm_head")
+        head: Any = self.model.unembedding
         tokens = self.module(skip).tokens
         if tokens is not None and self._rows is not None:
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
@@ -184,9 +209,9 @@ class DraftWeights:
     def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
         """The linears of some sublayers, or all, that can be rounded, and their names."""
         for index in range(self.model.num_sublayers) if sublayers is None else sublayers:
-            part = "mlp" if index % 2 else "self_attn"
-            for name, linear in linears(getattr(self.model.layers[index // 2], part)):
-                yield f"layers.{index // 2}.{part}.{name}", linear
+            part, name = self.model.parts[index // 2], "mlp" if index % 2 else "self_attn"
+            for inner, linear in linears(part.mlp if index % 2 else part.attention):
+                yield f"layers.{part.number}.{name}.{inner}", linear
 
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights take, or would take."""
@@ -200,7 +225,7 @@ class DraftWeights:
         bits, packed = skip.low.bits, self.backend.packed
         nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
         head_bits = skip.head_bits
-        whole = [linear.weight for _, linear in linears(self.model.model.lm_head)]
+        whole = [linear.weight for _, linear in linears(self.model.unembedding)]
         rows = self._rows_of(skip)
         heads = whole if rows is None else [rows.weight]
         if head_bits is not None:

@@ -29,7 +29,7 @@ from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.sources.steps import stacked
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import sublayers_of
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drawing import (
     NOTHING,
     Drawn,
@@ -314,8 +314,8 @@ def _read(
 ) -> TraceText:
     """Carry a text (T,) through the whole model, looking at it after every layer."""
     cache.place([0], len(tokens))
-    step = Pass(model, cache, model.rotary(len(tokens), len(tokens)))
-    hidden = model.embed(tokens[None])  # (1, T, H)
+    rotary = model.rotary(len(tokens), len(tokens))
+    hidden, step = model.feed(tokens[None], cache, rotary)  # (1, T, H)
     after = []
     for layer in range(model.num_layers):
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))

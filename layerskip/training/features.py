@@ -43,8 +43,8 @@ def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tens
 
     (B, T, H) each.
     """
-    step = model.first_pass(*ids.shape)
-    hidden, found = model.embed(ids.to(model.device)), {}
+    hidden, step = model.first_pass(ids.to(model.device))
+    found = {}
     if tap is not None:
         hidden = found[TAPPED] = model.run(hidden, step, range(tap))
     found[LAST] = model.run(hidden, step, range(tap or 0, model.num_sublayers))

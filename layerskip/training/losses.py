@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.model.backend import softcap
+from layerskip.model.backend import finishing
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.processes import average
@@ -127,8 +127,8 @@ class Laws:
     """
 
     def __init__(self, model: Sublayers, tokens: Tensor, loss: str, temperature: float) -> None:
-        self.norm, self.cap, self.dtype = model.decoder.norm, softcap(model.softcap), model.dtype
-        self.rows = TrimmedHead(model.model.lm_head, tokens.tolist())
+        self.norm, self.cap, self.dtype = model.decoder.norm, finishing(model), model.dtype
+        self.rows = TrimmedHead(model.unembedding, tokens.tolist())
         self.places = torch.full((model.vocabulary,), -1)  # of a token
         self.places[tokens] = torch.arange(len(tokens))
         self.places = self.places.to(model.device)

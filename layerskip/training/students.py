@@ -131,7 +131,7 @@ class Healing(Student):
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states after the draft's sublayers, before the final norm, (B, T, H)."""
         model = self.opened[0]
-        step, hidden = model.first_pass(*ids.shape), model.embed(ids)
+        hidden, step = model.first_pass(ids)
         for block in self.blocks:
             hidden = block(hidden, step)
         return hidden

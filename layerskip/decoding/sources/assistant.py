@@ -90,8 +90,9 @@ class _State(Following):
         if not offset:
             self.see()
         starts = [batch.lengths[row] + offset for row in batch.rows]
-        embedded = model.embed(known(tokens, model, batch.model)[:, None])  # (R, 1, H)
-        raw = model.backend.run(embedded, self._place(starts, 1), self.blocks)
+        raw = model.backend.run(
+            *self._feed(known(tokens, model, batch.model)[:, None], starts), self.blocks
+        )
         return common(raw[:, 0], batch.model)
 
     def keep(self, places: Sequence[int], length: int) -> int:
@@ -103,16 +104,16 @@ class _State(Following):
         starts, lasts, tokens = self.latest(count)
 
         def run(chunk: Tensor, first: int) -> Tensor:
-            step = self._place([start + first for start in starts], chunk.shape[1])
-            return model.run(model.embed(chunk), step, range(model.num_sublayers))
+            step = self._feed(chunk, [start + first for start in starts])
+            return model.run(*step, range(model.num_sublayers))
 
         last = in_chunks(known(tokens, model, self.batch.model), lasts, run)  # (R, H)
         self.cache.settled = True
         return self.head(last[None], None)[0]
 
-    def _place(self, starts: Sequence[int], count: int) -> Pass:
-        self.cache.place(starts, count)
-        return Pass(self.model, self.cache, self.rotary)
+    def _feed(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Tensor, Pass]:
+        self.cache.place(starts, tokens.shape[1])
+        return self.model.feed(tokens, self.cache, self.rotary)
 
 
 class _Steps(Steps):
@@ -122,12 +123,14 @@ class _Steps(Steps):
         caches = []
         for text in texts.texts:
             tokens = known(text.tokens, model, texts.model)[None]  # (1, T)
-            step = model.first_pass(*tokens.shape)
-            model.run(model.embed(tokens), step, range(model.num_sublayers))
+            hidden, step = model.first_pass(tokens)
+            model.run(hidden, step, range(model.num_sublayers))
             caches.append(step.cache)
         super().__init__(texts, model, stacked(caches))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         target = self.source.model
-        embedded = self.model.embed(known(tokens, self.model, target))
-        return common(self.run(embedded, [*self.model.blocks, self.model.weights.head()]), target)
+        tokens, model = known(tokens, self.model, target), self.model
+        embedded = model.embed(tokens)
+        blocks, inputs = [*model.blocks, model.weights.head()], model.inputs(tokens, embedded)
+        return common(self.run(embedded, blocks, inputs=inputs), target)

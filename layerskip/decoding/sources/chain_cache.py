@@ -56,10 +56,11 @@ class ChainCache(RowCache):
             self._open(layer_idx, keys, values)
         self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
         self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
-        return (
-            self.keys[layer_idx].narrow(2, 0, self.end),
-            self.values[layer_idx].narrow(2, 0, self.end),
-        )
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All that there is of a layer to attend to, (B, H, end, D) each."""
+        return self.keys[layer].narrow(2, 0, self.end), self.values[layer].narrow(2, 0, self.end)
 
     def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Buffers of a layer, like some keys and values (B, H, any, D), with the texts' slots."""

@@ -91,9 +91,15 @@ class Steps(ABC):
         self.caches = [cache.regrouped(chosen, steps, fed) for cache in self.caches]
         self.carried = [each.flatten(0, 1)[chosen] for each in self.carried]
 
-    def run(self, hidden: Tensor, blocks: Sequence[Block], cache: int = 0) -> Tensor:
-        """Run hidden states (B, G, H) through blocks that write a cache."""
-        step = Pass(self.model, self.caches[cache], self.rotary)
+    def run(
+        self,
+        hidden: Tensor,
+        blocks: Sequence[Block],
+        cache: int = 0,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Run hidden states (B, G, H) through blocks that write a cache (see `Pass`)."""
+        step = Pass(self.model, self.caches[cache], self.rotary, inputs)
         return self.model.backend.run(hidden, step, blocks)
 
 
@@ -102,8 +108,8 @@ def states_behind(source: Texts, tap: int) -> list[Tensor]:
     model, found = source.model, []
     for text in source.texts:
         tokens = text.tokens.to(model.device)[None]  # (1, T)
-        step = model.first_pass(*tokens.shape)
-        found.append(model.run(model.embed(tokens), step, range(tap))[0])
+        hidden, step = model.first_pass(tokens)
+        found.append(model.run(hidden, step, range(tap))[0])
     return found
 
 

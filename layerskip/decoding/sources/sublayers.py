@@ -83,6 +83,8 @@ class SharedSteps(Steps):
             self.before = torch.cat(states)  # (P, H)
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        hidden = self.model.embed(tokens) if self.before is None else self.before[rows]
+        embedded = self.model.embed(tokens)
+        inputs = self.model.inputs(tokens, embedded)
+        hidden = embedded if self.before is None else self.before[rows]
         # (B, G, H), or logits
-        return self.run(hidden, self.blocks) if self.blocks else hidden
+        return self.run(hidden, self.blocks, inputs=inputs) if self.blocks else hidden
