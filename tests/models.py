@@ -1,4 +1,4 @@
-"""Tiny random models, one per supported family, prompts, and controllers of no sense."""
+"""Tiny random models, at least one per opened family, prompts, and controllers of no sense."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ _SHAPE: dict[str, Any] = {
 _HEAD = {"head_dim": 8}
 _GEMMA = {**_HEAD, "tie_word_embeddings": True}
 _BY_TYPE = ["sliding_attention", "full_attention"] * 3
+_GEMMA4 = {
+    **_GEMMA,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 5.0,
+}
+_KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_NO_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_MIXTURE = {"num_experts": 4, "moe_intermediate_size": 16}
 
 # family -> (configuration class, model class, what its configuration adds to the common shape)
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -90,6 +100,91 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+"""Those that every test serves; `EVERY` has their cousins, too, which are wired much alike."""
+
+_FAMILIES |= {
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "layer_types": _BY_TYPE,  # layers 3 to 5 read the keys of 1, 2 and 1
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
+    "gemma4_dense": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**_GEMMA4, **_KEYS_AS_VALUES, **_NO_INPUTS, "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        "Gemma4UnifiedForCausalLM",
+        {**_GEMMA4, **_KEYS_AS_VALUES},
+    ),
+    "gemma4_mixture": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**_GEMMA4, **_KEYS_AS_VALUES, **_NO_INPUTS, **_MIXTURE}
+        | {"enable_moe_block": True, "top_k_experts": 2},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {**_HEAD, "sliding_window": WINDOW, "layer_types": _BY_TYPE},
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {
+            **_HEAD,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {"sliding_window": WINDOW, "layer_types": _BY_TYPE},
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_HEAD, **_MIXTURE, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    ),
+}
+EVERY = tuple(_FAMILIES)
+MODULES_ONLY = ("gemma4_mixture", "ministral3", "mixtral", "qwen3_moe")
+"""Families without fused passes."""
 # the wirings that differ most; the other families are marked slow where all of them take long
 _QUICK = ("llama", "gemma2", "gemma3", "phi3")
 FEW_FAMILIES = [
@@ -109,7 +204,7 @@ def tiny_model(
     """A seeded random model of a family: 6 layers, width 32, 4 heads, 2 key-value heads of 8.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `EVERY`.
         dtype: of the weights.
         attention: attention implementation; None lets transformers choose, but for Gemma 2, which
             is eager: not every version chooses that, and others ignore the soft cap.
@@ -122,6 +217,7 @@ def tiny_model(
         attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
+    config._experts_implementation = "eager"  # the library's faster ones know no float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, model_class)(config)
@@ -130,6 +226,9 @@ def tiny_model(
             for weight in model.parameters():
                 if weight.dim() == 1:
                     weight.add_(torch.randn_like(weight) * 0.2)
+            for name, scalar in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    scalar.fill_(0.9)
     model = model.to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -149,19 +248,22 @@ def lively_model(family: str, **overrides: Any) -> Any:
     untied head behind a louder norm makes the laws uneven.
     """
     model = tiny_model(family, **({"tie_word_embeddings": False} | overrides))
-    gemma = family.startswith("gemma")  # norms multiply by 1 + weight, embeddings by sqrt(width)
+    gemma = family.startswith("gemma")  # multiplies embeddings by sqrt(width)
+    plus = gemma and not family.startswith("gemma4")  # norms multiply by 1 + weight
     with torch.no_grad():
         for layer in model.model.layers:
-            if family in ("gemma2", "gemma3"):
-                for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
-                    norm.weight.copy_((1 + norm.weight) * 0.25 - 1)
+            if hasattr(layer, "post_feedforward_layernorm"):
+                for name, norm in layer.named_modules():
+                    if name.startswith("post_") and name.endswith(("layernorm", "input_norm")):
+                        norm.weight.copy_((1 + norm.weight) * 0.25 - 1 if plus else norm.weight / 4)
             else:
                 layer.self_attn.o_proj.weight.mul_(0.25)
-                layer.mlp.down_proj.weight.mul_(0.25)
+                down = getattr(layer.mlp, "experts", layer.mlp).down_proj
+                getattr(down, "weight", down).mul_(0.25)
         embedding = model.model.embed_tokens.weight
         embedding.div_(embedding.std() * (model.config.hidden_size**0.5 if gemma else 1.0))
         norm = model.model.norm.weight
-        norm.copy_((1 + norm) * 2 - 1) if gemma else norm.mul_(2)
+        norm.copy_((1 + norm) * 2 - 1) if plus else norm.mul_(2)
     return model
 
 

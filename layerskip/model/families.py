@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -246,6 +246,12 @@ class Architecture:
         """The first layer from which on none has keys and values of its own; else the number."""
         readers = sum(not part.writes for part in self.parts)
         return self.num_layers - readers
+
+    def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
+        """A layer whose attention is left out, and one that still reads its keys, if any."""
+        out = {*attention}
+        pairs = ((part.keys, part.number) for part in self.parts)
+        return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
 
     def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
         """Bytes of the weights that a pass reads: those of every sublayer, and of the head.

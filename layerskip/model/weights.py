@@ -130,14 +130,13 @@ class DraftWeights:
 
     def _check_keys(self, skip: SkipConfig) -> None:
         """Refuse to leave out an attention whose keys a kept one reads: they would be old."""
-        out = {*skip.attention}
-        for part in self.model.parts:
-            if part.keys in out and part.number not in out:
-                raise ValueError(
-                    f"a draft cannot leave out the attention of layer {part.keys}: layer "
-                    f"{part.number}, which it keeps, reads its keys and values; keep it, or leave "
-                    "out the attention of all layers that read them"
-                )
+        missed = self.model.missed_keys(skip.attention)
+        if missed is not None:
+            raise ValueError(
+                f"a draft cannot leave out the attention of layer {missed[0]}: layer {missed[1]}, "
+                "which it keeps, reads its keys and values; keep it, or leave out the attention of "
+                "all layers that read them"
+            )
 
     def _tail(self, layer: int) -> Block:
         if layer not in self._tails:
