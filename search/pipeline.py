@@ -215,15 +215,17 @@ def space_for(
         break
     if bits == "auto" and cost is not None:
         bits = cost.get("low_bits")
+    opened = Sublayers(model, execution)
     if bits == "auto":
-        bits = 8 if Sublayers(model, execution).execution == "native" else None
+        bits = 8 if opened.execution == "native" else None
     return Space(
         kind=kind,
-        num_layers=model.config.num_hidden_layers,
+        num_layers=opened.num_layers,
         allow_ends=allow_ends,
         bits=bits,
         head=head,
         trained=trained,
+        read=tuple(opened.read_layers),
     )
 
 

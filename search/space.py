@@ -44,7 +44,8 @@ class Space:
     runs and the last is left out only whole: a draft without it is an early exit (of fewer or more
     layers), perhaps with gaps, and every early exit is in every space. With `bits`, what is not
     left out may also run in low precision, the first layer and the head included; an `exit` in low
-    precision is so as a whole.
+    precision is so as a whole. Where layers read others' keys, exits before those are only in the
+    space of kind `exit`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or is out of range.
@@ -59,6 +60,8 @@ class Space:
     """Of a low head; None: as many as `bits`."""
     trained: Trained | None = field(default=None, repr=False)
     """Healed weights that sublayers in low precision compute with; None: the model's own."""
+    read: tuple[int, ...] = ()
+    """Layers whose keys other layers read: their attention is left out by an `exit` only."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -78,7 +81,8 @@ class Space:
                 parts = {f"layer.{layer}": attention | mlp}
             stays = layer == 0 and not self.allow_ends
             for name, part in parts.items():
-                out = {} if stays else {OUT if self.bits else True: part}
+                needed = layer in self.read and bool(part & attention)
+                out = {} if stays or needed else {OUT if self.bits else True: part}
                 if self.bits:
                     found[name] = {EXACT: 0, LOW: part << 2 * self.num_layers, **out}
                 elif out:
@@ -268,15 +272,16 @@ class Space:
         return sum(choices[params[name]] for name, choices in self.switches.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, those of low precision where it has them.
+        """The fields as JSON values, those of low precision and shared keys where it has them.
 
         Equal dicts are equal spaces; trained weights are the same wherever they lie.
         """
         known = asdict(self)
         if self.trained is not None:
             del known["trained"]["weights"]
-        low = ("bits", "head", "trained")
-        return {k: v for k, v in known.items() if v is not None or k not in low}
+        always = ("kind", "num_layers", "allow_ends")
+        known["read"] = list(self.read) or None
+        return {k: v for k, v in known.items() if v is not None or k in always}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"

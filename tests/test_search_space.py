@@ -241,3 +241,19 @@ class TestGivenConfigs:
     def test_refuses_another_model_and_another_space(self, skip, message):
         with pytest.raises(ValueError, match=message):
             warm_starts.given(space(), {"x": skip})
+
+
+def test_an_attention_whose_keys_others_read_is_left_out_by_an_exit_only() -> None:
+    for kind in ("layer", "sublayer"):
+        space = Space(kind=kind, num_layers=4, read=(1, 2), allow_ends=True)
+        left_out = {
+            layer for mask in space.enumerate() for layer in space.skip_config(mask).attention
+        }
+        assert left_out == {0, 3}
+        assert {layer for m in space.enumerate() for layer in space.skip_config(m).mlp} == (
+            {0, 3} if kind == "layer" else {0, 1, 2, 3}
+        )
+    assert Space(kind="exit", num_layers=4, read=(1, 2)).exit_mask(1) in Space(
+        kind="exit", num_layers=4, read=(1, 2)
+    )
+    assert Space(**Space(kind="exit", num_layers=4, read=(1, 2)).to_dict()).size == 4

@@ -247,6 +247,11 @@ class Architecture:
         readers = sum(not part.writes for part in self.parts)
         return self.num_layers - readers
 
+    @property
+    def read_layers(self) -> list[int]:
+        """The layers whose keys and values others read, ascending."""
+        return sorted({part.keys for part in self.parts if not part.writes})
+
     def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
         """A layer whose attention is left out, and one that still reads its keys, if any."""
         out = {*attention}

@@ -75,7 +75,8 @@ class SharedSteps(Steps):
 
     def __init__(self, texts: Texts, prefix: int, behind: Sequence[Block], *, follow: bool) -> None:
         super().__init__(texts, texts.model, texts.cache)
-        layers = prefix // 2  # whole ones, whose states the texts have
+        # whole ones, whose states the texts have, up to the first whose keys others read
+        layers = min([prefix // 2, *texts.model.read_layers])
         self.blocks = [*texts.model.blocks[2 * layers if follow else 0 : prefix], *behind]
         self.before: Tensor | None = None
         if follow and layers:
