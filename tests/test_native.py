@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
@@ -372,6 +373,136 @@ def test_a_model_that_was_changed_is_an_error_that_says_how() -> None:
     cache.firsts = [7]
     with pytest.raises(ValueError, match="3 tokens from 7 on are beyond 9 slots"):
         opened.run(hidden, step, [0])
+
+
+# ---------------------------------------------------------------------------------------------
+# Entries of a plan, on their own.
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) / 4).to(dtype)
+
+
+def wide_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-6) -> Tensor:
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + epsilon) ** -0.5
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@torch.inference_mode()
+def test_a_layers_tail(gated: bool, dtype: torch.dtype) -> None:
+    """The steps of `Gemma4TextDecoderLayer`; the same bits for any number of tokens."""
+    tools, how = extension.extension(), {"dtype": dtype}
+    gate, project, weight = drawn(24, 40, **how), drawn(40, 24, **how), drawn(40, **how)
+    scalar, given = torch.tensor([0.7], **how), drawn(2, 7, 3, 24, **how)
+    hidden = drawn(2, 7, 40, **how)
+    plan = tools.Plan()
+    tail = plan.tail(
+        tools.Tail(
+            gate=tools.Matrix(gate, None) if gated else None,
+            projection=tools.Matrix(project, None) if gated else None,
+            norm=tools.Norm(weight, 1e-6, "wide") if gated else None,
+            scalar=scalar,
+            layer=1,
+            gelu=True,
+        )
+    )
+    inner = F.gelu(hidden @ gate.T, approximate="tanh") * given[:, :, 1]
+    added = wide_norm(inner @ project.T, weight)
+    want = (hidden + added if gated else hidden) * scalar
+    got = plan.run(hidden, [tail], [], [], [], [], layer_inputs=given)
+    torch.testing.assert_close(got, want, atol=1e-5 if dtype is torch.float32 else 2e-2, rtol=0)
+    assert (got != want).float().mean() < DIFFERING.get(dtype, 1)
+    for t in range(7):
+        here = slice(t, t + 1)
+        one = plan.run(hidden[:, here], [tail], [], [], [], [], layer_inputs=given[:, here])
+        assert torch.equal(one, got[:, here])
+    if gated:
+        for missing in (None, given[:, :, :1], given[:, :3]):
+            with pytest.raises(ValueError, match="inputs of"):
+                plan.run(hidden, [tail], [], [], [], [], layer_inputs=missing)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_inputs_of_layers(dtype: torch.dtype) -> None:
+    """`Gemma4TextModel.project_per_layer_inputs`, in the same bits for 1 token or 16."""
+    tools, how = extension.extension(), {"dtype": dtype}
+    weight, norm, rows = drawn(15, 40, **how), drawn(5, **how), drawn(1, 16, 3, 5, **how)
+    embedded = drawn(1, 16, 40, **how)
+    plan = tools.Plan()
+    entry = plan.layer_inputs(
+        projection=tools.Matrix(weight, None),
+        norm=tools.Norm(norm, 1e-6, "wide"),
+        scale=40**-0.5,
+        times=2**-0.5,
+    )
+    projected = ((embedded @ weight.T) * 40**-0.5).view(1, 16, 3, 5)
+    want = (wide_norm(projected, norm) + rows) * 2**-0.5
+    got = plan.run(embedded, [entry], [], [], [], [], layer_inputs=rows)
+    torch.testing.assert_close(got, want, atol=1e-5 if dtype is torch.float32 else 1e-2, rtol=0)
+    assert (got != want).float().mean() < DIFFERING.get(dtype, 1)
+    for t in range(16):
+        here = slice(t, t + 1)
+        one = plan.run(embedded[:, here], [entry], [], [], [], [], layer_inputs=rows[:, here])
+        assert torch.equal(one, got[:, here])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_buffers_that_begin_later_give_the_same_bits(dtype: torch.dtype) -> None:
+    tools, how, window = extension.extension(), {"dtype": dtype}, 11
+    q, kv, out = (
+        tools.Matrix(drawn(*shape, **how), None) for shape in ((96, 40), (48, 40), (40, 96))
+    )
+    plan = tools.Plan()
+    attention: dict[str, Any] = {
+        "before": None,
+        "after": None,
+        "q_norm": None,
+        "k_norm": None,
+        "heads": 4,
+        "kv_heads": 2,
+        "width": 24,
+        "angles": 0,
+        "scale": 0.5,
+        "softcap": 0.0,
+        "eager": False,
+        "output": out,
+    }
+    inputs = [q, kv]  # values are made of what keys are made of
+    norm = tools.Norm(None, 1e-6, "wide")
+    slides = plan.attention(inputs=inputs, v_norm=norm, window=window, **attention)
+    reads = plan.attention(inputs=inputs[:1], window=window, **attention)
+    full = plan.attention(inputs=inputs, window=0, **attention)
+    angles = [tools.Angles(drawn(1, 80, 24, **how), drawn(1, 80, 24, seed=1, **how))]
+    hidden = drawn(2, 6, 40, **how)
+    keys, values = drawn(2, 2, 80, 24, **how), drawn(2, 2, 80, 24, seed=1, **how)
+    copies = [each[:, :, 32:].clone() for each in (keys, values)]
+    starts = [50, 43]
+    for which in ([slides], [slides, reads]):
+        many = len(which)
+        want = plan.run(hidden, which, [keys] * many, [values] * many, starts, angles)
+        bases = [32] * many
+        few = [[each] * many for each in copies]
+        got = plan.run(hidden, which, *few, starts, angles, bases)
+        assert torch.equal(got, want)
+        assert all(map(torch.equal, copies, (keys[:, :, 32:], values[:, :, 32:])))
+    wrong = ((slides, 40, "multiple of 16"), (full, 32, "no window"), (slides, 48, "only some"))
+    for number, base, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            plan.run(hidden, [number], [copies[0]], [copies[1]], starts, angles, [base])
+    with pytest.raises(ValueError, match="6 tokens from 76 on are beyond 80 slots"):
+        plan.run(hidden, [slides], [copies[0]], [copies[1]], [76, 70], angles, [32])
+    with pytest.raises(ValueError, match="1 buffers of keys, but 2 bases"):
+        plan.run(hidden, [slides], [copies[0]], [copies[1]], starts, angles, [32, 32])
+    with pytest.raises(ValueError, match="of style llama, one plus or wide, got none"):
+        tools.Norm(None, 1e-6, "none")
 
 
 # ---------------------------------------------------------------------------------------------

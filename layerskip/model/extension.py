@@ -285,7 +285,7 @@ def _compile(folder: Path, options: list[str]) -> None:
         NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False
     )
     plan = module.Plan()
-    norm = module.Norm(torch.ones(40), 1e-6, False)
+    norm = module.Norm(torch.ones(40), 1e-6, "llama")
     head = plan.head(before=norm, matrix=module.Matrix(torch.eye(40), None), softcap=1.0)
     plan.run(torch.ones(1, 3, 40), [head], [], [], [], [])
 

@@ -5,7 +5,8 @@
 // pass: rows of a product are split over it, what is small every thread computes for itself, and
 // between products the team waits for its last thread.
 // Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
-// width, R rotary width, S slots of the cache, I width of the MLP, V vocabulary.
+// width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's own
+// inputs, V vocabulary.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -161,25 +162,49 @@ struct Matrix {
   }
 };
 
-struct Norm {
-  Tensor weight;
-  double epsilon;
-  bool one_plus;  // Gemma's: times (1 + weight), then cast
+enum class Style {
+  llama,     // normalised, cast, times weight
+  one_plus,  // normalised, times (1 + weight), cast
+  wide,      // normalised, times weight, cast
 };
 
-enum class Kind { attention, mlp, head };
+struct Norm {
+  std::optional<Tensor> weight;
+  double epsilon;
+  Style style;
+};
+
+// What some layers do behind their MLP, whether it runs or not: they add what they make of their
+// own inputs, and multiply the whole stream.
+struct Tail {
+  std::optional<Matrix> gate, projection;
+  std::optional<Norm> norm;
+  std::optional<Tensor> scalar;  // (1,)
+  int64_t layer = 0;             // whose inputs
+  bool gelu = false;
+};
+
+enum class Kind { attention, mlp, tail, head, layer_inputs };
 
 struct Sublayer {
   Kind kind;
-  std::optional<Norm> before, after, q_norm, k_norm;
-  std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; of a head itself
+  std::optional<Norm> before, after, q_norm, k_norm, v_norm;
+  std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; else the only one
   std::optional<Matrix> output;
+  std::optional<Tail> tail;
   int64_t heads = 0, kv_heads = 0, width = 0;
+  bool writes = true;   // keys and values are its own, not those of another layer
+  bool alike = false;   // values are made of what keys are made of
   int64_t window = 0;   // 0: full attention
   int64_t angles = 0;   // which of the rotary tables
   double scale = 1, softcap = 0;
+  double times = 1;     // what its output is multiplied by
+  double divisor = 1;   // of logits
   bool eager = false;   // scores are rounded as the library's eager attention rounds them
   bool gelu = false;
+
+  // of all queries, keys and values of a token
+  int64_t projected() const { return (heads + (writes ? 2 * kv_heads : 0)) * width; }
 };
 
 // A ValueError in Python. It must come before the threads do: one that leaves a team of them ends
@@ -197,6 +222,13 @@ void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
           name, " must be a contiguous ", dtype, " tensor of shape ", shape, " on the CPU, as when ",
           "the model was opened; got ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
           tensor.device(), "; open the model again");
+}
+
+Norm norm_of(std::optional<Tensor> weight, double epsilon, const std::string& style) {
+  const std::array<const char*, 3> names{"llama", "one plus", "wide"};
+  const auto found = std::find(names.begin(), names.end(), style);
+  require(found != names.end(), "a norm is of style llama, one plus or wide, got ", style);
+  return {weight, epsilon, static_cast<Style>(found - names.begin())};
 }
 
 // A matrix of numbers that `rounded.py` has packed, and a delta, the product of outer and inner,
@@ -322,7 +354,7 @@ Tensor wide_products(const Matrix& matrix, const Tensor& given) {
 
 // out = norm(x), of one token or head of some width; may be x itself
 template <typename S>
-void normalise(const Norm& norm, const S* weight, const float* x, int64_t width, float* out) {
+void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
   Vec squares[2] = {Vec(0.0f), Vec(0.0f)};
   int64_t i = 0;
   for (; i + 2 * LANES <= width; i += 2 * LANES)
@@ -333,30 +365,37 @@ void normalise(const Norm& norm, const S* weight, const float* x, int64_t width,
   float total = sum(squares[0] + squares[1]);
   for (; i < width; ++i) total += x[i] * x[i];
   const float factor = 1.0f / std::sqrt(total / width + static_cast<float>(norm.epsilon));
-  if (norm.one_plus)
+  const S* weight = numbers<S>(norm.weight);
+  if (!weight)
+    for (int64_t j = 0; j < width; ++j) out[j] = rounded<S>(x[j] * factor);
+  else if (norm.style == Style::one_plus)
     for (int64_t j = 0; j < width; ++j)
       out[j] = rounded<S>(x[j] * factor * (1.0f + static_cast<float>(weight[j])));
+  else if (norm.style == Style::wide)
+    for (int64_t j = 0; j < width; ++j)
+      out[j] = rounded<S>(x[j] * factor * static_cast<float>(weight[j]));
   else
     for (int64_t j = 0; j < width; ++j)
       out[j] = rounded<S>(rounded<S>(x[j] * factor) * static_cast<float>(weight[j]));
 }
 
-// Rotate one head in place; the angles of its place are (R,) each.
-template <typename S>
-void rotate(float* x, const S* cos, const S* sin, int64_t rotary) {
+// Rotate one head in place; the angles of its place are (R,) each. Angles of float32 are products of
+// float32, too.
+template <typename S, typename A>
+void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   const int64_t half = rotary / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
-    x[i] = rounded<S>(rounded<S>(a * static_cast<float>(cos[i])) +
-                      rounded<S>(-b * static_cast<float>(sin[i])));
-    x[i + half] = rounded<S>(rounded<S>(b * static_cast<float>(cos[i + half])) +
-                             rounded<S>(a * static_cast<float>(sin[i + half])));
+    x[i] = rounded<S>(rounded<A>(a * static_cast<float>(cos[i])) +
+                      rounded<A>(-b * static_cast<float>(sin[i])));
+    x[i + half] = rounded<S>(rounded<A>(b * static_cast<float>(cos[i + half])) +
+                             rounded<A>(a * static_cast<float>(sin[i + half])));
   }
 }
 
 // gate = activation(gate) * up
-template <typename S>
-void activate(bool gelu, float* gate, const float* up, int64_t count) {
+template <typename S, typename U>
+void activate(bool gelu, float* gate, const U* up, int64_t count) {
   const auto apply = [&](const Vec& x) {
     if (!gelu) return x / (Vec(1.0f) + x.neg().exp());
     const Vec inner = Vec(static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5)) *
@@ -367,7 +406,8 @@ void activate(bool gelu, float* gate, const float* up, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {
     const int64_t here = std::min(LANES, count - i);
     apply(widened(gate + i, here)).store(some);
-    for (int64_t j = 0; j < here; ++j) gate[i + j] = rounded<S>(rounded<S>(some[j]) * up[i + j]);
+    for (int64_t j = 0; j < here; ++j)
+      gate[i + j] = rounded<S>(rounded<S>(some[j]) * static_cast<float>(up[i + j]));
   }
 }
 
@@ -384,7 +424,7 @@ struct Query {
 
 template <typename S, int COUNT>
 void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* keys, const S* values,
-            float* scores, int64_t room) {
+            int64_t base, float* scores, int64_t room) {
   const int64_t width = layer.width;
   int64_t first = queries[0].first, last = queries[0].last;
   for (int j = 1; j < COUNT; ++j) {
@@ -393,9 +433,10 @@ void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* key
   }
   first -= first % LANES;  // a slot has the same lane in every pass: so sums have the same order
   const int64_t seen = last - first + 1;
+  keys += (first - base) * width, values += (first - base) * width;
   const float scale = static_cast<float>(layer.scale);
   for (int64_t s = 0; s < seen; ++s) {
-    const S* key = keys + (first + s) * width;
+    const S* key = keys + s * width;
     Vec dots[COUNT];
     for (int j = 0; j < COUNT; ++j) dots[j] = Vec(0.0f);
     int64_t i = 0;
@@ -450,7 +491,7 @@ void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* key
     for (int j = 0; j < COUNT; ++j)
       for (int v = 0; v < SPAN; ++v) sums[j][v] = Vec(0.0f);
     for (int64_t s = 0; s < seen; ++s) {
-      const S* value = values + (first + s) * width + i;
+      const S* value = values + s * width + i;
       Vec vs[SPAN];
       for (int v = 0; v < SPAN; ++v)
         vs[v] = whole ? widened(value + v * LANES)
@@ -474,20 +515,23 @@ void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* key
 // A pass.
 
 struct Angles {
-  Tensor cos, sin;  // (1, S, R)
+  Tensor cos, sin;               // (1, S, R)
+  std::optional<Tensor> scales;  // (S,) what queries are multiplied by at each place
 };
 
 struct Cache {
   std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
   std::vector<int64_t> starts;       // (B,) the slot of each row's first token
+  std::vector<int64_t> bases;        // the slot of each buffer's first numbers; none: all are 0
 };
 
 template <typename S>
 class Pass {
  public:
   Pass(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
-       const std::vector<Angles>& angles)
-      : sublayers_(sublayers), hidden_(hidden), cache_(cache), angles_(angles) {
+       const std::vector<Angles>& angles, const std::optional<Tensor>& layer_inputs)
+      : sublayers_(sublayers), hidden_(hidden), cache_(cache), angles_(angles),
+        layer_inputs_(layer_inputs) {
     rows_ = hidden.size(0), count_ = hidden.size(1), width_ = hidden.size(2);
     tokens_ = rows_ * count_;
     check_all();
@@ -502,14 +546,24 @@ class Pass {
         for (const Matrix& matrix : each->inputs)
           pieces_.push_back({&matrix, 0, matrix.rows()});
       }
-      if (each->output) pieces_.push_back({&*each->output, 0, width_});
+      if (each->kind == Kind::attention) outputs = each->projected();
+      if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, width_);
-      if (each->kind == Kind::head) continue;
-      wide_ = std::max(wide_, outputs);
-      deep_ = std::max(deep_, each->output->columns());
+      if (each->output) {
+        pieces_.push_back({&*each->output, 0, width_});
+        deep_ = std::max(deep_, each->output->columns());
+      }
+      if (each->tail && each->tail->gate) {
+        const int64_t inner = each->tail->gate->rows();
+        pieces_.push_back({&*each->tail->gate, 0, inner});
+        pieces_.push_back({&*each->tail->projection, 0, width_});
+        wide_ = std::max(wide_, inner), deep_ = std::max(deep_, inner);
+      }
     }
     const Sublayer& last = *sublayers.back();
-    if (last.kind == Kind::head) {
+    if (last.kind == Kind::layer_inputs) {
+      out_ = at::empty(layer_inputs->sizes(), hidden.options());  // (B, T, L, P)
+    } else if (last.kind == Kind::head) {
       const int64_t vocabulary = last.inputs[0].rows();
       out_ = at::empty({rows_, count_, vocabulary}, hidden.options());  // (B, T, V)
     } else {
@@ -578,9 +632,20 @@ class Pass {
 
   void check_all() const {
     size_t attentions = 0;
+    require(cache_.bases.empty() || cache_.bases.size() == cache_.keys.size(), "there are ",
+            cache_.keys.size(), " buffers of keys, but ", cache_.bases.size(), " bases");
     for (const Sublayer* each : sublayers_) {
       require(each->kind != Kind::head || each == sublayers_.back(), "a head must come last");
+      require(each->kind != Kind::layer_inputs || sublayers_.size() == 1,
+              "inputs of layers are made by a call of their own");
       check(each->before, width_);
+      if (each->kind == Kind::layer_inputs) {
+        check_layer_inputs(0);
+        check(each->after, layer_inputs_->size(3));
+        const int64_t outputs = layer_inputs_->size(2) * layer_inputs_->size(3);
+        check_matrix(each->inputs[0], outputs, width_);
+        continue;
+      }
       check(each->after, width_);
       int64_t outputs = 0;
       for (const Matrix& matrix : each->inputs) {
@@ -588,28 +653,39 @@ class Pass {
         require(matrix.bits == each->inputs[0].bits, "inputs of a sublayer differ in precision");
         outputs += matrix.rows();
       }
-      if (each->kind == Kind::head) continue;
-      int64_t inner = outputs / 2;  // what the output matrix takes
       if (each->kind == Kind::attention) {
-        inner = each->heads * each->width;
-        check(each->q_norm, each->width);
-        check(each->k_norm, each->width);
-        require(outputs == inner + 2 * each->kv_heads * each->width, "queries, keys and values of ",
-                outputs, " numbers are not those that the model was opened with; open it again");
+        const int64_t own = each->heads * each->width, keys = each->kv_heads * each->width;
+        check_heads(each->q_norm, each->width, own);
+        check_heads(each->k_norm, each->width, keys);
+        check(each->v_norm, each->width);
+        require(outputs == each->projected() - (each->alike ? keys : 0),
+                "queries, keys and values of ", outputs,
+                " numbers are not those that the model was opened with; open it again");
         require(attentions < cache_.keys.size() && attentions < cache_.values.size(),
                 "there are fewer caches than attention sublayers");
-        check_cache(*each, cache_.keys[attentions], cache_.values[attentions]);
+        check_cache(*each, cache_.keys[attentions], cache_.values[attentions], base(attentions));
         ++attentions;
-      } else {
-        require(each->inputs.size() == 1 || each->inputs[0].rows() == inner,
+        check_matrix(*each->output, width_, own);
+      } else if (each->kind == Kind::mlp) {
+        require(each->inputs.size() == 1 || each->inputs[0].rows() == outputs / 2,
                 "gate and up differ in size");
+        check_matrix(*each->output, width_, outputs / 2);
       }
-      check_matrix(*each->output, width_, inner);
+      if (each->tail) check_tail(*each->tail);
     }
   }
 
   static void check(const std::optional<Norm>& norm, int64_t width) {
-    if (norm) ::check<S>(norm->weight, {width}, "a norm's weight");
+    if (norm && norm->weight) ::check<S>(*norm->weight, {width}, "a norm's weight");
+  }
+
+  // A norm of every head, or of all together.
+  static void check_heads(const std::optional<Norm>& norm, int64_t width, int64_t all) {
+    if (norm) check(norm, of_all(*norm, width) ? all : width);
+  }
+
+  static bool of_all(const std::optional<Norm>& norm, int64_t width) {
+    return norm && norm->weight && norm->weight->numel() != width;
   }
 
   static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
@@ -623,33 +699,67 @@ class Pass {
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
   }
 
-  void check_cache(const Sublayer& layer, const Tensor& keys, const Tensor& values) const {
+  void check_layer_inputs(int64_t layer) const {
+    require(layer_inputs_.has_value() && layer_inputs_->dim() == 4, "the pass needs inputs of its ",
+            "layers, (rows, tokens, layers, width)");
+    const auto shape = layer_inputs_->sizes();
+    ::check<S>(*layer_inputs_, {rows_, count_, shape[2], shape[3]}, "inputs of layers");
+    require(layer < shape[2], "there are inputs of ", shape[2], " layers, but none of layer ", layer);
+  }
+
+  void check_tail(const Tail& tail) const {
+    if (tail.scalar) ::check<S>(*tail.scalar, {1}, "a layer's scalar");
+    if (!tail.gate) return;
+    check_layer_inputs(tail.layer);
+    const int64_t inner = layer_inputs_->size(3);
+    check_matrix(*tail.gate, inner, width_);
+    check_matrix(*tail.projection, width_, inner);
+    check(tail.norm, width_);
+  }
+
+  void check_cache(const Sublayer& layer, const Tensor& keys, const Tensor& values,
+                   int64_t base) const {
     const int64_t slots = keys.dim() == 4 ? keys.size(2) : 0;
     const std::array<int64_t, 4> shape{rows_, layer.kv_heads, slots, layer.width};
     ::check<S>(keys, shape, "cached keys");
     ::check<S>(values, shape, "cached values");
     require(layer.angles < static_cast<int64_t>(angles_.size()), "a rotary table is missing");
-    const auto& [cos, sin] = angles_[layer.angles];
-    ::check<S>(cos, cos.sizes(), "a rotary table");
-    ::check<S>(sin, cos.sizes(), "a rotary table");
+    const auto& [cos, sin, scales] = angles_[layer.angles];
+    if (cos.scalar_type() == at::kFloat) {
+      ::check<float>(cos, cos.sizes(), "a rotary table");
+      ::check<float>(sin, cos.sizes(), "a rotary table");
+    } else {
+      ::check<S>(cos, cos.sizes(), "a rotary table");
+      ::check<S>(sin, cos.sizes(), "a rotary table");
+    }
     require(cos.dim() == 3 && cos.size(2) <= layer.width, "a rotary table is too wide");
+    if (scales) ::check<S>(*scales, {cos.size(1)}, "the scales of queries");
     require(static_cast<int64_t>(cache_.starts.size()) == rows_, "there must be ", rows_,
             " starts, got ", cache_.starts.size());
-    for (int64_t start : cache_.starts)
-      require(start >= 0 && start + count_ <= std::min(slots, cos.size(1)), count_, " tokens from ",
-              start, " on are beyond ", slots, " slots or ", cos.size(1), " rotary angles");
+    require(base >= 0 && base % LINE == 0 && (base == 0 || layer.window > 0), "a buffer of keys ",
+            "begins at slot ", base, ", which must be a multiple of ", LINE,
+            ", and 0 where a layer has no window");
+    for (int64_t start : cache_.starts) {
+      require(start >= 0 && start + count_ <= std::min(base + slots, cos.size(1)), count_,
+              " tokens from ", start, " on are beyond ", base + slots, " slots or ", cos.size(1),
+              " rotary angles");
+      require(base == 0 || start - layer.window + 1 >= base, "tokens from ", start, " on see ",
+              layer.window, " slots, of which a buffer that begins at ", base, " has only some");
+    }
   }
 
-  static int64_t lines(int64_t numbers) { return (numbers + 15) / 16 * 16; }
+  int64_t base(int64_t attention) const {
+    return cache_.bases.empty() ? 0 : cache_.bases[attention];
+  }
+
+  static constexpr int64_t LINE = 16;  // numbers; vectors have as many, or a part
+  static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
   int team() const {
     if (at::in_parallel_region()) return 1;
     // below that waiting for each other costs more than it saves
     int64_t bytes = 0;
-    for (const Sublayer* each : sublayers_) {
-      for (const Matrix& matrix : each->inputs) bytes += matrix.weight.nbytes();
-      if (each->output) bytes += each->output->weight.nbytes();
-    }
+    for (const Piece& piece : pieces_) bytes += piece.rows * piece.matrix->row_bytes();
     return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
   }
 
@@ -710,26 +820,21 @@ class Pass {
     for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = static_cast<float>(given[i]);
     int64_t attention = 0;
     for (const Sublayer* each : sublayers_) {
-      norm_all(*each->before, hidden, normed);
-      if (each->kind == Kind::head) {
-        head(me, *each);
-        return;
+      const float* x = hidden;
+      if (each->before) {
+        norm_all(*each->before, hidden, normed);
+        x = normed;
       }
+      if (each->kind == Kind::layer_inputs) return combine(me, *each, x);
+      if (each->kind == Kind::head) return head(me, *each, x);
       if (each->kind == Kind::attention) {
-        attend_all(me, *each, attention++);
-      } else {
-        expand(me, *each);
+        attend_all(me, *each, x, attention++);
+        add(me, second_, each->after, each->times);
+      } else if (each->kind == Kind::mlp) {
+        expand(me, *each, x);
+        add(me, first_, each->after, each->times);
       }
-      me.meet();
-      take(me, each->kind == Kind::attention ? second_ : first_);
-      multiply(me, result_, width_);
-      me.meet();
-      const float* result = result_;
-      if (each->after) {
-        norm_all(*each->after, result_, normed);
-        result = normed;
-      }
-      for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
+      if (each->tail) finish(me, *each->tail);
     }
     const Range mine = me.share(tokens_ * width_);
     S* out = static_cast<S*>(out_.data_ptr());
@@ -737,17 +842,82 @@ class Pass {
   }
 
   void norm_all(const Norm& norm, const float* x, float* out) const {
-    const S* weight = numbers<S>(norm.weight);
     for (int64_t t = 0; t < tokens_; ++t)
-      normalise(norm, weight, x + t * width_, width_, out + t * width_);
+      normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
 
-  void head(Worker& me, const Sublayer& layer) const {
+  // Add to the hidden states what the product that is next makes of x.
+  void add(Worker& me, const float* x, const std::optional<Norm>& after, double times) const {
+    me.meet();
+    take(me, x);
+    multiply(me, result_, width_);
+    me.meet();
+    const float* result = result_;
+    if (after) {
+      norm_all(*after, result_, me.normed);
+      result = me.normed;
+    }
+    const float by = static_cast<float>(times);
+    float* hidden = me.hidden;
+    if (by == 1.0f)
+      for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
+    else
+      for (int64_t i = 0; i < tokens_ * width_; ++i)
+        hidden[i] = rounded<S>(hidden[i] + rounded<S>(result[i] * by));
+  }
+
+  // A layer's tail.
+  void finish(Worker& me, const Tail& tail) const {
+    if (tail.gate) {
+      const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
+      const Range mine = me.share(inner);
+      take(me, me.hidden);
+      multiply(me, first_, inner);
+      const S* given = numbers<S>(layer_inputs_) + tail.layer * inner + mine.first;
+      for (int64_t t = 0; t < tokens_; ++t)
+        activate<S>(tail.gelu, first_ + t * inner + mine.first, given + t * layers * inner,
+                    mine.last - mine.first);
+      add(me, first_, tail.norm, 1);
+    }
+    if (tail.scalar) {
+      const float by = static_cast<float>(numbers<S>(tail.scalar)[0]);
+      for (int64_t i = 0; i < tokens_ * width_; ++i) me.hidden[i] = rounded<S>(me.hidden[i] * by);
+    }
+  }
+
+  // The inputs of all layers: a projection of what tokens are embedded as, and what each token has
+  // for itself.
+  void combine(Worker& me, const Sublayer& layer, const float* x) const {
+    const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
+    take(me, x);
+    multiply(me, first_, layers * inner);
+    me.meet();
+    const float scale = static_cast<float>(layer.scale), times = static_cast<float>(layer.times);
+    const S* given = numbers<S>(layer_inputs_);
+    S* out = static_cast<S*>(out_.data_ptr());
+    for (int64_t unit = me.number; unit < tokens_ * layers; unit += me.of) {
+      float* mine = first_ + unit * inner;
+      for (int64_t i = 0; i < inner; ++i) mine[i] = rounded<S>(mine[i] * scale);
+      if (layer.after) normalise<S>(*layer.after, mine, inner, mine);
+      for (int64_t i = 0; i < inner; ++i) {
+        const float sum = rounded<S>(mine[i] + static_cast<float>(given[unit * inner + i]));
+        out[unit * inner + i] = static_cast<S>(sum * times);
+      }
+    }
+  }
+
+  void head(Worker& me, const Sublayer& layer, const float* x) const {
     const int64_t vocabulary = out_.size(2);
     const Range mine = me.share(vocabulary);
     S* out = static_cast<S*>(out_.data_ptr());
-    take(me, me.normed);
+    take(me, x);
     multiply(me, out, vocabulary);
+    if (layer.divisor != 1) {
+      const float by = static_cast<float>(layer.divisor);
+      for (int64_t t = 0; t < tokens_; ++t)
+        for (int64_t i = t * vocabulary + mine.first; i < t * vocabulary + mine.last; ++i)
+          out[i] = static_cast<S>(static_cast<float>(out[i]) / by);
+    }
     if (layer.softcap > 0) {
       const float cap = static_cast<float>(layer.softcap);
       for (int64_t t = 0; t < tokens_; ++t) {
@@ -765,10 +935,10 @@ class Pass {
     }
   }
 
-  void expand(Worker& me, const Sublayer& layer) const {
+  void expand(Worker& me, const Sublayer& layer, const float* x) const {
     const int64_t inner = layer.output->columns();
     const Range mine = me.share(inner);
-    take(me, me.normed);
+    take(me, x);
     multiply(me, first_, inner);
     multiply(me, second_, inner);
     for (int64_t t = 0; t < tokens_; ++t)
@@ -776,39 +946,63 @@ class Pass {
                   mine.last - mine.first);
   }
 
-  void attend_all(Worker& me, const Sublayer& layer, int64_t number) const {
+  // Rotate a query or key at a place.
+  static void turn(const Angles& angles, int64_t place, float* x) {
+    const int64_t rotary = angles.cos.size(2), at = place * rotary;
+    if (angles.cos.scalar_type() == at::kFloat)
+      rotate<S>(x, numbers<float>(angles.cos) + at, numbers<float>(angles.sin) + at, rotary);
+    else
+      rotate<S>(x, numbers<S>(angles.cos) + at, numbers<S>(angles.sin) + at, rotary);
+  }
+
+  void attend_all(Worker& me, const Sublayer& layer, const float* x, int64_t number) const {
     const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
-    const int64_t all = heads + 2 * kv, stride = all * width;
+    const int64_t stride = layer.projected();
     int64_t offset = 0;
-    take(me, me.normed);
+    take(me, x);
     for (const Matrix& matrix : layer.inputs) {
       multiply(me, first_ + offset, stride);
       offset += matrix.rows();
     }
     me.meet();
+    const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
+    if (q_whole || k_whole) {
+      for (int64_t unit = me.number; unit < 2 * tokens_; unit += me.of) {
+        float* mine = first_ + unit / 2 * stride;
+        if (unit % 2 == 0 && q_whole) normalise<S>(*layer.q_norm, mine, heads * width, mine);
+        mine += heads * width;
+        if (unit % 2 == 1 && k_whole) normalise<S>(*layer.k_norm, mine, kv * width, mine);
+      }
+      me.meet();
+    }
     const Tensor &keys = cache_.keys[number], &values = cache_.values[number];
     S* key_slots = static_cast<S*>(keys.data_ptr());      // (B, K, S, D)
     S* value_slots = static_cast<S*>(values.data_ptr());  // (B, K, S, D)
-    const int64_t slots = keys.size(2);
+    const int64_t slots = keys.size(2), base = this->base(number);
     const Angles& angles = angles_[layer.angles];
-    const int64_t rotary = angles.cos.size(2);
-    const S *cos = numbers<S>(angles.cos), *sin = numbers<S>(angles.sin);
-    const S* q_weight = layer.q_norm ? numbers<S>(layer.q_norm->weight) : nullptr;
-    const S* k_weight = layer.k_norm ? numbers<S>(layer.k_norm->weight) : nullptr;
-    for (int64_t unit = me.number; unit < tokens_ * all; unit += me.of) {
-      const int64_t token = unit / all, head = unit % all;
+    const S* scales = numbers<S>(angles.scales);
+    const int64_t turned = heads + (layer.writes ? kv : 0);  // heads that rotate
+    for (int64_t unit = me.number; unit < tokens_ * turned; unit += me.of) {
+      const int64_t token = unit / turned, head = unit % turned;
       const int64_t row = token / count_, place = cache_.starts[row] + token % count_;
       float* x = first_ + token * stride + head * width;
-      if (head < heads + kv) {
-        if (head < heads && q_weight) normalise(*layer.q_norm, q_weight, x, width, x);
-        if (head >= heads && k_weight) normalise(*layer.k_norm, k_weight, x, width, x);
-        rotate(x, cos + place * rotary, sin + place * rotary, rotary);
-        if (head < heads) continue;
+      if (head < heads) {
+        if (layer.q_norm && !q_whole) normalise<S>(*layer.q_norm, x, width, x);
+        turn(angles, place, x);
+        const float by = scales ? static_cast<float>(scales[place]) : 1.0f;
+        for (int64_t i = 0; scales && i < width; ++i) x[i] = rounded<S>(x[i] * by);
+        continue;
       }
-      const bool is_key = head < heads + kv;
-      const int64_t group = head - heads - (is_key ? 0 : kv);
-      S* slot = (is_key ? key_slots : value_slots) + ((row * kv + group) * slots + place) * width;
-      for (int64_t i = 0; i < width; ++i) slot[i] = static_cast<S>(x[i]);
+      float* value = x + kv * width;
+      if (layer.alike) std::copy_n(x, width, value);
+      if (layer.v_norm) normalise<S>(*layer.v_norm, value, width, value);
+      if (layer.k_norm && !k_whole) normalise<S>(*layer.k_norm, x, width, x);
+      turn(angles, place, x);
+      const int64_t at = ((row * kv + head - heads) * slots + place - base) * width;
+      for (int64_t i = 0; i < width; ++i) {
+        key_slots[at + i] = static_cast<S>(x[i]);
+        value_slots[at + i] = static_cast<S>(value[i]);
+      }
     }
     me.meet();
     const int64_t groups = heads / kv, queries = count_ * groups;
@@ -827,10 +1021,10 @@ class Pass {
       const S* k = key_slots + (row * kv + group) * slots * width;
       const S* v = value_slots + (row * kv + group) * slots * width;
       switch (count) {
-        case 1: attend<S, 1>(layer, some, k, v, me.scores, reach_); break;
-        case 2: attend<S, 2>(layer, some, k, v, me.scores, reach_); break;
-        case 3: attend<S, 3>(layer, some, k, v, me.scores, reach_); break;
-        default: attend<S, 4>(layer, some, k, v, me.scores, reach_);
+        case 1: attend<S, 1>(layer, some, k, v, base, me.scores, reach_); break;
+        case 2: attend<S, 2>(layer, some, k, v, base, me.scores, reach_); break;
+        case 3: attend<S, 3>(layer, some, k, v, base, me.scores, reach_); break;
+        default: attend<S, 4>(layer, some, k, v, base, me.scores, reach_);
       }
     }
   }
@@ -839,6 +1033,7 @@ class Pass {
   const Tensor& hidden_;
   const Cache& cache_;
   const std::vector<Angles>& angles_;
+  const std::optional<Tensor>& layer_inputs_;  // (B, T, L, P)
   std::vector<Piece> pieces_;  // products of the pass, in order
   Tensor out_;
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
@@ -871,8 +1066,9 @@ struct Plan {
 
   Tensor run(const Tensor& hidden, const std::vector<int64_t>& which,
              const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-             const std::vector<int64_t>& starts, const std::vector<Angles>& angles) const {
-    const Cache cache{keys, values, starts};
+             const std::vector<int64_t>& starts, const std::vector<Angles>& angles,
+             const std::vector<int64_t>& bases, const std::optional<Tensor>& layer_inputs) const {
+    const Cache cache{keys, values, starts, bases};
     std::vector<const Sublayer*> chosen;
     for (int64_t index : which) chosen.push_back(&sublayers.at(index));
     if (chosen.empty()) return hidden;
@@ -880,10 +1076,13 @@ struct Plan {
     require(hidden.dim() == 3 && hidden.device().is_cpu(),
             "hidden states must be (rows, tokens, width) on the CPU, got ", hidden.sizes());
     const Tensor given = hidden.contiguous();
-    if (given.scalar_type() == at::kFloat) return Pass<float>(chosen, given, cache, angles).run();
+    std::optional<Tensor> further;
+    if (layer_inputs) further = layer_inputs->contiguous();
+    if (given.scalar_type() == at::kFloat)
+      return Pass<float>(chosen, given, cache, angles, further).run();
     require(given.scalar_type() == at::kBFloat16, "hidden states must be float32 or bfloat16, got ",
             given.scalar_type());
-    return Pass<BFloat16>(chosen, given, cache, angles).run();
+    return Pass<BFloat16>(chosen, given, cache, angles, further).run();
   }
 };
 
@@ -904,41 +1103,75 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
            py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt);
   py::class_<Norm>(module, "Norm")
-      .def(py::init<Tensor, double, bool>(), py::arg("weight"), py::arg("epsilon"),
-           py::arg("one_plus"));
-  py::class_<Angles>(module, "Angles").def(py::init<Tensor, Tensor>());
+      .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
+  py::class_<Tail>(module, "Tail")
+      .def(py::init([](std::optional<Matrix> gate, std::optional<Matrix> projection,
+                       std::optional<Norm> norm, std::optional<Tensor> scalar, int64_t layer,
+                       bool gelu) {
+             require(gate.has_value() == projection.has_value(), "a tail has a gate and a ",
+                     "projection, or neither");
+             return Tail{gate, projection, norm, scalar, layer, gelu};
+           }),
+           py::kw_only(), py::arg("gate"), py::arg("projection"), py::arg("norm"),
+           py::arg("scalar"), py::arg("layer"), py::arg("gelu"));
+  py::class_<Angles>(module, "Angles")
+      .def(py::init<Tensor, Tensor, std::optional<Tensor>>(), py::arg("cos"), py::arg("sin"),
+           py::arg("scales") = std::nullopt);
   py::class_<Plan>(module, "Plan")
       .def(py::init<>())
       .def("attention",
-           [](Plan& plan, Norm before, std::optional<Norm> after, std::vector<Matrix> inputs,
-              Matrix output, std::optional<Norm> q_norm, std::optional<Norm> k_norm, int64_t heads,
+           [](Plan& plan, std::optional<Norm> before, std::optional<Norm> after,
+              std::vector<Matrix> inputs, Matrix output, std::optional<Norm> q_norm,
+              std::optional<Norm> k_norm, std::optional<Norm> v_norm, int64_t heads,
               int64_t kv_heads, int64_t width, int64_t window, int64_t angles, double scale,
-              double softcap, bool eager) {
-             Sublayer layer{Kind::attention, before, after, q_norm, k_norm, inputs, output};
+              double softcap, bool eager, double times) {
+             Sublayer layer{Kind::attention, before, after, q_norm, k_norm, v_norm, inputs, output};
              layer.heads = heads, layer.kv_heads = kv_heads, layer.width = width;
              layer.window = window, layer.angles = angles, layer.scale = scale;
-             layer.softcap = softcap, layer.eager = eager;
+             layer.softcap = softcap, layer.eager = eager, layer.times = times;
+             int64_t outputs = 0;
+             for (const Matrix& matrix : inputs) outputs += matrix.rows();
+             layer.writes = outputs > heads * width;
+             layer.alike = outputs == (heads + kv_heads) * width;
              return plan.add(std::move(layer));
            },
            py::kw_only(), py::arg("before"), py::arg("after"), py::arg("inputs"),
-           py::arg("output"), py::arg("q_norm"), py::arg("k_norm"), py::arg("heads"),
-           py::arg("kv_heads"), py::arg("width"), py::arg("window"), py::arg("angles"),
-           py::arg("scale"), py::arg("softcap"), py::arg("eager"))
+           py::arg("output"), py::arg("q_norm"), py::arg("k_norm"),
+           py::arg("v_norm") = std::nullopt, py::arg("heads"), py::arg("kv_heads"),
+           py::arg("width"), py::arg("window"), py::arg("angles"), py::arg("scale"),
+           py::arg("softcap"), py::arg("eager"), py::arg("times") = 1.0)
       .def("mlp",
-           [](Plan& plan, Norm before, std::optional<Norm> after, std::vector<Matrix> inputs,
-              Matrix output, bool gelu) {
-             Sublayer layer{Kind::mlp, before, after, {}, {}, inputs, output};
-             layer.gelu = gelu;
+           [](Plan& plan, std::optional<Norm> before, std::optional<Norm> after,
+              std::vector<Matrix> inputs, Matrix output, bool gelu, double times,
+              std::optional<Tail> tail) {
+             Sublayer layer{Kind::mlp, before, after, {}, {}, {}, inputs, output, tail};
+             layer.gelu = gelu, layer.times = times;
              return plan.add(std::move(layer));
            },
            py::kw_only(), py::arg("before"), py::arg("after"), py::arg("inputs"),
-           py::arg("output"), py::arg("gelu"))
-      .def("head",
-           [](Plan& plan, Norm before, Matrix matrix, double softcap) {
-             Sublayer layer{Kind::head, before, {}, {}, {}, {matrix}, {}};
-             layer.softcap = softcap;
+           py::arg("output"), py::arg("gelu"), py::arg("times") = 1.0,
+           py::arg("tail") = std::nullopt)
+      .def("tail",
+           [](Plan& plan, Tail tail) {
+             return plan.add({Kind::tail, {}, {}, {}, {}, {}, {}, {}, tail});
+           })
+      .def("layer_inputs",
+           [](Plan& plan, Matrix projection, Norm norm, double scale, double times) {
+             Sublayer layer{Kind::layer_inputs, {}, norm, {}, {}, {}, {projection}};
+             layer.scale = scale, layer.times = times;
              return plan.add(std::move(layer));
            },
-           py::kw_only(), py::arg("before"), py::arg("matrix"), py::arg("softcap"))
-      .def("run", &Plan::run);
+           py::kw_only(), py::arg("projection"), py::arg("norm"), py::arg("scale"),
+           py::arg("times"))
+      .def("head",
+           [](Plan& plan, Norm before, Matrix matrix, double softcap, double divisor) {
+             Sublayer layer{Kind::head, before, {}, {}, {}, {}, {matrix}};
+             layer.softcap = softcap, layer.divisor = divisor;
+             return plan.add(std::move(layer));
+           },
+           py::kw_only(), py::arg("before"), py::arg("matrix"), py::arg("softcap"),
+           py::arg("divisor") = 1.0)
+      .def("run", &Plan::run, py::arg("hidden"), py::arg("which"), py::arg("keys"),
+           py::arg("values"), py::arg("starts"), py::arg("angles"),
+           py::arg("bases") = std::vector<int64_t>{}, py::arg("layer_inputs") = std::nullopt);
 }

@@ -257,7 +257,7 @@ class Native(Fused):
             return None
         one_plus = self.model.family.norm == "one plus"
         epsilon = module.eps if one_plus else module.variance_epsilon
-        return self.extension.Norm(module.weight, epsilon, one_plus)
+        return self.extension.Norm(module.weight, epsilon, "one plus" if one_plus else "llama")
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
