@@ -9,7 +9,7 @@ import torch
 from models import WINDOW, prompt
 from torch import Tensor
 
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 
 # Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
 # dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
@@ -45,9 +45,11 @@ def pairs(
     for number, count in enumerate(passes):
         for _, cache, _ in both:
             cache.place(starts, count)
-        want_step, got_step = (Pass(*each) for each in both)
-        fed = [tokens[row, start : start + count] for row, start in enumerate(starts)]
-        hidden = modules.embed(torch.stack(fed))  # (B, T, H)
+        fed = torch.stack([tokens[row, start : start + count] for row, start in enumerate(starts)])
+        (hidden, want_step), (_, got_step) = (path.feed(fed, *more) for path, *more in both)
+        if want_step.inputs is not None and got_step.inputs is not None:
+            yield want_step.inputs, got_step.inputs
+            got_step.inputs = want_step.inputs
         for block, other_block in zip(modules.blocks, other.blocks, strict=True):
             got = other_block(hidden, got_step)
             hidden = block(hidden, want_step)

@@ -26,7 +26,18 @@ import torch.nn.functional as F
 from agreement import DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
-from models import FAMILIES, SKIPS, WINDOW, lively_model, prompt, ragged, side_by_side, tiny_model
+from models import (
+    EVERY,
+    FAMILIES,
+    MODULES_ONLY,
+    SKIPS,
+    WINDOW,
+    lively_model,
+    prompt,
+    ragged,
+    side_by_side,
+    tiny_model,
+)
 from ties import partings
 from torch import Tensor
 from transformers import TopPLogitsWarper
@@ -44,6 +55,7 @@ from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.requests import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
+SERVED = [family for family in EVERY if family not in MODULES_ONLY]
 MAPS = Path("/proc/self/maps")
 LONGEST = 64
 
@@ -82,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    ("family", "attention", "dtype"), [*product(FAMILIES, ("default", "eager"), DTYPES)]
+    ("family", "attention", "dtype"), [*product(SERVED, ("default", "eager"), DTYPES)]
 )
 def test_every_sublayer_agrees_with_the_module_path(
     family: str, attention: str, dtype: torch.dtype
@@ -140,8 +152,7 @@ def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: in
         with torch.inference_mode():
             for count in passes:
                 cache.place([start] * rows, count)
-                hidden = opened.embed(ids[:, start : start + count])  # (B, count, H)
-                step = Pass(opened, cache, rotary)
+                hidden, step = opened.feed(ids[:, start : start + count], cache, rotary)
                 pieces.append(opened.finish(hidden, step, range(opened.num_sublayers)))
                 start += count
     finally:
@@ -152,7 +163,13 @@ def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: in
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("family", "attention"), [("llama", None), ("gemma3", None), ("gemma2", "eager")]
+    ("family", "attention"),
+    [
+        ("llama", None),
+        ("gemma3", None),
+        ("gemma2", "eager"),
+        *((family, None) for family in SERVED if family not in FAMILIES),
+    ],
 )
 def test_a_token_is_computed_alike_in_every_pass(
     family: str, attention: str | None, dtype: torch.dtype

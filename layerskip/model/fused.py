@@ -375,10 +375,10 @@ def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate queries or keys (B, N or K, T, D)."""
     cos, sin = angles
-    if sin is None:
-        return x @ cos
     if cos.dtype is not x.dtype:  # OLMo's angles are float32
         return _rotate(x.to(cos.dtype), angles).to(x.dtype)
+    if sin is None:
+        return x @ cos
     rotary = cos.shape[-1]
     if rotary == x.shape[-1]:
         return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -42,19 +42,19 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
-    family = model.family
-    if family.layout == "behind" or family.norm == "wide" or model.parts[0].residual != 1:
-        return "there are no native passes for this family yet"
-    weights = [p for part in (*model.layers, model.unembedding) for p in part.parameters()]
+    modules = [*model.layers, model.unembedding]
+    modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
+    weights = [w for each in modules for w in (*each.parameters(), *each.buffers())]
     dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return f"native passes are in float32 or bfloat16, not {sorted(map(str, dtypes))}"
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for part in model.parts:
-        function = fused.activation(_activation(part.mlp))
-        if function is not F.silu and not isinstance(function, partial):
-            return f"there are no native passes with {type(function).__name__}"
+        for module in (_activation(part.mlp), getattr(part.module, "act_fn", nn.SiLU())):
+            function = fused.activation(module)
+            if function is not F.silu and not isinstance(function, partial):
+                return f"there are no native passes with {type(function).__name__}"
     return None
 
 
@@ -73,7 +73,7 @@ class NativeBlock:
 
     Attributes:
         number: its number in the backend's plan.
-        layer: for an attention, its number in the cache.
+        layer, heads: for an attention, the layer in the cache that it reads, and (K, D).
         after: what to apply to the logits of a head.
     """
 
@@ -83,10 +83,11 @@ class NativeBlock:
         number: int,
         fused: Block,
         layer: int | None = None,
+        heads: tuple[int, int] = (0, 0),
         after: Function | None = None,
     ) -> None:
         self.backend, self.number, self.fused = backend, number, fused
-        self.layer, self.after = layer, after
+        self.layer, self.heads, self.after = layer, heads, after
 
     def __call__(self, hidden: Tensor, step: Step | None) -> Tensor:
         return self.backend.run(hidden, step, [self])
@@ -117,8 +118,6 @@ class Native(Fused):
             self._native(model.parts[sublayer // 2], bool(sublayer % 2), fused, self._exact)
             for sublayer, fused in enumerate(self.blocks)
         )
-        attention = model.parts[0].attention
-        self._heads = (_kv_heads(attention), attention.head_dim)
 
     def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
         fused, part = super().low(sublayer, bits, deltas), self.model.parts[sublayer // 2]
@@ -126,6 +125,32 @@ class Native(Fused):
             return fused
         matrix = partial(self._low, bits=bits, deltas=deltas)
         return self._native(part, bool(sublayer % 2), fused, matrix)
+
+    def tail(self, layer: int) -> Block:
+        return NativeBlock(
+            self, self.plan.tail(self._tail(self.model.parts[layer])), super().tail(layer)
+        )
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().inputs(hidden, rows)
+        some, own = (each.flatten(0, 1).split(self.longest) for each in (hidden, rows))
+        made = [
+            self.plan.run(x[None], [self._inputs_number], [], [], [], [], layer_inputs=each[None])
+            for x, each in zip(some, own, strict=True)
+        ]  # (1, some of B T, L, P) each
+        return torch.cat(made, 1).view_as(rows)
+
+    @cached_property
+    def _inputs_number(self) -> int:
+        decoder = self.model.decoder
+        number: int = self.plan.layer_inputs(
+            projection=self._exact(decoder.per_layer_model_projection),
+            norm=self._norm(decoder.per_layer_projection_norm),
+            scale=decoder.per_layer_model_projection_scale,
+            times=decoder.per_layer_input_scale,
+        )
+        return number
 
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
         attention, mlp = super().extra_layer(layer, bits)
@@ -158,6 +183,7 @@ class Native(Fused):
             before=self._norm(self.model.decoder.norm),
             matrix=self._exact(own) if bits is None else self._low(own, bits),
             softcap=self.model.softcap or 0.0,
+            divisor=self.model.logits_scaling,
         )
         after = None if rows is None else rows.spread
         return NativeBlock(self, number, super().head(rows, bits), after=after)
@@ -198,36 +224,41 @@ class Native(Fused):
         values: list[Tensor] = []
         firsts: list[int] = []
         angles: list[Any] = []
+        inputs = None
         if step is not None:
-            cache = step.cache
+            cache, inputs = step.cache, step.inputs
             firsts, angles = cache.firsts, step.rotary.angles
             for block in blocks:
                 if block.layer is not None:
-                    k, v = cache.buffers(block.layer, self._heads, hidden)
+                    k, v = cache.buffers(block.layer, block.heads, hidden)
                     keys.append(k)
                     values.append(v)
         numbers = [block.number for block in blocks]
-        out: Tensor = self.plan.run(hidden, numbers, keys, values, firsts, angles)
+        out: Tensor = self.plan.run(
+            hidden, numbers, keys, values, firsts, angles, layer_inputs=inputs
+        )
         after = blocks[-1].after
         return out if after is None else after(out)
 
     def _native(self, part: LayerParts, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
         if second:
             return NativeBlock(self, self._mlp(part, matrix), fused)
-        return NativeBlock(self, self._attention(part, matrix), fused, part.keys)
+        heads = (_kv_heads(part.attention), part.attention.head_dim)
+        return NativeBlock(self, self._attention(part, matrix), fused, part.keys, heads)
 
     def _attention(self, part: LayerParts, matrix: Matrix) -> int:
         module = part.attention
-        names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        named = (getattr(module, f"{name}_proj", None) for name in ("qkv", "q", "k", "v"))
         gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
         cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
         number: int = self.plan.attention(
             before=self._norm(part.before),
             after=self._norm(part.after),
-            inputs=[matrix(getattr(module, name)) for name in names],
+            inputs=[matrix(each) for each in named if each is not None],
             output=matrix(module.o_proj),
             q_norm=self._norm(getattr(module, "q_norm", None)),
             k_norm=self._norm(getattr(module, "k_norm", None)),
+            v_norm=self._norm(getattr(module, "v_norm", None)),
             heads=module.o_proj.weight.shape[1] // module.head_dim,
             kv_heads=_kv_heads(module),
             width=module.head_dim,
@@ -236,6 +267,7 @@ class Native(Fused):
             scale=module.scaling,
             softcap=cap or 0.0,
             eager=self.model.eager,
+            times=part.residual,
         )
         return number
 
@@ -248,16 +280,30 @@ class Native(Fused):
             after=self._norm(part.post),
             inputs=[matrix(getattr(module, name)) for name in names],
             output=matrix(module.down_proj),
-            gelu=fused.activation(_activation(module)) is not F.silu,
+            gelu=_gelu(_activation(module)),
+            times=part.residual,
+            tail=self._tail(part) if part.tail else None,
         )
         return number
+
+    def _tail(self, part: LayerParts) -> Any:
+        layer = part.module  # its linears stay exact, as on the fused path
+        own = bool(self.model.inputs_width)
+        return self.extension.Tail(
+            gate=self._exact(layer.per_layer_input_gate) if own else None,
+            projection=self._exact(layer.per_layer_projection) if own else None,
+            norm=self._norm(layer.post_per_layer_input_norm) if own else None,
+            scalar=layer.layer_scalar,
+            layer=part.number,
+            gelu=own and _gelu(layer.act_fn),
+        )
 
     def _norm(self, module: Any) -> Any:
         if module is None:
             return None
-        one_plus = self.model.family.norm == "one plus"
-        epsilon = module.eps if one_plus else module.variance_epsilon
-        return self.extension.Norm(module.weight, epsilon, "one plus" if one_plus else "llama")
+        epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        weight = getattr(module, "weight", None)
+        return self.extension.Norm(weight, epsilon, self.model.family.norm)
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         return self.extension.Matrix(module.weight, module.bias)
@@ -293,3 +339,7 @@ def _in_blocks(mlp: Any) -> bool:
 
 def _activation(mlp: Any) -> Any:
     return mlp.activation_fn if hasattr(mlp, "gate_up_proj") else mlp.act_fn
+
+
+def _gelu(module: Any) -> bool:
+    return fused.activation(module) is not F.silu
