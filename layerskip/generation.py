@@ -47,6 +47,7 @@ from layerskip.requests import (
     ending,
     padded,
     per_step,
+    pictures_of,
     sampling_of,
     stop_of,
     streamer_of_the_call,
@@ -224,6 +225,7 @@ class LayerSkipDecoding:
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         config = generation_config  # the library's name for it, as of the others
+        pictures = pictures_of(model, input_ids, config, model_kwargs)
         attention_mask = checked_mask(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
@@ -243,6 +245,7 @@ class LayerSkipDecoding:
             stop=stop_of(others) if others else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
+            pictures=pictures,
             clock=self.clock,
         )
         decoder, costs = self.decoder(model, request)

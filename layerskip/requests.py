@@ -24,9 +24,17 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
+from layerskip.model.families import CONDITIONAL
+from layerskip.model.pictures import Pictures
 
 # The library's defaults of sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_OTHER_MEDIA = {
+    "video": "video",
+    "pixel_values_videos": "video",
+    "audio": "audio",
+    "input_features": "audio",
+}
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
 
 
@@ -93,10 +101,66 @@ def checked_mask(
 
 
 def _empty(name: str, value: Any) -> bool:
-    """Whether an argument says nothing: no pictures, or token types that are all text."""
-    if name == "mm_encoder_outputs":
-        return not value
+    """Whether an argument says nothing: token types that are all text."""
     return name in ("token_type_ids", "mm_token_type_ids") and not bool(value.any())
+
+
+def pictures_of(
+    model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Pictures | None:
+    """The pictures in prompts (B, W), taken out of the arguments; None if there are none.
+
+    Raises:
+        ValueError: other media, or another number of features than of placeholders.
+    """
+    encoded = model_kwargs.pop("mm_encoder_outputs", None) or {}
+    for name, what in _OTHER_MEDIA.items():
+        if model_kwargs.get(name) is not None or encoded.get(name) is not None:
+            raise ValueError(
+                f"{what} ({name}) is not supported, text and pictures are; leave out "
+                "custom_generate"
+            )
+    outer: Any = model.config
+    kind, text = outer.model_type, outer.get_text_config()
+    types = None
+    if kind == "gemma3":
+        types = model_kwargs.pop("token_type_ids", None)  # (B, W)
+    elif kind in CONDITIONAL:
+        types = model_kwargs.pop("mm_token_type_ids", None)  # (B, W)
+        if getattr(text, "use_bidirectional_attention", None) != "vision":
+            types = None  # pictures are causal
+    found = encoded.get("image")
+    if found is None and (types is None or not bool(types.any())):
+        return None
+    if kind not in CONDITIONAL:
+        raise ValueError(
+            f"pictures are not supported with {kind!r}; supported are {', '.join(CONDITIONAL)}"
+        )
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise ValueError("prefill_chunk_size is not supported with pictures; leave it out")
+    parts = () if found is None else found.pooler_output
+    parts = [parts] if isinstance(parts, Tensor) else parts  # (..., H) each
+    width: int = text.hidden_size
+    rows = [part.reshape(-1, width) for part in parts] or [torch.empty(0, width)]
+    features = torch.cat(rows).to(input_ids.device, model.dtype)  # (N, H)
+    placeholders = input_ids == outer.image_token_id  # (B, W)
+    if found is None:
+        placeholders = torch.zeros_like(placeholders)
+    if len(features) != int(placeholders.sum()):
+        raise ValueError(
+            f"prompts have {int(placeholders.sum())} placeholders (token {outer.image_token_id}) "
+            f"for {len(features)} features of pictures; take both from one call of the processor"
+        )
+    if outer.image_token_id >= text.vocab_size:
+        raise ValueError(
+            f"the placeholder of pictures, token {outer.image_token_id}, must lie in the "
+            f"vocabulary of {text.vocab_size} tokens"
+        )
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
+    if types is not None:
+        types = (types == 1) | (types == 2) if kind != "gemma3" else types == 1  # (B, W) bool
+    return Pictures.of(features, placeholders, mask, types)
 
 
 def check_ids(input_ids: Any) -> None:

@@ -28,6 +28,7 @@ from layerskip.decoding.passes import Position, Session
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
+from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
 
 DraftOrSkip = SkipConfig | Source
@@ -52,6 +53,7 @@ class Request:
             the row. Called in order, once per row and token.
         keep_scores, keep_logits: keep processed scores, raw logits of every emitted token in the
             rounds.
+        pictures: in the prompts, if there are any.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
@@ -65,6 +67,7 @@ class Request:
     stop: Stop | None = None
     keep_scores: bool = False
     keep_logits: bool = False
+    pictures: Pictures | None = None
     clock: Callable[[], float] | None = None
 
 
@@ -112,6 +115,7 @@ class Decoder:
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
             emitted=self.emitted,
+            pictures=request.pictures,
         )
         # by source and row, for the round in progress
         self._proposals: list[dict[int, Proposal]] = []

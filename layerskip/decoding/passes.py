@@ -21,6 +21,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.cache import on_device
+from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -56,6 +57,7 @@ class Session:
         max_new_tokens: how many tokens a row may grow by.
         max_draft_length: the most tokens any round drafts.
         emitted: tokens each row has emitted; the caller extends them, and states read them.
+        pictures: in the prompts, if there are any.
 
     Attributes:
         total, slots: the most tokens of a row, and of its keys and values.
@@ -74,8 +76,10 @@ class Session:
         max_new_tokens: int,
         max_draft_length: int,
         emitted: Sequence[Sequence[int]] = (),
+        pictures: Pictures | None = None,
     ) -> None:
         self.model = model
+        self.pictures = pictures
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
@@ -108,14 +112,15 @@ class Session:
 
         def run(chunk: Tensor, first: int) -> Tensor:
             self.cache.place([first] * len(chunk), chunk.shape[1])
-            hidden, step = self.model.feed(chunk, self.cache, self.rotary)
+            hidden, step = self.model.feed(chunk, self.cache, self.rotary, self.pictures)
             return self._carry(hidden, step, 0, through)
 
-        last = in_chunks(tokens, lasts, run)[:, None]  # (B, 1, H)
+        inside = () if self.pictures is None else self.pictures.inside
+        last = in_chunks(tokens, lasts, run, inside)[:, None]  # (B, 1, H)
         if through < every:
             ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)
             self.cache.place(lasts, 1)
-            _, step = self.model.feed(ends, self.cache, self.rotary)
+            _, step = self.model.feed(ends, self.cache, self.rotary, self.pictures)
             last = self._carry(last, step, through, every)
         self.lengths = list(self.prompt_lengths)
         self.cache.settled = True

@@ -43,7 +43,7 @@ class _WholeTexts:
         rope, masks, slots: as in `Step`.
     """
 
-    cache = None
+    cache = blocks = None
 
     def __init__(self, model: Architecture, hidden: Tensor, streams: int = 1) -> None:
         count, device = hidden.shape[1] // streams, hidden.device

@@ -203,8 +203,8 @@ class Native(Fused):
 
     def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
         rows, count, _ = hidden.shape
-        # there are no native gradients, and no native way to see only some slots of a row
-        chained = step is not None and not step.cache.firsts
+        # there are no native gradients, and no native way to see other slots than earlier ones
+        chained = step is not None and (not step.cache.firsts or step.blocks is not None)
         prompt = step is None or not step.cache.settled
         if torch.is_grad_enabled() or chained or (prompt and rows * count > self.longest):
             for block in blocks:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from layerskip.model import compiled, extension, fused, native
 from layerskip.model.backend import Backend, Block, Rotary, Tables
-from layerskip.model.cache import RowCache
+from layerskip.model.cache import RowCache, additive
 from layerskip.model.compiled import Compiled
 from layerskip.model.families import Architecture
 from layerskip.model.fused import Fused
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
+from layerskip.model.pictures import Pictures, ahead
 from layerskip.model.weights import DraftWeights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
@@ -36,12 +37,19 @@ class Pass:
     Args:
         cache: placed for the pass.
         inputs: the layers' own inputs, (B, T, L, P), where layers have any (`Sublayers.inputs`).
+        blocks: by slot, the picture whose tokens see each other (see `Pictures`), (B, W).
     """
 
     def __init__(
-        self, model: Sublayers, cache: RowCache, rotary: Rotary, inputs: Tensor | None = None
+        self,
+        model: Sublayers,
+        cache: RowCache,
+        rotary: Rotary,
+        inputs: Tensor | None = None,
+        blocks: Tensor | None = None,
     ) -> None:
         self.model, self.cache, self.rotary, self.inputs = model, cache, rotary, inputs
+        self.blocks = blocks
 
     @cached_property
     def rope(self) -> Mapping[str, Any]:
@@ -55,12 +63,19 @@ class Pass:
         always = self.model.eager and self.cache.count > 1
         # one mask for all layers: sdpa takes bool, whatever dtype a layer has
         dtype = torch.bool if self.model.backend.bool_masks else self.model.dtype
-        return {
-            window: self.cache.mask(window, dtype, self.model.device)
-            if always or self.cache.needs_mask(window)
-            else None
-            for window in self.model.distinct_windows
-        }
+        masks: dict[int | None, Tensor | None] = {}
+        for window in self.model.distinct_windows:
+            more = None
+            if self.blocks is not None:
+                kind = self.model.model.config.model_type
+                more = ahead(kind, self.blocks, self.slots, self.cache.end, window)
+            masks[window] = None
+            if more is not None:
+                seen = self.cache.seen(window, self.model.device) | more  # (B, 1, T, end)
+                masks[window] = seen if dtype is torch.bool else additive(seen, dtype)
+            elif always or self.cache.needs_mask(window):
+                masks[window] = self.cache.mask(window, dtype, self.model.device)
+        return masks
 
     @cached_property
     def slots(self) -> Tensor:
@@ -150,10 +165,16 @@ class Sublayers(Architecture):
         cache.place([0] * rows, count)
         return self.feed(tokens, cache, self.rotary(count, count))
 
-    def feed(self, tokens: Tensor, cache: RowCache, rotary: Rotary) -> tuple[Tensor, Pass]:
+    def feed(
+        self, tokens: Tensor, cache: RowCache, rotary: Rotary, pictures: Pictures | None = None
+    ) -> tuple[Tensor, Pass]:
         """Begin a pass: tokens (B, T) as hidden states (B, T, H), and what sublayers share."""
-        hidden = self.embed(tokens)  # (B, T, H)
-        return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden))
+        hidden, blocks = self.embed(tokens), None  # (B, T, H)
+        if pictures is not None:
+            slots = cache.placed(self.device)  # (B, T)
+            hidden = pictures.over(hidden, slots)
+            blocks = pictures.blocks_of(slots) if cache.count > 1 else None  # (B, W)
+        return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden), blocks)
 
     def rotary(self, slots: int, total: int) -> Rotary:
         """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""

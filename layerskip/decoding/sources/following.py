@@ -9,7 +9,7 @@ Letters: R rows of a pass, T tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -69,12 +69,18 @@ class Following(State):
         return starts, lasts, on_device(tokens, batch.model.device)
 
 
-def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int], Tensor]) -> Tensor:
+def in_chunks(
+    tokens: Tensor,
+    lasts: Sequence[int],
+    run: Callable[[Tensor, int], Tensor],
+    inside: Container[int] = (),
+) -> Tensor:
     """Run many tokens (R, T) through a model in chunks.
 
     Args:
         lasts: the index of each row's last token.
         run: takes a chunk (R, t) and the index of its first token, returns states (R, t, H).
+        inside: where no chunk may begin.
 
     Returns:
         The hidden states of the last tokens, (R, H).
@@ -82,8 +88,12 @@ def in_chunks(tokens: Tensor, lasts: Sequence[int], run: Callable[[Tensor, int],
     count = max(1, _CHUNK // len(tokens))
     if tokens.shape[1] <= count and min(lasts) == tokens.shape[1] - 1:
         return run(tokens, 0)[:, -1]
-    for first in range(0, tokens.shape[1], count):
-        hidden = run(tokens[:, first : first + count], first)  # (R, up to count, H)
+    end = 0
+    while (first := end) < tokens.shape[1]:
+        end = first + count
+        while end in inside:
+            end += 1
+        hidden = run(tokens[:, first:end], first)  # (R, t, H)
         if first == 0:
             found = torch.empty_like(hidden[:, 0])  # (R, H)
         here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]

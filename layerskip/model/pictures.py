@@ -1,0 +1,99 @@
+"""Pictures in prompts: the features at their placeholders, and which of their tokens see each other.
+
+The library runs the vision tower before the engine is called. Only the prefill knows of pictures:
+after it, a picture is keys and values like any text's.
+Letters: B rows, W width of the prompts, N features, T tokens of a pass, H hidden width, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures in the prompts of a batch.
+
+    Attributes:
+        features: what stands at the placeholders, row after row, (N, H).
+        numbers: by slot, which of the features stands there, -1: none, (B, W).
+        blocks: by slot, the picture whose tokens see each other, -1: text, (B, W). None: pictures
+            are as causal as text.
+    """
+
+    features: Tensor
+    numbers: Tensor
+    blocks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, features: Tensor, placeholders: Tensor, mask: Tensor, types: Tensor | None
+    ) -> Pictures:
+        """Pictures in left-padded prompts.
+
+        Args:
+            features: of all placeholders, (N, H).
+            placeholders: which tokens they are, (B, W) bool.
+            mask: 0 at pads, (B, W).
+            types: true in pictures whose tokens see each other, (B, W) bool.
+        """
+        numbers = (placeholders.flatten().cumsum(0) - 1).view_as(placeholders)
+        numbers = numbers.masked_fill(~placeholders, -1)  # (B, W)
+        blocks = None
+        if types is not None and bool(types.any()):
+            begins = types & ~F.pad(types, (1, 0))[:, :-1]
+            blocks = (begins.cumsum(1) - 1).masked_fill(~types, -1)  # (B, W)
+            blocks = _by_slot(blocks, mask)
+        return cls(features, _by_slot(numbers, mask), blocks)
+
+    def over(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        """Embedded tokens (B, T, H) at slots (B, T), with features in place of placeholders."""
+        numbers = self.numbers.gather(1, slots)  # (B, T)
+        there = numbers >= 0
+        return hidden.masked_scatter(there[..., None], self.features[numbers[there]])
+
+    def blocks_of(self, slots: Tensor) -> Tensor | None:
+        """The blocks, if any of the slots (B, T) of a pass are in one."""
+        if self.blocks is None or not bool((self.blocks.gather(1, slots) >= 0).any()):
+            return None
+        return self.blocks
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """The slots where a pass must not begin: a picture whose tokens see each other goes on."""
+        if self.blocks is None:
+            return frozenset()
+        goes_on = (self.blocks[:, 1:] >= 0) & (self.blocks[:, 1:] == self.blocks[:, :-1])
+        return frozenset((1 + goes_on.any(0).nonzero().flatten()).tolist())
+
+
+def _by_slot(values: Tensor, mask: Tensor) -> Tensor:
+    """Left-padded values (B, W) by slot, which is the place without pads; -1 behind the end."""
+    rows = [row[real] for row, real in zip(values, mask.bool(), strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, W)
+
+
+def ahead(
+    architecture: str, blocks: Tensor, slots: Tensor, end: int, window: int | None
+) -> Tensor | None:
+    """Which slots up to `end` each query sees as they are of its own picture, (B, 1, T, end) bool.
+
+    Args:
+        architecture: `model_type` of the conditional model, as families differ: pictures are
+            causal in Gemma 4's full layers, and only in its unified model they ignore the window.
+        blocks: as in `Pictures`, (B, W).
+        slots: of the queries, (B, T).
+        window: of the layer.
+    """
+    if window is None and architecture == "gemma4":
+        return None
+    own = blocks.gather(1, slots)[:, None, :, None]  # (B, 1, T, 1)
+    same = (own >= 0) & (own == blocks[:, None, None, :end])  # (B, 1, T, end)
+    if window is None or architecture == "gemma4_unified":
+        return same
+    return same & (torch.arange(end, device=slots.device) > slots[:, None, :, None] - window)
