@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
-from layerskip.model.families import FAMILIES
+from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
@@ -92,15 +98,13 @@ def load(
     options = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        kind = config.model_type
-        if kind not in FAMILIES and not trust_remote_code:
-            raise UnsupportedModelError(
-                f"architecture {kind!r} is not supported; supported are the causal language "
-                f"models of {', '.join(sorted(FAMILIES))}"
-            )
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **options
-        )
+        reason = None if trust_remote_code else unopened(config)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
+        # the library's two names for models that continue text
+        causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
+        auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model, report = loading
     except UnsupportedModelError:

@@ -197,8 +197,9 @@ def _gathered(parts: Iterator[Tensor], picks: Tensor) -> Iterator[Tensor]:
 def _attentions(model: Any) -> tuple[str, str | None]:
     """The attention that a model computes with, and another that computes the same."""
     inner = unwrapped(model)
-    own: str = inner.config._attn_implementation
-    capped = getattr(inner.config, "attn_logit_softcapping", None)  # sdpa leaves the cap out
+    text = inner.config.get_text_config()
+    own: str = text._attn_implementation
+    capped = getattr(text, "attn_logit_softcapping", None)  # sdpa leaves the cap out
     both = inner._supports_sdpa and capped is None
     return own, {"sdpa": "eager", "eager": "sdpa"}.get(own) if both else None
 

@@ -25,7 +25,7 @@ from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.cache import RowCache
 from layerskip.model.modules import ModuleRotary
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.sublayers import Pass, Sublayers
 
 DRAWS = 2048  # of each position and rule
 _SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones
@@ -54,7 +54,7 @@ class Recorded:
         target: raw logits, (V,).
     """
 
-    num_sublayers = 1
+    num_sublayers = first_reader = 1
     execution = "modules"
     drawn = None
 
@@ -73,8 +73,9 @@ class Recorded:
     def rotary(self, slots: int, total: int) -> ModuleRotary:
         return ModuleRotary({})
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return tokens[..., None]  # (B, T, 1)
+    def feed(self, tokens: Tensor, cache: Any, rotary: Any, *_: Any) -> tuple[Tensor, Pass]:
+        model: Any = self
+        return tokens[..., None], Pass(model, cache, rotary)  # (B, T, 1)
 
     def run(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
         return hidden

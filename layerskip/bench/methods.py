@@ -160,7 +160,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
             return {"name": self.name, "kind": self.kind}
-        num_layers = self.model.config.num_hidden_layers
+        num_layers = self.model.config.get_text_config().num_hidden_layers
         every = list(range(num_layers))
         own: dict[str, Any] = {
             "skip": None,
@@ -342,7 +342,7 @@ def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """Set attributes of the model's generation config, and leave the model as it was."""
     config = model.generation_config
     before = {name: getattr(config, name) for name in settings}
-    base = getattr(model, model.base_model_prefix).config
+    base = model.config.get_text_config()
     layers = base.num_hidden_layers  # which the library's early exit changes, and loses on errors
     for name, value in settings.items():
         setattr(config, name, value)

@@ -194,7 +194,13 @@ class Plan:
         methods: list[Method] = [plain, *engines]
         if "generate" in kinds:
             methods.append(Peer(model, task))
-        if "generate-early-exit" in kinds:
+        if "generate-early-exit" in kinds and not hasattr(model.config, "num_hidden_layers"):
+            warnings.warn(
+                f"generate-early-exit is left out: transformers cannot exit a {type(model).__name__} "
+                "early",
+                stacklevel=2,
+            )
+        elif "generate-early-exit" in kinds:
             methods.append(early_exit_peer(model, task, self._depth(engines)))
         if (name := "generate-prompt-lookup") in kinds:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
@@ -218,7 +224,7 @@ class Plan:
 
     def _checked(self, skip: SkipConfig) -> SkipConfig:
         model = self.loaded.model
-        skip.resolve(model.config.num_hidden_layers)
+        skip.resolve(model.config.get_text_config().num_hidden_layers)
         skip.warn_if_foreign(self.loaded.name, fingerprint(model))
         return replace(skip, model=None, model_hash=None)  # said once is enough
 
@@ -237,7 +243,7 @@ class Plan:
         known = self._known.get("generate-early-exit")
         if known is not None:
             return int(known["exit_layer"])
-        layers = int(self.loaded.model.config.num_hidden_layers)
+        layers = int(self.loaded.model.config.get_text_config().num_hidden_layers)
         kept = [len(each.skip.kept(layers)) for each in engines if each.skip is not None]
         shorter = [count for count in kept if count < 2 * layers]
         if not shorter:

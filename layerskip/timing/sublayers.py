@@ -231,7 +231,7 @@ def _disjoint_heads(model: Sublayers, bits: int | None = None) -> dict[int, Bloc
     Views of the head's own rows, and no row in two of them: copies would take room, and a row that
     was just read is in the processor's caches.
     """
-    head: Any = model.model.get_submodule("lm_head")
+    head = model.unembedding
     if head_refusal(head) is not None:
         return {}
     heads, first = {}, 0

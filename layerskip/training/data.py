@@ -131,7 +131,7 @@ class Corpus:
         self, prompts: Sequence[list[int]], number: int, longest: int = LONGEST_ANSWER
     ) -> list[list[int]]:
         """The target's sampled answers to prompts; each batch number has its own noise."""
-        room = self.model.config.max_position_embeddings
+        room = self.model.config.get_text_config().max_position_embeddings
         width = max(map(len, prompts))
         if width + 2 > room:
             raise ValueError(f"a prompt of {width} tokens leaves no room for an answer of {room}")
