@@ -29,7 +29,7 @@ Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
 
 def _in_inference_mode(method: Method) -> Method:
-    """Run a pass in inference mode, which makes small kernels cheaper, except on "modules".
+    """Run a pass in inference mode, which makes small kernels cheaper, except through modules.
 
     Modules may do anything, so they run as usual. Logits stay inference tensors, which nobody
     writes into: a copy would cost as much as reading them.
@@ -37,7 +37,7 @@ def _in_inference_mode(method: Method) -> Method:
 
     @wraps(method)
     def run(self: Session, *args: Any) -> Any:
-        if self.model.execution == "modules":
+        if self.model.execution in ("modules", "whole"):
             return method(self, *args)
         with torch.inference_mode():
             return method(self, *args)

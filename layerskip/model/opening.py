@@ -1,4 +1,4 @@
-"""Opened models, remembered until the model changes.
+"""Opened models (or whole ones, see `whole`), remembered until the model changes.
 
 Every call checks, in about a millisecond, whether modules, hooks, forwards or the places of weights
 have changed. Changed numbers in the same place need no new opening: passes read weights where they
@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import Whole, level
 from layerskip.model.wrappers import unwrapped
 
 _CONFIG = (
@@ -28,6 +29,17 @@ _known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = W
 _lock = threading.Lock()
 
 
+def opened(model: Any, execution: str = "auto") -> Sublayers:
+    """A model as `Sublayers`, or `Whole` if its sublayers are not known.
+
+    Raises:
+        UnsupportedModelError: it can be served in neither way.
+    """
+    if level(unwrapped(model))[0] == "opened":
+        return Sublayers(model, execution)
+    return Whole(model, execution)
+
+
 def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     """A model as `Sublayers`, built again only if it has changed since the last call."""
     if isinstance(model, Sublayers):
@@ -37,7 +49,7 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     with _lock:
         before, found = _known.get(model, {}).get(execution, (None, None))
     if found is None or before != state:
-        found = Sublayers(model, execution).let_go()
+        found = opened(model, execution).let_go()
         with _lock:
             _known.setdefault(model, {})[execution] = (state, found)
     found.weights.refresh()

@@ -311,14 +311,19 @@ def copies_of(model: nn.Module) -> RoundedCopies:
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears of a sublayer or head that can be rounded, and their names ("" for itself).
+    """The linears of a sublayer, decoder or head that can be rounded, and their names ("" for
+    itself).
 
-    Others are used as they are: quantised and offloaded ones, and the small ones of adapters.
+    Others are used as they are: quantised and offloaded ones, the small ones that adapters put
+    beside a base, and those that choose experts.
     """
+    adapted = [name for name, each in module.named_modules() if hasattr(each, "base_layer")]
     for name, each in module.named_modules():
-        last = name.rpartition(".")[2]
-        named = not last or last.endswith("_proj") or last == "base_layer"
-        if not named or type(each) is not nn.Linear or type(each.weight) is not nn.Parameter:
+        base = name.endswith("base_layer")
+        if any(name.startswith(f"{path}.") for path in adapted) and not base:
             continue
-        if type(each.weight.data) is Tensor and not each.weight.is_meta:
+        if name.endswith(("gate", "router")) or type(each) is not nn.Linear:
+            continue
+        weight = each.weight
+        if type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta:
             yield name, each

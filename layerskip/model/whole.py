@@ -1,0 +1,496 @@
+"""Any causal language model as one block: the library's own forward over this project's cache.
+
+A family whose sublayers are not opened (see `families`) is served this way: its decoder is called
+whole, and its head is the library's own, too. Drafts need nothing from inside: lookups, a second
+model, sources of a user's own, and the model itself with its linears in 8 or 4 bits.
+Letters: B rows, T tokens of a pass, H hidden width, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from layerskip.config import SkipConfig
+from layerskip.model.backend import Backend, Block, Step
+from layerskip.model.cache import RowCache, additive
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.families import FAMILIES, device_of, foreign_hooks, read_bytes
+from layerskip.model.healed import Deltas
+from layerskip.model.modules import twin
+from layerskip.model.products import Function
+from layerskip.model.rounded import copies_of, linears, rounded_bytes
+from layerskip.model.sublayers import Sublayers
+from layerskip.model.weights import DraftWeights
+from layerskip.model.wrappers import UnsupportedModelError, unwrapped
+
+DRAFTS = (
+    "drafts there: lookups, a second model, sources of your own, and the model itself with its "
+    "linears in 8 or 4 bits (SkipConfig.low_precision(8))"
+)
+# Layers of the library's caches whose keys and values can be rolled back, by name: not every
+# version has all of them.
+_ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+_NO_LIMIT = 1 << 40
+
+
+def level(model: Any) -> tuple[str, str]:
+    """How a model is served: "opened", "whole" or "refused", and why, in words.
+
+    Nothing is run. A model may still be refused when it is opened (its hooks, say), or decodes.
+
+    Args:
+        model: a model, or the config of a causal language model.
+    """
+    config = getattr(model, "config", model)
+    kind = str(getattr(config, "model_type", type(model).__name__))
+    if kind in FAMILIES:
+        return "opened", "its sublayers are known"
+    refused = _refusal(model, config)
+    if refused is not None:
+        return "refused", f"architecture {kind!r} is not supported: {refused}"
+    return "whole", f"the sublayers of {kind!r} are not known"
+
+
+def _refusal(model: Any, config: Any) -> str | None:
+    """Why a model cannot be served even whole; None if it can."""
+    kind = type(model) if isinstance(model, nn.Module) else None
+    if kind is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
+        return "it is not a causal language model of transformers"
+    if getattr(kind, "_is_stateful", False):
+        return "it has a recurrent state, which cannot be rolled back"
+    both_ways = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    if both_ways and "config.is_decoder" in _source(kind):
+        return "it reads text in both directions (its config says is_decoder=False)"
+    if "past_key_values" not in inspect.signature(kind.forward).parameters:
+        return "its forward keeps no keys and values (it has no past_key_values)"
+    try:
+        layers = DynamicCache(config=config).layers
+    except (AttributeError, KeyError, ValueError) as error:
+        return f"the library makes no cache for it ({type(error).__name__}: {error})"
+    fixed = {type(layer).__name__ for layer in layers} - {*_ROLLED_BACK}
+    if fixed:
+        return f"its cache ({', '.join(sorted(fixed))}) cannot be rolled back"
+    return None
+
+
+class Whole(Sublayers):
+    """A causal language model that is one block, under the interface of an opened one.
+
+    The states before that block are the token ids themselves, (B, T, 1); those behind it are what
+    the decoder returns. It counts as 2L sublayers all the same, all or none of which are run.
+
+    Args:
+        model: a causal language model of `transformers`, or PEFT's wrapper.
+
+    Attributes:
+        base: the decoder, without the head.
+        window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
+            where a config names no types.
+        together: whether rows of different lengths run in one pass; else those of equal length do.
+
+    Raises:
+        UnsupportedModelError: naming what is not supported.
+        ValueError: training mode, or an execution that needs the sublayers.
+    """
+
+    def __init__(self, model: nn.Module, execution: str = "auto") -> None:
+        model = unwrapped(model)
+        config: Any = getattr(model, "config", None)
+        how, why = level(model)
+        if how == "refused":
+            raise UnsupportedModelError(why)
+        self.reason = why
+        if execution not in ("auto", "modules"):
+            raise ValueError(
+                f"execution {execution!r} cannot serve this model, which is served whole: {why}; "
+                "use execution='auto'"
+            )
+        if model.training:
+            raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
+        self._held = model
+        self._known = weakref.ref(model)
+        self.config = config
+        text = self.text_config = config.get_text_config()
+        self.base: Any = self._decoder(model)
+        self._check_rope()
+        self.eager = text._attn_implementation == "eager"
+        self.num_layers = text.num_hidden_layers
+        self.num_sublayers = 2 * self.num_layers
+        layers = DynamicCache(config=config).layers
+        self.windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
+        types = getattr(text, "layer_types", None)
+        self.window_by_type = {"": self.windows[0]} if types is None else dict.fromkeys(types)
+        if "sliding_attention" in self.window_by_type:
+            self.window_by_type["sliding_attention"] = text.sliding_window
+        self.together = _takes_places(self.base, self.window_by_type)
+        self.vocabulary = text.vocab_size
+        self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
+        embedding: Any = model.get_input_embeddings()
+        self.dtype, self.device = embedding.weight.dtype, device_of(embedding)
+        self.spread = len({weight.device for weight in model.parameters()}) > 1
+        self.backend: Backend = _Forward(self)
+        self.execution = self.backend.name
+        self.blocks = self.backend.blocks
+        self.drawn = None
+        self.head = self.backend.head()
+        self.weights = _Weights(self, self.backend, [*self.blocks, self.head])
+
+    def new_cache(self, rows: int, slots: int) -> RowCache:
+        return WholeCache(rows, slots, len(self.windows))
+
+    def rotary(self, slots: int, total: int) -> Places:
+        return Places(total, self.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) as the states before the block, (B, T, 1)."""
+        return tokens[..., None]
+
+    def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
+        """All sublayers of the model, or none of them."""
+        chosen = len([*sublayers])
+        if chosen not in (0, self.num_sublayers):
+            raise ValueError(self.refusal("it has no states between sublayers"))
+        return self.blocks[0](hidden, step) if chosen else hidden
+
+    def finish(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
+        return self.head(self.run(hidden, step, sublayers), step)
+
+    def refusal(self, what: str) -> str:
+        """A message that something needs the sublayers."""
+        return f"this model is served whole, as {self.reason}: {what}; {DRAFTS}"
+
+    def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
+        """As of an opened model, with the decoder as one entry under "sublayers"."""
+        tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
+        body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
+        head = sum(read_bytes(part, bits) for _, part in _around(self.model, self.base))
+        return {"sublayers": [body], "head": head}
+
+    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
+        super().check_lengths(prompt_lengths, total)
+        for parameters in self._rope_types():
+            switch = parameters.get("original_max_position_embeddings", total)
+            if parameters.get("rope_type") == "longrope" and total > switch:
+                raise UnsupportedModelError(
+                    f"longrope changes its angles at {switch} tokens, and the library chooses them "
+                    f"by the tokens of a pass; this model serves up to {switch}, got {total}"
+                )
+
+    @staticmethod
+    def _decoder(model: Any) -> Any:
+        """The decoder of a model, which must be callable apart from the head."""
+        own = [part for part in model._modules.values() if part is not None]
+        named = [model.base_model, getattr(model, "model", None)]
+        base = next((each for each in named if any(each is part for part in own)), None)
+        if base is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not supported: its decoder is no module of its own"
+            )
+        patched = "forward" in vars(model) and not hasattr(model, "_hf_hook")
+        if patched or foreign_hooks(model):
+            raise UnsupportedModelError(
+                f"the model ({type(model).__name__}) has "
+                f"{'a forward of its own' if patched else 'forward hooks'}, which is not supported "
+                "there: decoder and head are called one by one; hook these, or remove it"
+            )
+        return base
+
+    def _rope_types(self) -> Iterator[dict[str, Any]]:
+        parameters = getattr(self.text_config, "rope_parameters", None) or {}
+        nested = [value for value in parameters.values() if isinstance(value, dict)]
+        yield from nested or [parameters]
+
+
+class Places:
+    """The positions of a pass, in the place of rotary angles.
+
+    Args:
+        total: the most tokens of a row; pads behind them are put on the last place.
+    """
+
+    def __init__(self, total: int, device: Any) -> None:
+        self.total, self.device = total, device
+
+    def at(self, cache: RowCache) -> Mapping[str, Tensor]:
+        return {"places": cache.placed(self.device).clamp(max=self.total - 1)}  # (B, T)
+
+
+class WholeCache(RowCache):
+    """Keys and values as `RowCache`, of any widths; windows are left to masks."""
+
+    def __init__(self, rows: int, slots: int, layers: int) -> None:
+        super().__init__(rows, slots, (None,) * layers)
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._open(layer_idx, keys, values)
+        return super().update(keys, values, layer_idx)
+
+    def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Make a layer's buffers; values may be narrower than keys (DeepSeek)."""
+        for buffers, like in ((self.keys, keys), (self.values, values)):
+            if layer not in buffers:
+                shape = (self.rows, like.shape[1], self.size, like.shape[3])
+                buffers[layer] = like.new_zeros(shape)  # (B, H, S, D)
+
+    def write(
+        self, rows: list[int], start: int, keys: Tensor, values: Tensor, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `update`, of some rows that all begin at one slot."""
+        self._open(layer, keys, values)
+        end = start + keys.shape[2]
+        for buffers, new in ((self.keys, keys), (self.values, values)):
+            buffers[layer][rows, :, start:end] = new
+        return self.keys[layer][rows, :, :end], self.values[layer][rows, :, :end]
+
+    def handed(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
+        """This cache, or some of its rows, as the library's class for one pass."""
+        layers = [_Layer(self, i, rows, count or self.count) for i in range(len(self.windows))]
+        return Cache(layers=layers)
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a cache in one pass, for rows that begin at the same slot.
+
+    Where all rows take part they may begin anywhere, if masks and positions come from elsewhere.
+    """
+
+    is_sliding = False
+
+    def __init__(self, cache: WholeCache, layer: int, rows: list[int] | None, count: int) -> None:
+        super().__init__()
+        self.cache, self.layer, self.rows = cache, layer, rows
+        self.start = cache.firsts[rows[0] if rows else 0]
+        self.end = self.start + count if rows else cache.end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.rows is None:
+            return self.cache.update(key_states, value_states, self.layer)
+        return self.cache.write(self.rows, self.start, key_states, value_states, self.layer)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.start
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        return self.end, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in early versions 5
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+
+class _Forward(Backend):
+    """The "whole" backend: the library's forward as one block."""
+
+    name = "whole"
+
+    def __init__(self, model: Whole) -> None:
+        self.model = model
+        self.copies = copies_of(model.model)
+        self.blocks = (self._block(model.base),)
+
+    def _block(self, base: Any) -> Block:
+        model = self.model
+        together, eager, dtype, device = model.together, model.eager, model.dtype, model.device
+        windows = model.window_by_type
+
+        def states(tokens: Tensor, cache: Cache, **where: Any) -> Tensor:
+            return base(input_ids=tokens, past_key_values=cache, use_cache=True, **where)[0]  # type: ignore[no-any-return]
+
+        def masks(cache: RowCache) -> Any:
+            """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
+            found = {}
+            for kind, window in windows.items():
+                seen = cache.seen(window, device)
+                found[kind] = additive(seen, dtype) if eager else seen
+            return found if len({*windows.values()}) > 1 else next(iter(found.values()))
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            tokens, cache = hidden[..., 0], step.cache
+            if cache.in_step:
+                return states(tokens, cache.handed())
+            if together:
+                return states(
+                    tokens,
+                    cache.handed(),
+                    position_ids=step.rope["places"],
+                    attention_mask=masks(cache),
+                )
+            starts, total = cache.firsts, step.rotary.total
+            out = None
+            for start in dict.fromkeys(starts):
+                rows = [row for row, first in enumerate(starts) if first == start]
+                count = min(tokens.shape[1], total - start)  # the rest are pads
+                if count > 0:
+                    part = states(tokens[rows, :count], cache.handed(rows, count))
+                    if out is None:
+                        out = part.new_zeros(*tokens.shape, part.shape[-1])  # (B, T, H)
+                    out[rows, :count] = part
+            assert out is not None
+            return out
+
+        return block
+
+    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+        return self._block(twin(self.model.base, self._low(bits), "the decoder"))
+
+    def _low(self, bits: int) -> Any:
+        return lambda linear: self.copies.of(linear.weight, bits).linear(linear.bias)
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        """What the library's forward makes of a decoder's states: it is given them."""
+        whole = self.model.model
+        parts = {
+            name: _Handing() if part is self.model.base else part
+            for name, part in whole._modules.items()
+        }
+        if bits is not None:
+            for name, part in _around(whole, self.model.base):
+                parts[name] = twin(part, self._low(bits), name)
+        made = copy(whole)
+        made._modules = parts
+        forward, device = type(whole).forward, self.model.device
+
+        def head(hidden: Tensor, _: Step | None) -> Tensor:
+            logits: Tensor = forward(made, inputs_embeds=hidden)[0]  # (B, T, V)
+            return logits.to(device)
+
+        return head
+
+    def extra_layer(self, *_: Any, **__: Any) -> tuple[Block, Block]:
+        raise ValueError(self.model.refusal("modules cannot be trained for it"))
+
+    def product(self, module: nn.Linear, bits: int) -> Function:
+        raise ValueError(self.model.refusal("modules cannot be trained for it"))
+
+    def rotary(self, tables: Any) -> Any:
+        raise ValueError(self.model.refusal("it has no rotary tables"))
+
+
+class _Handing:
+    """Stands for a decoder where its states are given."""
+
+    @property
+    def decoder(self) -> _Handing:
+        """Some families call the decoder inside of their decoder (OPT, BART)."""
+        return self
+
+    def __call__(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Handed:
+        return _Handed([inputs_embeds])
+
+
+class _Handed(tuple[Any, ...]):
+    """A decoder's output with nothing but its states."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Weights(DraftWeights):
+    """The blocks that drafts of a whole model run: everything in low precision."""
+
+    model: Whole
+
+    def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
+        warnings.warn(
+            "draft_vocabulary has no effect: the model is served whole; drafts use the whole head",
+            UserWarning,
+            stacklevel=3,
+        )
+        return self
+
+    def blocks(self, skip: SkipConfig) -> list[Block]:
+        skip = skip.resolve(self.model.num_layers)
+        self._check(skip)
+        return [*([self._rounded(0, skip)] if skip.rounded() else []), self.head(skip)]
+
+    def _check(self, skip: SkipConfig) -> None:
+        if skip.trained is not None:
+            raise ValueError(self.model.refusal("it cannot draft with trained weights"))
+        if skip.skipped():
+            raise ValueError(self.model.refusal("it cannot leave sublayers out or exit early"))
+        low = len(skip.rounded())
+        if low not in (0, self.model.num_sublayers):
+            raise ValueError(self.model.refusal("it cannot round some sublayers and not others"))
+        if low and not [*linears(self.model.base)]:
+            raise ValueError(self.model.refusal("none of its linears is an ordinary one to round"))
+
+    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
+        if sublayers is None or len(sublayers):
+            yield from linears(self.model.base)
+
+    def module(self, skip: SkipConfig) -> Any:
+        raise ValueError(self.model.refusal("it cannot draft with trained modules"))
+
+    def nbytes(self, skip: SkipConfig) -> int:
+        skip = skip.resolve(self.model.num_layers)
+        self._check(skip)
+        if skip.low is None:
+            return 0
+        heads = [linears(part) for _, part in _around(self.model.model, self.model.base)]
+        bits = [(skip.low.bits, self.linears(skip.rounded()))]
+        bits += [(skip.head_bits, each) for each in heads if skip.head_bits is not None]
+        return sum(rounded_bytes(each.weight, b) for b, found in bits for _, each in found)
+
+    def read_by(self, skip: SkipConfig) -> list[float]:
+        bits = skip.low.bits if skip.low is not None and skip.rounded() else None
+        return [*self.model.weight_bytes(bits)["sublayers"], self.head_bytes(skip)]
+
+
+def _around(model: Any, base: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a model beside its decoder, and their names: the head."""
+    for name, part in model._modules.items():
+        if part is not None and part is not base:
+            yield name, part
+
+
+def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
+    """Whether a decoder takes positions and ready masks for rows of different lengths.
+
+    So it does if its forward has `position_ids`, if it makes its masks by the library's functions,
+    which pass ready ones through, and if nothing else in its source asks a cache for its one
+    length (ALiBi, say). Where windows differ, its forward must take masks by layer type.
+    """
+    kind = type(base)
+    source = _source(kind)
+    return (
+        base.config.get_text_config()._attn_implementation in ("eager", "sdpa")
+        and {*windows} <= {"", "full_attention", "sliding_attention"}
+        and (len({*windows.values()}) == 1 or ", dict)" in _source(kind.forward))
+        and "position_ids" in inspect.signature(kind.forward).parameters
+        and "create_causal_mask" in source
+        and source.count("get_seq_length") <= 1
+        and not any(word in source for word in ("alibi", "create_position_ids_from"))
+    )
+
+
+def _source(thing: Any) -> str:
+    """The source of a function, or of the module of a class; empty if there is none."""
+    try:
+        return inspect.getsource(sys.modules[thing.__module__] if isinstance(thing, type) else thing)
+    except (OSError, TypeError):  # in a notebook, say
+        return ""
