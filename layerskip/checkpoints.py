@@ -22,6 +22,7 @@ from transformers.utils import logging as chatter
 from layerskip.config import SkipConfig
 from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.joined import join
+from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, made, shipped
@@ -49,7 +50,7 @@ class Loaded:
 
     def opened(self, execution: str) -> Sublayers:
         """The model opened up."""
-        return Sublayers(self.model, execution)
+        return open_model(self.model, execution)
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""

@@ -28,6 +28,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 
 LEVEL = 1e-6
@@ -133,7 +134,7 @@ def check(
     """
     if not prompts:
         raise ValueError("check needs at least one prompt, got none")
-    opened = Sublayers(model, execution=execution)
+    opened = open_model(model, execution)
     opened.check_lengths(
         [ids.shape[1] for ids in prompts], max(ids.shape[1] for ids in prompts) + max_new_tokens
     )

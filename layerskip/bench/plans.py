@@ -38,6 +38,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
 from layerskip.model.fingerprint import fingerprint
+from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.replay.exits import best_exit, exit_trace, law_of
@@ -302,7 +303,7 @@ class Plan:
     def _opened(self) -> Sublayers:
         # single sublayers can be timed, and traces replayed, on the path that is compiled only
         execution = "fused" if self.task.execution == "compiled" else self.task.execution
-        return Sublayers(self.loaded.model, execution=execution)
+        return open_model(self.loaded.model, execution)
 
     @property
     def _law(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.files.records import Key
 from layerskip.model.compiled import compile_seconds
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opening import open_model
 from layerskip.requests import end_tokens
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
@@ -224,7 +224,7 @@ class Judge:
     @cached_property
     def exact(self) -> bool:
         """Whether drafting and plain decoding must agree bit for bit."""
-        return Sublayers(self.model, execution=self.task.execution).exact
+        return open_model(self.model, self.task.execution).exact
 
     def promised(self, method: Method) -> bool:
         """Whether the method's text must be the reference's."""

@@ -29,7 +29,7 @@ _known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = W
 _lock = threading.Lock()
 
 
-def opened(model: Any, execution: str = "auto") -> Sublayers:
+def open_model(model: Any, execution: str = "auto") -> Sublayers:
     """A model as `Sublayers`, or `Whole` if its sublayers are not known.
 
     Raises:
@@ -49,7 +49,7 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     with _lock:
         before, found = _known.get(model, {}).get(execution, (None, None))
     if found is None or before != state:
-        found = opened(model, execution).let_go()
+        found = open_model(model, execution).let_go()
         with _lock:
             _known.setdefault(model, {})[execution] = (state, found)
     found.weights.refresh()

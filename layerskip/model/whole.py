@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
@@ -25,10 +24,9 @@ from layerskip.config import SkipConfig
 from layerskip.model.backend import Backend, Block, Step
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import FAMILIES, device_of, foreign_hooks, read_bytes
+from layerskip.model.families import device_of, foreign_hooks, read_bytes, unopened
 from layerskip.model.healed import Deltas
 from layerskip.model.modules import twin
-from layerskip.model.products import Function
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
@@ -54,7 +52,7 @@ def level(model: Any) -> tuple[str, str]:
     """
     config = getattr(model, "config", model)
     kind = str(getattr(config, "model_type", type(model).__name__))
-    if kind in FAMILIES:
+    if unopened(config) is None:
         return "opened", "its sublayers are known"
     refused = _refusal(model, config)
     if refused is not None:
@@ -64,16 +62,19 @@ def level(model: Any) -> tuple[str, str]:
 
 def _refusal(model: Any, config: Any) -> str | None:
     """Why a model cannot be served even whole; None if it can."""
-    kind = type(model) if isinstance(model, nn.Module) else None
+    kind: Any = type(model) if isinstance(model, nn.Module) else None
     if kind is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
         return "it is not a causal language model of transformers"
     if getattr(kind, "_is_stateful", False):
         return "it has a recurrent state, which cannot be rolled back"
-    both_ways = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
-    if both_ways and "config.is_decoder" in _source(kind):
+    encoder = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    documented = "config.is_decoder = True"  # also where nothing reads it
+    if encoder and "config.is_decoder" in _source(kind).replace(documented, ""):
         return "it reads text in both directions (its config says is_decoder=False)"
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        return "it reads text in both directions (use_bidirectional_attention)"
     if "past_key_values" not in inspect.signature(kind.forward).parameters:
         return "its forward keeps no keys and values (it has no past_key_values)"
     try:
@@ -122,8 +123,8 @@ class Whole(Sublayers):
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
         self._held = model
         self._known = weakref.ref(model)
-        self.config = config
-        text = self.text_config = config.get_text_config()
+        self.config = text = config.get_text_config()
+        self.parts = ()
         self.base: Any = self._decoder(model)
         self._check_rope()
         self.eager = text._attn_implementation == "eager"
@@ -138,7 +139,7 @@ class Whole(Sublayers):
         self.together = _takes_places(self.base, self.window_by_type)
         self.vocabulary = text.vocab_size
         self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
-        embedding: Any = model.get_input_embeddings()
+        embedding = self.model.get_input_embeddings()
         self.dtype, self.device = embedding.weight.dtype, device_of(embedding)
         self.spread = len({weight.device for weight in model.parameters()}) > 1
         self.backend: Backend = _Forward(self)
@@ -157,6 +158,9 @@ class Whole(Sublayers):
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) as the states before the block, (B, T, 1)."""
         return tokens[..., None]
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> None:
+        """None: the library's forward makes what its layers need."""
 
     def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
         """All sublayers of the model, or none of them."""
@@ -209,7 +213,7 @@ class Whole(Sublayers):
         return base
 
     def _rope_types(self) -> Iterator[dict[str, Any]]:
-        parameters = getattr(self.text_config, "rope_parameters", None) or {}
+        parameters = getattr(self.config, "rope_parameters", None) or {}
         nested = [value for value in parameters.values() if isinstance(value, dict)]
         yield from nested or [parameters]
 
@@ -259,8 +263,8 @@ class WholeCache(RowCache):
 
     def handed(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
         """This cache, or some of its rows, as the library's class for one pass."""
-        layers = [_Layer(self, i, rows, count or self.count) for i in range(len(self.windows))]
-        return Cache(layers=layers)
+        layers = (_Layer(self, i, rows, count or self.count) for i in range(len(self.windows)))
+        return Cache(layers=[*layers])
 
 
 class _Layer(CacheLayerMixin):
@@ -272,7 +276,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: WholeCache, layer: int, rows: list[int] | None, count: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.layer, self.rows = cache, layer, rows
         self.start = cache.firsts[rows[0] if rows else 0]
         self.end = self.start + count if rows else cache.end
@@ -377,14 +381,10 @@ class _Forward(Backend):
 
         return head
 
-    def extra_layer(self, *_: Any, **__: Any) -> tuple[Block, Block]:
-        raise ValueError(self.model.refusal("modules cannot be trained for it"))
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(self.model.refusal("nothing inside can be computed alone"))
 
-    def product(self, module: nn.Linear, bits: int) -> Function:
-        raise ValueError(self.model.refusal("modules cannot be trained for it"))
-
-    def rotary(self, tables: Any) -> Any:
-        raise ValueError(self.model.refusal("it has no rotary tables"))
+    tail = inputs = extra_layer = product = rotary = _refused
 
 
 class _Handing:
@@ -451,10 +451,13 @@ class _Weights(DraftWeights):
         self._check(skip)
         if skip.low is None:
             return 0
-        heads = [linears(part) for _, part in _around(self.model.model, self.model.base)]
-        bits = [(skip.low.bits, self.linears(skip.rounded()))]
-        bits += [(skip.head_bits, each) for each in heads if skip.head_bits is not None]
-        return sum(rounded_bytes(each.weight, b) for b, found in bits for _, each in found)
+        body = [each.weight for _, each in self.linears(skip.rounded())]
+        nbytes = sum(rounded_bytes(weight, skip.low.bits) for weight in body)
+        if skip.head_bits is not None:
+            heads = [linears(part) for _, part in _around(self.model.model, self.model.base)]
+            weights = [each.weight for found in heads for _, each in found]
+            nbytes += sum(rounded_bytes(weight, skip.head_bits) for weight in weights)
+        return nbytes
 
     def read_by(self, skip: SkipConfig) -> list[float]:
         bits = skip.low.bits if skip.low is not None and skip.rounded() else None
@@ -491,6 +494,8 @@ def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
 def _source(thing: Any) -> str:
     """The source of a function, or of the module of a class; empty if there is none."""
     try:
-        return inspect.getsource(sys.modules[thing.__module__] if isinstance(thing, type) else thing)
+        return inspect.getsource(
+            sys.modules[thing.__module__] if isinstance(thing, type) else thing
+        )
     except (OSError, TypeError):  # in a notebook, say
         return ""
