@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -28,8 +30,8 @@ from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 TOKENS_PER_STEP = 4096
-STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-small": 400}
-COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350, "demo-small": 200}
+STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-gemma4": 900, "demo-small": 400}
+COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350, "demo-gemma4": 400, "demo-small": 200}
 # Further cycles of the learning rate: how long, from what factor.
 CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "demo-llama": ((400, 0.5), (80, 0.25), (40, 0.2))
@@ -65,6 +67,28 @@ def build_model(name: str) -> PreTrainedModel:
             **shape,
         )
         model = Gemma2ForCausalLM(config)
+    elif name == "demo-gemma4":
+        model = Gemma4ForCausalLM(
+            Gemma4TextConfig(
+                num_hidden_layers=16,
+                layer_types=[*["sliding_attention"] * 3, "full_attention"] * 4,
+                sliding_window=128,
+                global_head_dim=128,
+                num_kv_shared_layers=8,
+                use_double_wide_mlp=True,
+                vocab_size_per_layer_input=2048,
+                hidden_size_per_layer_input=16,
+                final_logit_softcapping=30.0,
+                **shape | {"intermediate_size": 256},
+            )
+        )
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.layer_scalar.fill_(0.9375)  # not 1, so that leaving it out shows
+                attention = layer.self_attn
+                for norm in (attention.q_norm, getattr(attention, "k_norm", None)):
+                    if norm is not None:  # scores are not divided by the root of the width
+                        norm.weight.fill_(attention.head_dim**-0.25)
     else:
         layers = 24 if name == "demo-llama" else 2
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, rope_theta=10000.0, **shape))
@@ -120,7 +144,8 @@ def make_step_loss(
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
     """The loss of a step as a function of its number; puts the final layer's part into `log`."""
-    compiled_layer = torch.compile(training.call_layer, dynamic=False)
+    # Gemma 4 has six kinds of layers, and each is compiled for two lengths
+    compiled_layer = torch.compile(training.call_layer, dynamic=False, recompile_limit=16)
     early_exits = name == "demo-llama"
 
     def loss_of(

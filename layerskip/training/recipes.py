@@ -34,14 +34,13 @@ def hidden_states(
 ) -> dict[int, Tensor]:
     """Exit -> hidden states (B, T, D) before the final norm, by one pass of the model's own layers.
 
-    `model` is a Llama, Gemma or Gemma 2 causal LM of transformers, used through its own modules and
-    left as found; `input_ids` is (B, T) without pads.
+    `model` is a Llama, Gemma, Gemma 2 or Gemma 4 causal LM of transformers, used through its own
+    modules and left as found; `input_ids` is (B, T) without pads.
     """
     decoder, config = model.model, model.config
     layers = decoder.layers
     hidden = embed(decoder, input_ids)  # (B, T, D)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # (1, T)
-    rotary = decoder.rotary_emb(hidden, positions)
     mask_inputs = {
         "config": config,
         "inputs_embeds": hidden[:1],  # masks (1, 1, T, T) that serve any number of rows
@@ -53,14 +52,28 @@ def hidden_states(
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     if "sliding_attention" in layer_types:
         masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_inputs)
+    gemma4 = config.model_type == "gemma4_text"  # rotary tables per kind, keys shared among layers
+    kinds = [(kind,) if gemma4 else () for kind in masks]
+    rotary = {
+        kind: decoder.rotary_emb(hidden, positions, *named)
+        for kind, named in zip(masks, kinds, strict=True)
+    }
+    per_layer = None  # (B, T, L, P)
+    if gemma4 and config.hidden_size_per_layer_input:
+        of_tokens = decoder.get_per_layer_inputs(input_ids)
+        per_layer = decoder.project_per_layer_inputs(hidden, of_tokens)
+    shared: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of the last layer of a kind
 
     states = {}
     for index, layer in enumerate(layers[: max(exits)]):
         inputs = {
             "attention_mask": masks[layer_types[index]],
-            "position_embeddings": rotary,
+            "position_embeddings": rotary[layer_types[index]],
             "position_ids": positions,
         }
+        if gemma4:
+            inputs["shared_kv_states"] = shared
+            inputs["per_layer_input"] = None if per_layer is None else per_layer[:, :, index]
         hidden = run_layer(layer, hidden, **inputs)
         if index + 1 in exits:
             states[index + 1] = hidden

@@ -1,0 +1,152 @@
+"""Gemma 4's official assistants: small decoders that draft from the target's keys and values.
+
+An assistant has no keys of its own: each of its layers reads those of the target's last layer of
+its kind. A step takes the newest token, embedded by the target, and a hidden state h, and gives
+logits and the h of the next step. The first h is the target's state behind its final norm at the
+position that drew the newest token, and every step has the newest token's position.
+
+transformers 5.23 cannot construct its own classes, because their config looks for layers that
+write keys and finds none. Those built here are the same with a constructor that works; they load
+and save the library's checkpoints.
+Letters: B rows, T tokens, K keys, G key-value heads, D width of a head, H the target's width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from layerskip.model.wrappers import UnsupportedModelError
+
+ASSISTANTS = {"gemma4_assistant": "gemma4", "gemma4_unified_assistant": "gemma4_unified"}
+"""Model types of assistants, and the families that they draft for."""
+
+
+class _Built:
+    """What a class of the library gets here: a constructor, and a step that calls its layers.
+
+    Attributes (the library's):
+        model: the decoder; its embedding is the head's, tokens come in by `pre_projection`.
+        pre_projection, post_projection: from [embedded token; h] to the decoder, and back to h.
+        lm_head: the head, of all tokens.
+        masked_embedding: chooses the tokens that the head is used for; None: all.
+    """
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
+        text = copy.deepcopy(config.get_text_config())
+        text.__class__ = _only_reading(type(text))
+        family = ASSISTANTS[config.model_type]
+        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        prefix = type(self).__name__.removesuffix("AssistantForCausalLM")
+        backbone = config.backbone_hidden_size
+        self.model = getattr(home, f"{prefix}TextModel")(text)
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self.pre_projection = nn.Linear(2 * backbone, text.hidden_size, bias=False)
+        self.post_projection = nn.Linear(text.hidden_size, backbone, bias=False)
+        self.masked_embedding = None
+        if config.use_ordered_embeddings:
+            own = importlib.import_module(type(self).__module__)
+            self.masked_embedding = getattr(own, f"{prefix}AssistantMaskedEmbedder")(config)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def step(
+        self,
+        embedded: Tensor,
+        state: Tensor,
+        keys: Mapping[str, tuple[Tensor, Tensor]],
+        masks: Mapping[str, Tensor | None],
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """One step of drafting: logits (B, T, V) and the next h (B, T, H).
+
+        Args:
+            embedded: newest tokens, as the target embeds them, (B, T, H).
+            state: h, (B, T, H).
+            keys: by layer type, keys and values of the target's cache, (B, G, K, D) each.
+            masks: by layer type, added to scores, (B or 1, 1, T, K); None: all keys are read.
+            positions: of the newest tokens, (B or 1, T).
+        """
+        hidden: Tensor = self.pre_projection(torch.cat([embedded, state], -1))
+        rotary = {kind: self.model.rotary_emb(hidden, positions, kind) for kind in keys}
+        for layer, kind in zip(self.model.layers, self.model.config.layer_types, strict=True):
+            hidden = layer(
+                hidden,
+                shared_kv_states=keys,
+                position_embeddings=rotary[kind],
+                attention_mask=masks[kind],
+                position_ids=positions,
+            )
+        hidden = self.model.norm(hidden)
+        if self.masked_embedding is not None:
+            logits = self.masked_embedding(hidden, self.lm_head.weight)
+        else:
+            logits = self.lm_head(hidden)
+        return logits, self.post_projection(hidden)
+
+
+@cache
+def _only_reading(config: type) -> type:
+    """A text config's class whose layers all read keys that others wrote."""
+    modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+    return type(config.__name__, (config,), {"kv_sharing_modes": modes})
+
+
+@cache
+def _class_of(model_type: str) -> Any:
+    if model_type not in ASSISTANTS:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is no assistant of this kind; supported are "
+            f"{', '.join(ASSISTANTS)}"
+        )
+    name = f"transformers.models.{model_type}.modeling_{model_type}"
+    try:
+        home = importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"this version of transformers has no {model_type}; install 5.23 or newer"
+        ) from error
+    prefix = "Gemma4Unified" if "unified" in model_type else "Gemma4"
+    library = getattr(home, f"{prefix}AssistantForCausalLM")
+    return type(library.__name__, (_Built, library), {"__module__": library.__module__})
+
+
+def build_assistant(config: Any) -> Any:
+    """An assistant with random weights.
+
+    Args:
+        config: the library's Gemma4AssistantConfig or Gemma4UnifiedAssistantConfig; left as found.
+
+    Raises:
+        UnsupportedModelError: another kind of config, or a library without these.
+    """
+    return _class_of(config.model_type)(config).eval()
+
+
+def load_assistant(path: str | Path, *, dtype: torch.dtype | None = None) -> Any:
+    """An assistant from a checkpoint: a folder or a Hub id; `dtype` None: its own.
+
+    Raises:
+        UnsupportedModelError: the checkpoint is of another kind of model.
+        ValueError: it lacks weights.
+    """
+    config = AutoConfig.from_pretrained(path)
+    model, report = _class_of(config.model_type).from_pretrained(
+        path, config=config, dtype=dtype or "auto", output_loading_info=True
+    )
+    lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+    if lacking:
+        raise ValueError(
+            f"the assistant {path} is not whole: {len(lacking)} weights are missing or of another "
+            f"shape, {lacking[0]} first"
+        )
+    return model.eval()

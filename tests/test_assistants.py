@@ -1,0 +1,113 @@
+"""Official assistants built here against the library's own forward pass and checkpoints."""
+
+import json
+
+import pytest
+import torch
+
+from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.model.wrappers import UnsupportedModelError
+
+pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
+
+KINDS = ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def assistant(unified=False, ordered=False):
+    """A tiny assistant in float64 for a target of width 32."""
+    import transformers
+
+    prefix = "Gemma4Unified" if unified else "Gemma4"
+    shape = {
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "layer_types": KINDS,
+        "num_kv_shared_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+    }
+    if not unified:
+        shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    config = getattr(transformers, f"{prefix}AssistantConfig")(
+        text_config=getattr(transformers, f"{prefix}TextConfig")(**shape),
+        backbone_hidden_size=32,
+        use_ordered_embeddings=ordered,
+        num_centroids=8,
+        centroid_intermediate_top_k=2,
+    )
+    torch.manual_seed(0)
+    built = build_assistant(config)
+    for parameter in built.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    if ordered:
+        built.masked_embedding.token_ordering.copy_(torch.randperm(128))
+    return built.double().requires_grad_(False)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_saved_assistant_is_the_librarys(tmp_path, unified, ordered):
+    built = assistant(unified, ordered)
+    built.save_pretrained(tmp_path)
+    loaded = load_assistant(tmp_path, dtype=torch.float64)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    keys = {
+        kind: (torch.randn(1, heads, 7, width).double(), torch.randn(1, heads, 7, width).double())
+        for kind, heads, width in ((KINDS[0], 2, 8), (KINDS[3], 1, 16))
+    }
+    embedded, state = torch.randn(2, 1, 1, 32).double()
+    position = torch.tensor([[7]])
+    expected = built(
+        inputs_embeds=torch.cat([embedded, state], -1),
+        position_ids=position,
+        shared_kv_states=keys,
+    )
+    logits, after = loaded.step(embedded, state, keys, dict.fromkeys(keys), position)
+    torch.testing.assert_close(logits, expected.logits)
+    torch.testing.assert_close(after, expected.last_hidden_state)
+
+
+def test_many_positions_at_once_are_each_alone():
+    built = assistant()
+    keys = {
+        kind: (torch.randn(1, heads, 5, width).double(), torch.randn(1, heads, 5, width).double())
+        for kind, heads, width in ((KINDS[0], 2, 8), (KINDS[3], 1, 16))
+    }
+    embedded, state = torch.randn(2, 1, 5, 32).double()
+    causal = torch.full((5, 5), float("-inf")).double().triu(1)[None, None]  # (1, 1, T, K)
+    positions = torch.arange(1, 6)[None]
+    logits, after = built.step(embedded, state, keys, dict.fromkeys(keys, causal), positions)
+    for t in range(5):
+        until = {kind: (k[:, :, : t + 1], v[:, :, : t + 1]) for kind, (k, v) in keys.items()}
+        alone = built.step(
+            embedded[:, t : t + 1],
+            state[:, t : t + 1],
+            until,
+            dict.fromkeys(keys),
+            positions[:, t : t + 1],
+        )
+        torch.testing.assert_close(logits[:, t : t + 1], alone[0])
+        torch.testing.assert_close(after[:, t : t + 1], alone[1])
+
+
+def test_what_is_no_assistant_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UnsupportedModelError, match="'llama' is no assistant"):
+        load_assistant(tmp_path)
+
+
+def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
+    built = assistant()
+    weights = built.state_dict()
+    del weights["post_projection.weight"], weights["lm_head.weight"]
+    built.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"not whole: 1 weights.*post_projection.weight first"):
+        load_assistant(tmp_path)
