@@ -108,7 +108,8 @@ class Session:
         lasts = [length - 1 for length in self.prompt_lengths]
         every = self.model.num_sublayers
         # layers that only read others' keys are needed for the last tokens alone
-        through = every if self._taps else 2 * self.model.first_reader
+        needed = any(each.whole_prompts and each.tap is not None for each in self.states)
+        through = every if needed else 2 * self.model.first_reader
 
         def run(chunk: Tensor, first: int) -> Tensor:
             self.cache.place([first] * len(chunk), chunk.shape[1])

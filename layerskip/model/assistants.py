@@ -25,10 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from layerskip.model.families import ASSISTANTS
 from layerskip.model.wrappers import UnsupportedModelError
 
-ASSISTANTS = {"gemma4_assistant": "gemma4", "gemma4_unified_assistant": "gemma4_unified"}
-"""Model types of assistants, and the families that they draft for."""
+
+def is_assistant(config: Any) -> bool:
+    """Whether a config is of an assistant."""
+    return getattr(config, "model_type", None) in ASSISTANTS
 
 
 class _Built:
@@ -42,9 +45,10 @@ class _Built:
     """
 
     def __init__(self, config: Any) -> None:
-        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
-        text = copy.deepcopy(config.get_text_config())
+        config = copy.deepcopy(config)
+        text = config.get_text_config()
         text.__class__ = _only_reading(type(text))
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
         family = ASSISTANTS[config.model_type]
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         prefix = type(self).__name__.removesuffix("AssistantForCausalLM")

@@ -79,6 +79,8 @@ FAMILIES = {
 """By the `model_type` of the text decoder."""
 CONDITIONAL = ("gemma3", "gemma4", "gemma4_unified", "llava", "llava_next", "mistral3")
 """By `model_type`, classes around such a decoder, whose text is decoded as the decoder's own."""
+ASSISTANTS = {"gemma4_assistant": "gemma4", "gemma4_unified_assistant": "gemma4_unified"}
+"""Decoders without keys and values of their own, by `model_type`, and whose they draft for."""
 _ATTENTION = ("eager", "sdpa")
 _NORMS = {  # before and after the attention, before and after the MLP
     "before": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -102,7 +104,8 @@ class LayerParts:
         before, after: the norms around the attention, if there are any.
         pre, post: the norms around the MLP.
         residual: what the output of a sublayer is multiplied by (Granite).
-        keys: the layer whose keys and values it attends to, in the cache.
+        keys: the layer whose keys and values it attends to, in the cache; in an assistant the
+            first layer of its kind, which stands for the target's.
         tail: something follows the MLP, even where that is left out (Gemma 4): the layer's own
             input, a scalar.
     """
@@ -216,7 +219,7 @@ class Architecture:
         for number, layer in enumerate(self.layers):
             kind = self.layer_types[number]
             part = self.parts_of(number, layer, self.windows[number], kind)
-            if part.writes:
+            if part.writes or kind not in own:  # an assistant has none of its own
                 own[kind] = number
             yield replace(part, keys=own[kind], tail=hasattr(layer, "layer_scalar"))
 
@@ -282,8 +285,8 @@ class Architecture:
     @property
     def softcap(self) -> float | None:
         """The softcap of the final logits, if there is one."""
-        # the conditional class around Gemma 3 has none
-        wrapped = self.model.config.model_type == "gemma3"
+        # the conditional class around Gemma 3 has none, nor have assistants
+        wrapped = self.model.config.model_type in ("gemma3", *ASSISTANTS)
         return self.config.final_logit_softcapping if self.family.softcap and not wrapped else None
 
     @property
@@ -356,7 +359,7 @@ def unopened(config: Any) -> str | None:
     kind = getattr(config, "model_type", None)
     text = None if config is None else config.get_text_config()
     inner = getattr(text, "model_type", None)
-    if inner not in FAMILIES or (text is not config and kind not in CONDITIONAL):
+    if inner not in FAMILIES or (text is not config and kind not in (*CONDITIONAL, *ASSISTANTS)):
         return (
             f"architecture {kind!r} is not opened into sublayers; opened are the causal language "
             f"models of {', '.join(sorted(FAMILIES))}, and {', '.join(CONDITIONAL)} around them"

@@ -155,7 +155,16 @@ class Sublayers(Architecture):
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
-        """An empty cache for a batch."""
+        """An empty cache for a batch.
+
+        Raises:
+            ValueError: the model has no keys and values of its own.
+        """
+        if not any(part.writes for part in self.parts):
+            raise ValueError(
+                "this model has no keys and values of its own, it drafts for another one: give "
+                "that one as the model, and this as its assistant"
+            )
         return RowCache(rows, self.backend.capacity(slots), self.windows)
 
     def first_pass(self, tokens: Tensor) -> tuple[Tensor, Pass]:
@@ -176,10 +185,15 @@ class Sublayers(Architecture):
             blocks = pictures.blocks_of(slots) if cache.count > 1 else None  # (B, W)
         return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden), blocks)
 
-    def rotary(self, slots: int, total: int) -> Rotary:
-        """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one."""
+    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
+        """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one.
+
+        Args:
+            first: the position of slot 0.
+        """
         slots = self.backend.capacity(slots)
-        positions = torch.arange(slots, device=self.device).clamp_(max=total - 1)[None]  # (1, S)
+        positions = torch.arange(first, first + slots, device=self.device)
+        positions = positions.clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         by_type = self.family.rope_by_type
         tables: Tables = {}

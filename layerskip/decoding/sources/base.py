@@ -19,6 +19,7 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
 from layerskip.decoding.sources.steps import Steps, Texts
+from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
 
@@ -34,6 +35,7 @@ class Batch(Protocol):
             is not among them: the next pass feeds it.
         total, slots: the most tokens of a row, and of its keys and values.
         rotary: the target's rotary angles of all places.
+        cache: the target's keys and values; behind a row's `lengths` they are of rejected drafts.
     """
 
     @property
@@ -54,6 +56,8 @@ class Batch(Protocol):
     def slots(self) -> int: ...
     @property
     def rotary(self) -> Any: ...
+    @property
+    def cache(self) -> RowCache: ...
 
     def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
         """The target's hidden states after `tap` sublayers (see `State.tap`), (R, count, H).
@@ -149,12 +153,14 @@ class State:
             verification starts from them.
         kept: how many of the target's sublayers its steps run in all.
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
+        whole_prompts: whether those of prompts' tokens before the last are needed, too.
         longest: as in `Source`, for this batch.
     """
 
     prefix = 0
     kept = 0
     tap: int | None = None
+    whole_prompts = True
     longest: int | None = None
 
     def __init__(self, batch: Batch) -> None:

@@ -60,6 +60,8 @@ class ChainCache(RowCache):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All that there is of a layer to attend to, (B, H, end, D) each."""
+        if layer not in self.keys:  # that no chain writes
+            self._open(layer, self.source.keys[layer], self.source.values[layer])
         return self.keys[layer].narrow(2, 0, self.end), self.values[layer].narrow(2, 0, self.end)
 
     def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:

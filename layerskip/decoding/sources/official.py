@@ -1,0 +1,199 @@
+"""The source that drafts with an official assistant, which reads the target's keys and values.
+
+A step takes the newest token, embedded by the target, and a state h; it gives logits and the h of
+the next step. The first h is the target's state behind its final norm where the newest token was
+drawn. All steps of a round have the newest token's position, and see the accepted tokens before it.
+They write nothing, so there is nothing to catch up with, and nothing to roll back.
+Letters: B rows or groups of chains, G chains of a group, T tokens of a pass, R rows of a pass, H
+hidden width of the target, W that of the assistant, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.chain_cache import ChainCache
+from layerskip.decoding.sources.steps import Steps, Texts, states_behind
+from layerskip.model.cache import RowCache
+from layerskip.model.families import LayerParts, read_bytes
+from layerskip.model.sublayers import Pass, Sublayers
+
+
+class Official(Source):
+    """A Gemma 4 assistant (see `layerskip.model.assistants`), with an execution of its own.
+
+    Args:
+        target: the opened model that it drafts for.
+        model: the opened assistant.
+        tokens: the only ones to draft; None: all.
+
+    Raises:
+        ValueError: it is another model's assistant; or its dtype or device is another one.
+    """
+
+    def __init__(
+        self, target: Sublayers, model: Sublayers, tokens: Iterable[int] | None = None
+    ) -> None:
+        if reason := _misfit(target, model):
+            raise ValueError(f"the assistant cannot draft for this model: {reason}")
+        sources = _sources(target)
+        self.sources = {part.keys: sources[part.kind].number for part in model.parts}
+        self.own: Any = model.model  # as the library names its parts
+        self.centroids = self.own.masked_embedding
+        self.allowed: Tensor | None = None  # (V,) bool
+        if tokens is not None and self.centroids is None:
+            model = model.trimmed([*tokens])
+        elif tokens is not None:
+            self.allowed = torch.zeros(model.vocabulary, dtype=torch.bool, device=model.device)
+            self.allowed[[*tokens]] = True
+        self.model = model
+        self.head = model.weights.head()
+
+    @property
+    def key(self) -> Hashable:
+        model = self.model
+        return (weakref.ref(self.own), model.execution, model.dtype, model.weights.vocabulary)
+
+    def open(self, batch: Batch) -> State:
+        return _State(batch, self)
+
+    def steps(self, texts: Texts, *, follow: bool) -> Steps:
+        return _Steps(texts, self)
+
+    def step_bytes(self) -> Sequence[float]:
+        own, ends = self.own, [self.own.pre_projection, self.own.post_projection]
+        head = self.model.weights.head_bytes()
+        if self.centroids is not None:
+            ends.append(self.centroids.centroids)
+            count = self.centroids.centroid_intermediate_top_k / self.centroids.num_centroids
+            head = own.lm_head.weight.nbytes * count
+        around = float(sum(read_bytes(each, None) for each in ends))
+        return [*self.model.weight_bytes()["sublayers"], around, head]
+
+    def compute(self, embedded: Tensor, state: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
+        """Raw logits (B, T, V) and the next h (B, T, H), from tokens and states (B, T, H)."""
+        hidden = self.own.pre_projection(torch.cat([embedded, state], -1))  # (B, T, W)
+        hidden = self.model.backend.run(hidden, step, self.model.blocks)
+        normed = self.own.model.norm(hidden)
+        raw = self.head(hidden, None) if self.centroids is None else self._of_candidates(normed)
+        return raw, self.own.post_projection(normed)
+
+    def _of_candidates(self, normed: Tensor) -> Tensor:
+        """Logits of the tokens of the likeliest centroids, (B, T, W) to (B, T, V); else -inf."""
+        centroids = self.centroids
+        best = centroids.centroids(normed).topk(centroids.centroid_intermediate_top_k).indices
+        by_centroid = centroids.token_ordering.view(centroids.num_centroids, -1)
+        tokens = by_centroid[best].flatten(-2)  # (B, T, K)
+        rows = self.own.lm_head.weight[tokens]  # (B, T, K, W)
+        found = (rows @ normed[..., None])[..., 0]  # (B, T, K)
+        if self.allowed is not None:
+            found = found.masked_fill(~self.allowed[tokens], float("-inf"))
+        raw = found.new_full((*found.shape[:-1], self.model.vocabulary), float("-inf"))
+        return raw.scatter_(-1, tokens, found)
+
+    def read_from(self, cache: RowCache, read: RowCache) -> None:
+        """Give the assistant's cache the target's keys and values, which are not copied."""
+        read.rows, read.size = cache.rows, cache.size
+        for number, source in self.sources.items():
+            read.keys[number], read.values[number] = cache.keys[source], cache.values[source]
+
+
+class _State(State):
+    whole_prompts = False
+
+    def __init__(self, batch: Batch, source: Official) -> None:
+        super().__init__(batch)
+        self.source, model = source, source.model
+        self.tap: int = batch.model.num_sublayers
+        # One place before the newest token: so it sees what was accepted before, at its own angle.
+        self.rotary = model.rotary(batch.slots, batch.total, first=1)
+        self.cache = RowCache(len(batch.prompts), batch.cache.slots, model.windows)
+        self.cache.settled = True
+        self.pass_: Pass  # of the round
+        self.carried: Tensor  # h, (R, 1, H)
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            batch, model = self.batch, self.source.model
+            places = [batch.lengths[row] for row in batch.rows]
+            self.source.read_from(batch.cache, self.cache)
+            self.cache.place([place - 1 for place in places], 1)
+            self.pass_ = Pass(model, self.cache, self.rotary)
+            self.carried = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
+        raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
+        return raw[:, 0]
+
+
+class _Steps(Steps):
+    """Steps of an assistant; chains read their texts' keys and values up to their starts."""
+
+    def __init__(self, texts: Texts, source: Official) -> None:
+        super().__init__(texts, source.model)
+        self.assistant, target = source, texts.model
+        self.known = RowCache(texts.cache.rows, texts.cache.slots, source.model.windows)
+        source.read_from(texts.cache, self.known)
+        states = states_behind(texts, target.num_sublayers)
+        self.states = [target.decoder.norm(each) for each in states]  # (T, H) each
+
+    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
+        super().begin(texts, starts, steps)
+        last = int(starts.max())
+        self.rotary = self.model.rotary(last, last + 1, first=1)
+        groups = zip(texts.tolist(), starts.tolist(), strict=True)
+        before = [self.states[text][[place - 1 for place in places]] for text, places in groups]
+        self.carried = [torch.stack(before)]  # (B, G, H)
+        self._read(ChainCache(self.known, texts, starts, 0))
+
+    def _read(self, cache: ChainCache) -> None:
+        cache.advance(-1)  # the chains' own tokens are not seen
+        self.cache, self.pass_ = cache, Pass(self.model, cache, self.rotary)
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        embedded = self.source.model.embed(tokens)
+        raw, state = self.assistant.compute(embedded, self.carried[0], self.pass_)
+        self.carried = [state]
+        return raw
+
+    def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
+        super().regroup(chosen, steps, fed)
+        self._read(self.cache.regrouped(chosen.to(self.model.device), 0, 0))
+
+
+def _misfit(target: Sublayers, model: Sublayers) -> str | None:
+    """Why an assistant cannot draft for a model, or None."""
+    sources = _sources(target)
+    width = model.model.config.backbone_hidden_size
+    pairs = [
+        ("hidden states of {} numbers", width, target.config.hidden_size),
+        ("{} tokens", model.vocabulary, target.vocabulary),
+        ("weights in {}", model.dtype, target.dtype),
+        ("weights on {}", model.device, target.device),
+    ]
+    for part in model.parts:
+        if part.kind not in sources:
+            return f"it reads keys of {part.kind} layers, and the model has none"
+        theirs = sources[part.kind]
+        what = f"{part.kind} layers with {{}} (heads of keys, their width, window)"
+        pairs.append((what, _shape(part), _shape(theirs)))
+    for what, own, needed in pairs:
+        if own != needed:
+            return f"it is made for {what.format(own)}, the model has {needed}"
+    return None
+
+
+def _sources(target: Sublayers) -> dict[str, LayerParts]:
+    """By kind, a model's last layer with keys and values of its own."""
+    return {part.kind: part for part in target.parts if part.writes}
+
+
+def _shape(part: LayerParts) -> tuple[int, int, int | None]:
+    """How many heads of keys a layer reads, how wide they are, and its window."""
+    attention = part.attention
+    heads = attention.config.num_attention_heads // attention.num_key_value_groups
+    return heads, attention.head_dim, part.window
