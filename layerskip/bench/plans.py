@@ -197,8 +197,8 @@ class Plan:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds and not hasattr(model.config, "num_hidden_layers"):
             warnings.warn(
-                f"generate-early-exit is left out: transformers cannot exit a {type(model).__name__} "
-                "early",
+                f"generate-early-exit is left out: transformers cannot exit a "
+                f"{type(model).__name__} early",
                 stacklevel=2,
             )
         elif "generate-early-exit" in kinds:

@@ -79,11 +79,22 @@ class Backend(ABC):
     drawn: Draw | None = None
 
     @abstractmethod
-    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+    ) -> Block:
         """A sublayer with weights rounded to 8 or 4 bits (see `rounded`), perhaps healed.
 
+        Args:
+            bits: None: exact.
+            experts: how many of a mixture every token takes; None: as many as the model's.
+
         Raises:
-            ValueError: its weights can be rounded only by changing the model's modules.
+            ValueError: its weights can be rounded only by changing the model's modules, or it has
+                not so many experts.
         """
 
     @abstractmethod

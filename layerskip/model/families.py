@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from layerskip.model.experts import Mixture, mixture_of
 from layerskip.model.rounded import rounded_bytes
 from layerskip.model.wrappers import UnsupportedModelError, unwrapped
 
@@ -131,6 +132,11 @@ class LayerParts:
     def mlp(self) -> Any:
         """The MLP module."""
         return self.module.mlp
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture of experts, if it has one."""
+        return mixture_of(self.module)
 
     @property
     def writes(self) -> bool:
@@ -261,14 +267,19 @@ class Architecture:
         pairs = ((part.keys, part.number) for part in self.parts)
         return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
 
-    def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
+    def weight_bytes(
+        self, bits: int | None = None, *, tokens: int = 1, experts: int | None = None
+    ) -> dict[str, Any]:
         """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
 
-        Norms count with their sublayer or head. The embedding does not: a pass reads one row.
+        Norms count with their sublayer or head. The embedding does not: a pass reads one row. Of a
+        mixture's experts those count that the tokens are expected to take.
 
         Args:
             bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
                 model has them.
+            tokens: of the pass, all rows together.
+            experts: how many a draft takes of every token; None: as many as the model.
         """
 
         def read(module: nn.Module) -> int:
@@ -278,7 +289,15 @@ class Architecture:
         for part in self.parts:
             own = (part.attention, part.before, part.after)
             attention = sum(read(each) for each in own if each is not None)
-            sublayers += [attention, read(part.module) - attention]
+            mlp, mixture = read(part.module) - attention, part.mixture
+            if mixture is not None:
+                unread = 1 - mixture.share_read(tokens, experts)
+                mlp -= round(unread * read(mixture.experts))
+                # a router stays exact
+                mlp += (read_bytes(mixture.router, None) if experts != 0 else 0) - read(
+                    mixture.router
+                )
+            sublayers += [attention, mlp]
         head = read(self.decoder.norm) + read(self.unembedding)
         return {"sublayers": sublayers, "head": head}
 
@@ -393,7 +412,7 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
         if packed is None
         else sum(_bytes(getattr(weight, name)) for name in packed()[0])
     )
-    if bits is None or weight.dim() != 2:
+    if bits is None or weight.dim() not in (2, 3):
         return whole
     return min(whole, rounded_bytes(weight, bits))
 

@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.model.families import Architecture, LayerParts, foreign_hooks
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.joined import together
@@ -52,11 +53,19 @@ class Fused(Backend):
         self.linear = linear or best_linear(own)
         self.copies = copies_of(model.model)
         self.blocks = tuple(
-            self._block(sublayer, self.linear) for sublayer in range(model.num_sublayers)
+            self._sublayer(model.parts[sublayer // 2], bool(sublayer % 2))
+            for sublayer in range(model.num_sublayers)
         )
 
-    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        block: Block = self._block(sublayer, self._low_linear(bits, deltas), apart=True)
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+    ) -> Block:
+        part, second = self.model.parts[sublayer // 2], bool(sublayer % 2)
+        block: Block = self._sublayer(part, second, bits, deltas, experts)
         return block
 
     def tail(self, layer: int) -> Block:
@@ -84,12 +93,10 @@ class Fused(Backend):
         return rms_norm(module, self.model.family.norm)
 
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        linear, apart = self._exact_or_low(bits), bits is not None
-        attention = self._sublayer(layer, False, linear, apart=apart)
-        return attention, self._sublayer(layer, True, linear, apart=apart)
+        return self._sublayer(layer, False, bits), self._sublayer(layer, True, bits)
 
-    def _exact_or_low(self, bits: int | None) -> Linear:
-        return self.linear if bits is None else self._low_linear(bits)
+    def _exact_or_low(self, bits: int | None, deltas: Deltas | None = None) -> Linear:
+        return self.linear if bits is None else self._low_linear(bits, deltas)
 
     def product(self, module: nn.Linear, bits: int) -> Function:
         return self._low_linear(bits)(module.weight, module.bias)
@@ -102,22 +109,47 @@ class Fused(Backend):
         whole = self.model.unembedding
         return in_turn(norm, linear(whole.weight, whole.bias), after)
 
-    def _block(self, sublayer: int, linear: Linear, *, apart: bool = False) -> Any:
-        part = self.model.parts[sublayer // 2]
-        return self._sublayer(part, bool(sublayer % 2), linear, apart=apart)
-
     def _sublayer(
-        self, part: LayerParts, second: bool, linear: Linear, *, apart: bool = False
+        self,
+        part: LayerParts,
+        second: bool,
+        bits: int | None = None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
     ) -> Any:
         """The attention of a layer, or its MLP with its tail."""
-        norm = self.model.family.norm
+        norm, apart = self.model.family.norm, bits is not None
+        linear = self._exact_or_low(bits, deltas)
         if not second:
             return attention(part, norm, eager=self.model.eager, linear=linear, apart=apart)
-        block = mlp(part, norm, linear=linear, apart=apart)
+        mixed = self._mixed(part.mixture, bits, experts)
+        block = mlp(part, norm, linear=linear, apart=apart, mixed=mixed)
         if not part.tail:
             return block
         # a tail's own linears stay exact: they are small
         return with_tail(block, tail(part, self.linear))
+
+    def _mixed(
+        self, mixture: Mixture | None, bits: int | None, experts: int | None
+    ) -> Function | None:
+        """A mixture of experts (..., H), None where none of them runs."""
+        top = 0 if mixture is None else mixture.taken(experts)
+        if mixture is None or not top:
+            return None
+        chosen_by = getattr(mixture.router, "norm", None)
+        place = mixture.experts.down_proj.device
+        norm, before, after = (
+            None if each is None else rms_norm(each, self.model.family.norm, place)
+            for each in (chosen_by, mixture.before, mixture.after)
+        )
+        products = [
+            exact(weight)
+            if bits is None
+            else low(self.copies.of(weight, bits, packed=self.packed), len(weight))
+            for weight in mixture.weights()
+        ]
+        own = summed(*products, activation(mixture.experts.act_fn))
+        return mixing(routing(mixture.router, top, norm), own, before, after)
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
         def linear(weight: Tensor, bias: Tensor | None) -> Function:
@@ -148,8 +180,6 @@ def refusal(model: Architecture) -> str | None:
         return "global module hooks are registered"
     if model.family.positions:
         return "queries are scaled by their positions"
-    if any(_experts(part) for part in model.parts):
-        return "its MLPs are mixtures of experts"
     for name, module, home, expected in _involved(model):
         if reason := _not_plain(module, home, expected):
             return f"{name} {reason}"
@@ -173,10 +203,6 @@ def head_refusal(head: Any) -> str | None:
     if _global_hooks():
         return "global module hooks are registered"
     return _not_plain(head, *_LINEAR)
-
-
-def _experts(part: LayerParts) -> bool:
-    return hasattr(part.mlp, "experts") or getattr(part.module, "enable_moe_block", False)
 
 
 _LINEAR = ("torch.nn.modules.linear", "Linear")
@@ -205,12 +231,19 @@ def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
             if name == "self_attn":
                 yield where, module, home, f"{inner}Attention"
             elif name == "mlp":
-                yield where, module, home, f"{inner}MLP"
-            elif name.endswith("norm"):
+                sparse = hasattr(module, "experts")
+                yield where, module, home, f"{inner}{'SparseMoeBlock' if sparse else 'MLP'}"
+            elif name == "mlp.gate":
+                yield where, module, home, f"{inner}TopKRouter"
+            elif name == "router":
+                yield where, module, home, f"{inner}Router"
+            elif name in ("experts", "mlp.experts"):
+                yield where, module, home, f"{inner}Experts"
+            elif name.rstrip("_12").endswith("norm"):
                 yield where, module, home, f"{prefix}RMSNorm"
-            elif name.endswith(("_proj", "_gate", "_projection")):
+            elif name.endswith(("_proj", "_gate", "_projection", "router.proj")):
                 yield where, module, *_LINEAR
-            elif name and name.startswith(("self_attn.", "mlp.", "act_fn")):
+            elif name and name.startswith(("self_attn.", "mlp.", "act_fn", "experts.")):
                 # an activation: any function of one tensor will do, so any class
                 yield where, module, type(module).__module__, type(module).__qualname__
 
@@ -537,22 +570,43 @@ def attention(
     return Attention(inputs, outputs, part.keys, part.kind, part.window, part.writes)
 
 
-def mlp(part: LayerParts, norm: str, *, linear: Linear, apart: bool) -> Block:
-    """The MLP sublayer of a decoder layer, with norms of a style and residual add."""
-    module = part.mlp
+def mlp(
+    part: LayerParts, norm: str, *, linear: Linear, apart: bool, mixed: Function | None = None
+) -> Block:
+    """The MLP sublayer of a decoder layer, with norms of a style and residual add.
+
+    Args:
+        mixed: its experts, beside a dense MLP or in its place; None: none.
+    """
+    mixture = part.mixture
     before = None if part.pre is None else rms_norm(part.pre, norm)
     add = adding(part, None if part.post is None else rms_norm(part.post, norm))
+    own = gated(part.mlp, linear, apart) if mixture is None or mixture.beside else mixed
+    assert own is not None
+    if mixture is None or not mixture.beside:
+        return lambda hidden, _: add(hidden, own(hidden if before is None else before(hidden)))
+    after_dense = rms_norm(mixture.dense, norm)
+
+    def block(hidden: Tensor, _: Step) -> Tensor:
+        out = after_dense(own(hidden if before is None else before(hidden)))  # (B, T, H)
+        return add(hidden, out if mixed is None else out + mixed(hidden))
+
+    return block
+
+
+def gated(module: Any, linear: Linear, apart: bool) -> Function:
+    """A dense MLP, (..., H) to (..., H)."""
     down = linear(module.down_proj.weight, module.down_proj.bias)
     one = hasattr(module, "gate_up_proj")
     names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
     expand = _projections([getattr(module, name) for name in names], linear, apart)
     activate = activation(module.activation_fn if one else module.act_fn)
 
-    def block(hidden: Tensor, _: Step) -> Tensor:
-        gate, up = expand(hidden if before is None else before(hidden)).chunk(2, -1)
-        return add(hidden, down(activate(gate).mul_(up)))  # (B, T, H)
+    def apply(x: Tensor) -> Tensor:
+        gate, up = expand(x).chunk(2, -1)
+        return down(activate(gate).mul_(up))
 
-    return block
+    return apply
 
 
 def tail(part: LayerParts, linear: Linear) -> Block:

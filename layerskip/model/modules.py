@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.experts import Mixture, fewer, low, mixing, summed
 from layerskip.model.families import Architecture, LayerParts, device_of
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.products import Function, plain
@@ -55,8 +56,15 @@ class Modules(Backend):
         self.copies = copies_of(model.model)
         self.blocks = tuple(self.block(sublayer) for sublayer in range(model.num_sublayers))
 
-    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        return self.block(sublayer, self._low(bits, deltas))
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+    ) -> Block:
+        linear = None if bits is None else self._low(bits, deltas)
+        return self.block(sublayer, linear, bits, experts)
 
     def _low(self, bits: int, deltas: Deltas | None = None) -> LinearOf:
         def linear(module: nn.Linear) -> Function:
@@ -77,7 +85,8 @@ class Modules(Backend):
         attend, mlp = layer.attention, layer.mlp
         if bits is not None:
             attend, mlp = (twin(each, self._low(bits), "a trained layer") for each in (attend, mlp))
-        return self._attention(layer, attend), self._mlp(layer, mlp)
+        mixed = self._mixed(layer.mixture, bits, None)
+        return self._attention(layer, attend), self._mlp(layer, mlp, mixed)
 
     def product(self, module: nn.Linear, bits: int) -> Function:
         return self._low(bits)(module)
@@ -101,14 +110,40 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> ModuleRotary:
         return ModuleRotary(tables)
 
-    def block(self, sublayer: int, linear: LinearOf | None = None) -> Block:
-        """A sublayer, its linears as they are or replaced."""
-        part = self.model.parts[sublayer // 2]
-        name = "mlp" if sublayer % 2 else "self_attn"
-        module = part.mlp if sublayer % 2 else part.attention
+    def _mixed(
+        self, mixture: Mixture | None, bits: int | None, experts: int | None
+    ) -> Function | None:
+        """Experts beside a dense MLP, or in the place of the model's own that are the MLP.
+
+        None where none runs, or where they are the model's own.
+        """
+        if mixture is None or (bits is None and experts is None and not mixture.beside):
+            return None
+        top, weights = mixture.taken(experts), list(mixture.weights())
+        if not top:
+            return None
+        router = mixture.router if top == mixture.top else fewer(mixture.router, top)
+        own: Any = mixture.experts
+        if bits is not None and len(weights) == 2:
+            products = (low(self.copies.of(weight, bits), len(weight)) for weight in weights)
+            own = summed(*products, mixture.experts.act_fn)
+        return mixing(router, own, mixture.before, mixture.after)
+
+    def block(
+        self,
+        sublayer: int,
+        linear: LinearOf | None = None,
+        bits: int | None = None,
+        experts: int | None = None,
+    ) -> Block:
+        """A sublayer, its linears as they are or replaced, its experts rounded, or fewer."""
+        part, second = self.model.parts[sublayer // 2], sublayer % 2
+        module = part.mlp if second else part.attention
         if linear is not None:
-            module = twin(module, linear, f"layer {part.number} {name}")
-        return self._mlp(part, module) if sublayer % 2 else self._attention(part, module)
+            module = twin(module, linear, f"layer {part.number} {'mlp' if second else 'self_attn'}")
+        if not second:
+            return self._attention(part, module)
+        return self._mlp(part, module, self._mixed(part.mixture, bits, experts))
 
     def _attention(self, part: LayerParts, attend: Any) -> Block:
         before, window, kind = part.before, part.window, part.kind
@@ -138,23 +173,22 @@ class Modules(Backend):
 
         return block
 
-    def _mlp(self, part: LayerParts, mlp: Any) -> Block:
-        before, layer = part.pre, part.module
-        add = _adding(part, part.post)
+    def _mlp(self, part: LayerParts, mlp: Any, mixed: Function | None) -> Block:
+        before, add, mixture = part.pre, _adding(part, part.post), part.mixture
+        beside = mixture is not None and mixture.beside
+        after_dense = mixture.dense if mixture is not None and beside else None
+        own = mixed if mixed is not None and not beside else mlp
         tail = _tail(part) if part.tail else None
         device = device_of(before or part.post) if self.model.spread else None
-        mixture = getattr(layer, "enable_moe_block", False)
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             if device is not None:
                 hidden = hidden.to(device)
-            out: Tensor = mlp(hidden if before is None else before(hidden))  # (B, T, H)
-            if mixture:
-                flat = hidden.flatten(0, -2)  # (B T, H)
-                _, weights, chosen = layer.router(flat)
-                mixed = layer.experts(layer.pre_feedforward_layernorm_2(flat), chosen, weights)
-                mixed = layer.post_feedforward_layernorm_2(mixed.view_as(hidden))
-                out = layer.post_feedforward_layernorm_1(out) + mixed
+            out: Tensor = own(hidden if before is None else before(hidden))  # (B, T, H)
+            if after_dense is not None:
+                out = after_dense(out)
+            if beside and mixed is not None:
+                out = out + mixed(hidden)
             hidden = add(hidden, out)  # (B, T, H)
             return hidden if tail is None else tail(hidden, step)
 

@@ -42,6 +42,8 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
+    if any(part.mixture is not None for part in model.parts):
+        return "there are no native passes of mixtures yet"
     modules = [*model.layers, model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
     weights = [w for each in modules for w in (*each.parameters(), *each.buffers())]
@@ -119,8 +121,17 @@ class Native(Fused):
             for sublayer, fused in enumerate(self.blocks)
         )
 
-    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
-        fused, part = super().low(sublayer, bits, deltas), self.model.parts[sublayer // 2]
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+    ) -> Block:
+        fused = super().low(sublayer, bits, deltas, experts)
+        part = self.model.parts[sublayer // 2]
+        if bits is None:  # fewer experts, of which there are no native passes
+            return fused
         if sublayer % 2 and not _in_blocks(part.mlp):
             return fused
         matrix = partial(self._low, bits=bits, deltas=deltas)

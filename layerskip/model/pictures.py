@@ -1,4 +1,4 @@
-"""Pictures in prompts: the features at their placeholders, and which of their tokens see each other.
+"""Pictures in prompts: their features, and which of their tokens see each other.
 
 The library runs the vision tower before the engine is called. Only the prefill knows of pictures:
 after it, a picture is keys and values like any text's.

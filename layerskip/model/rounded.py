@@ -10,11 +10,12 @@ and version (which changes in place raise), and by some of its numbers, since ch
 through `.data` to none of those numbers goes unnoticed. That lowers acceptance and nothing else:
 no text depends on a copy, since the exact weights verify every draft.
 A copy may be healed: then a trained delta of low rank was added before rounding (see `healed`).
-Letters: R rows, C columns, G groups of 32 columns, U units of 64, r rank.
+Letters: R rows, C columns, E experts, G groups of 32 columns, U units of 64, r rank.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ _SAMPLES = 32  # numbers of every weight that are compared
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded weight (R, C).
+    """A rounded weight (R, C); of an expert weight (E, R, C), those of its experts, (E R, C).
 
     Attributes:
         numbers: (R, C), int8. In 4 bits two to a byte, (R, G, 16): columns 0 to 15 of a group in
@@ -60,6 +61,16 @@ class Rounded:
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def parts(self, count: int) -> list[Rounded]:
+        """The weights of so many experts, views of this."""
+        numbers = self.numbers.chunk(count)
+        scales = [None] * count if self.scales is None else self.scales.chunk(count)
+        shape = (self.shape[0] // count, self.shape[1])
+        return [
+            Rounded(self.bits, shape, *each, self.packed)
+            for each in zip(numbers, scales, strict=True)
+        ]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The weight in a wider dtype, (R, C)."""
@@ -90,12 +101,14 @@ class Rounded:
 
 
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
-    """Round a weight (R, C) to 8 or 4 bits."""
-    rows, columns = weight.shape
+    """Round a weight (R, C), or (E, R, C) of experts, to 8 or 4 bits."""
+    *experts, rows, columns = weight.shape
     # in chunks, so that rounding needs little memory
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     with torch.inference_mode(False), torch.no_grad():
-        chunks = [_rounded(some, bits) for some in weight.detach().split(step)]
+        # each expert for itself, so that in packed numbers it begins with a block
+        each = weight.detach() if experts else [weight.detach()]
+        chunks = [_rounded(some, bits) for one in each for some in one.split(step)]
         if packed:
             packing = _packed8 if bits == 8 else _packed4
             numbers = torch.cat([packing(*chunk) for chunk in chunks])
@@ -103,11 +116,13 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
             numbers = torch.cat([_paired(some) if bits == 4 else some for some, _ in chunks])
         lost = packed and bits == 4
         scales = None if lost else torch.cat([scales for _, scales in chunks])
-    return Rounded(bits, (rows, columns), numbers, scales, packed)
+    return Rounded(bits, (math.prod((*experts, rows)), columns), numbers, scales, packed)
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     """`Rounded.nbytes` of a weight, without making it."""
+    if weight.dim() == 3:
+        return len(weight) * rounded_bytes(weight[0], bits, packed=packed)
     rows, columns = weight.shape
     if not packed:
         groups = -(-columns // GROUP)
