@@ -3,19 +3,21 @@
 Two sources need no training, search or data. Lookups cost nothing. The model itself with its
 weights in 8 bits needs memory for the copies, and pays where products with them are fast.
 `expected-gain` finds out while decoding whether they pay on a text. Other sources that are given
-are added.
+are added. Where only the way a model was loaded stands against 8 bits, a warning says what to do.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
 from layerskip.environment import free_memory
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.sublayers import ASKED, Sublayers
 
 SHARE = 0.5
 """The share of free memory that copies may take by default."""
@@ -27,15 +29,18 @@ class AutomaticDraft(NamedTuple):
     Attributes:
         skip: the model in 8 bits; None if there are lookups only.
         reason: why there are lookups only, in words.
+        loading: another way to load the model has such a draft; `reason` says which.
     """
 
     skip: SkipConfig | None
     reason: str | None
+    loading: bool = False
 
 
 _decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], AutomaticDraft]] = (
     WeakKeyDictionary()
 )
+_warned: WeakSet[nn.Module] = WeakSet()
 
 
 def automatic_draft(
@@ -55,9 +60,19 @@ def automatic_draft(
     return known[key]
 
 
+def warn_of_loading(model: Sublayers, found: AutomaticDraft) -> None:
+    """Say, once for each model, what to load differently for drafts in 8 bits."""
+    if found.loading and model.model not in _warned:
+        _warned.add(model.model)
+        warnings.warn(f"lookups are the only drafts: {found.reason}", stacklevel=2)
+
+
 def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
     skip = SkipConfig.low_precision(8)
     if model.execution != "native":
+        reason = _loaded_without(model)
+        if reason is not None:
+            return AutomaticDraft(None, reason, loading=memory != 0)
         reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
         return AutomaticDraft(None, reason)
     nbytes = model.weights.nbytes(skip)
@@ -68,6 +83,36 @@ def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticD
     whose = "the limit" if free is None else "half of what is free"
     reason = f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
     return AutomaticDraft(None, reason)
+
+
+def _loaded_without(model: Sublayers) -> str | None:
+    """Why a model has no native passes, and what to do, if that is up to how it was loaded."""
+    if model.device.type != "cpu" or model.reason == ASKED:
+        return None
+    modules = [*model.model.modules()]
+    if any(isinstance(getattr(each, "base_layer", None), nn.Module) for each in modules):
+        return (
+            "it has unmerged adapters (LoRA), and 8 bits are fast with plain weights only; merge "
+            "them: model = model.merge_and_unload()"
+        )
+    packed = {
+        type(weight).__name__
+        for weight in model.model.parameters()
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor
+    }
+    config = getattr(model.model.config, "quantization_config", None)
+    if packed or config is not None:
+        of = f" ({', '.join(sorted(packed))})" if packed else ""
+        return (
+            f"its weights are quantised{of}, and 8 bits are fast with plain weights only; load it "
+            "unquantised, with dtype='bfloat16'"
+        )
+    if model.dtype is torch.float16:
+        return (
+            "it is in float16, and 8 bits are fast in float32 or bfloat16 only; load it with "
+            "dtype='bfloat16'"
+        )
+    return None
 
 
 def in_words(nbytes: int) -> str:

@@ -36,7 +36,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import automatic_draft, in_words
+from layerskip.defaults import automatic_draft, in_words, warn_of_loading
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
@@ -301,7 +301,10 @@ class LayerSkipDecoding:
             sources.append(self._assistant(opened))
         own = self.skip
         if self.automatic:
-            own = automatic_draft(opened, self.draft_memory, by_memory=not rejection).skip
+            found = automatic_draft(opened, self.draft_memory, by_memory=not rejection)
+            if sources == [self.lookup]:
+                warn_of_loading(opened, found)
+            own = found.skip
         if own is not None:
             skip = own.resolve(opened.num_layers)
             own_hash = opened.weights.fingerprint() if skip.model_hash else None

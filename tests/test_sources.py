@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import lively_model, near, prompt, ragged
+from models import LowRank, lively_model, near, prompt, ragged
 from torch import nn
 
 import layerskip
@@ -158,6 +159,45 @@ def test_explain_of_native_passes_has_nothing_to_excuse() -> None:
     assert "passes: native" in words
     assert "near-ties" not in words
     assert "bits=8" in words
+
+
+def _packed(model: Any) -> None:
+    linear = model.model.layers[1].mlp.up_proj
+    weight = linear.weight.detach().as_subclass(Packed)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def _adapted(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = LowRank(model.model.layers[1].mlp.up_proj).eval()
+
+
+class Packed(torch.Tensor):
+    """A weight of a class of its own, as torchao's are."""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_adapted, r"unmerged adapters \(LoRA\), .*merge_and_unload\(\)"),
+        (_packed, r"quantised \(Packed\), .* load it unquantised, with dtype='bfloat16'"),
+        (lambda model: model.half(), "in float16, .* load it with dtype='bfloat16'"),
+    ],
+)
+def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(
+    change: Any, words: str
+) -> None:
+    model = lively_model("llama", dtype=torch.float32)
+    change(model)
+    decoding = LayerSkipDecoding(seed=0)
+    assert re.search("no drafts by the model in 8 bits: it.*" + words, decoding.explain(model))
+    how: dict[str, Any] = {"max_new_tokens": 6, "custom_generate": decoding}
+    with pytest.warns(UserWarning, match="lookups are the only drafts: it.*" + words):
+        first = model.generate(prompt(5), **how)
+    assert model.generate(prompt(5), **how).tolist() == first.tolist()  # warnings are errors
+    asked = lively_model("llama", dtype=torch.float32)
+    change(asked)  # nothing is said where drafts were chosen
+    for chosen in ({"draft_memory": 0}, {"enabled": False}, {"skip": SkipConfig.early_exit(4)}):
+        layerskip.generate(asked, prompt(5), max_new_tokens=3, **chosen)
 
 
 # ---------------------------------------------------------------------------------------------
