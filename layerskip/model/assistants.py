@@ -47,7 +47,8 @@ class _Built:
     def __init__(self, config: Any) -> None:
         config = copy.deepcopy(config)
         text = config.get_text_config()
-        text.__class__ = _only_reading(type(text))
+        kind: Any = type(text)
+        text.__class__ = _only_reading(kind)
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
         family = ASSISTANTS[config.model_type]
         home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

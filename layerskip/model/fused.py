@@ -142,13 +142,13 @@ class Fused(Backend):
             None if each is None else rms_norm(each, self.model.family.norm, place)
             for each in (chosen_by, mixture.before, mixture.after)
         )
-        products = [
+        expand, shrink = (
             exact(weight)
             if bits is None
             else low(self.copies.of(weight, bits, packed=self.packed), len(weight))
             for weight in mixture.weights()
-        ]
-        own = summed(*products, activation(mixture.experts.act_fn))
+        )
+        own = summed(expand, shrink, activation(mixture.experts.act_fn))
         return mixing(routing(mixture.router, top, norm), own, before, after)
 
     def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:

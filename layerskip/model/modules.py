@@ -125,8 +125,8 @@ class Modules(Backend):
         router = mixture.router if top == mixture.top else fewer(mixture.router, top)
         own: Any = mixture.experts
         if bits is not None and len(weights) == 2:
-            products = (low(self.copies.of(weight, bits), len(weight)) for weight in weights)
-            own = summed(*products, mixture.experts.act_fn)
+            expand, shrink = (low(self.copies.of(each, bits), len(each)) for each in weights)
+            own = summed(expand, shrink, mixture.experts.act_fn)
         return mixing(router, own, mixture.before, mixture.after)
 
     def block(

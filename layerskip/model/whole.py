@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from layerskip.config import SkipConfig
-from layerskip.model.backend import Backend, Block, Step
+from layerskip.model.backend import Backend, Block, Rotary, Step
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import device_of, foreign_hooks, read_bytes, unopened
@@ -152,7 +152,7 @@ class Whole(Sublayers):
     def new_cache(self, rows: int, slots: int) -> RowCache:
         return WholeCache(rows, slots, len(self.windows))
 
-    def rotary(self, slots: int, total: int) -> Places:
+    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
         return Places(total, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Whole(Sublayers):
         """A message that something needs the sublayers."""
         return f"this model is served whole, as {self.reason}: {what}; {DRAFTS}"
 
-    def weight_bytes(self, bits: int | None = None) -> dict[str, Any]:
+    def weight_bytes(self, bits: int | None = None, **_: Any) -> dict[str, Any]:
         """As of an opened model, with the decoder as one entry under "sublayers"."""
         tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
         body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
@@ -355,7 +355,14 @@ class _Forward(Backend):
 
         return block
 
-    def low(self, sublayer: int, bits: int, deltas: Deltas | None = None) -> Block:
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+    ) -> Block:
+        assert bits is not None
         return self._block(twin(self.model.base, self._low(bits), "the decoder"))
 
     def _low(self, bits: int) -> Any:

@@ -95,7 +95,8 @@ class Official(Source):
         if self.allowed is not None:
             found = found.masked_fill(~self.allowed[tokens], float("-inf"))
         raw = found.new_full((*found.shape[:-1], self.model.vocabulary), float("-inf"))
-        return raw.scatter_(-1, tokens, found)
+        out: Tensor = raw.scatter_(-1, tokens, found)
+        return out
 
     def read_from(self, cache: RowCache, read: RowCache) -> None:
         """Give the assistant's cache the target's keys and values, which are not copied."""
