@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup
 from layerskip.environment import environment, hardware
+from layerskip.model.assistants import build_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.timing.bandwidth import Sweeps
 from layerskip.timing.threads import cpu_threads
@@ -89,35 +90,41 @@ def config_of(name: str, layers: int) -> PreTrainedConfig:
 
 
 def build(name: str, layers: int, dtype: torch.dtype) -> Any:
-    """A model of random weights, small enough that nothing overflows."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config_of(name, layers))
-        model.to_empty(device="cpu")
-        model.tie_weights()
-    finally:
-        torch.set_default_dtype(before)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.fill_(1) if weight.dim() == 1 else weight.normal_(0, 0.02, generator=generator)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("layer_scalar"):
-                buffer.fill_(1)
-    _buffers_anew(model, config_of(name, layers))
+    """A model of random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype)
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
-def _buffers_anew(model: Any, config: PreTrainedConfig) -> None:
-    """Compute what `to_empty` left undefined: rotary frequencies, embedding scales."""
-    decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config)
-    for module in decoder.modules():
-        if hasattr(module, "scalar_embed_scale"):
-            module.embed_scale.fill_(module.scalar_embed_scale)
+def drafter(name: str, model: Any) -> Any:
+    """An assistant of the shape that is published for a model, with random weights."""
+    small = name == "gemma4-e2b"
+    own = model.config
+    text = type(own)(
+        **({} if isinstance(own, transformers.Gemma4UnifiedTextConfig) else _NO_INPUTS),
+        hidden_size=256 if small else 1024,
+        intermediate_size=2048 if small else 8192,
+        num_hidden_layers=4,
+        layer_types=[SLIDING] * 3 + [FULL],
+        num_kv_shared_layers=4,
+        num_attention_heads=4 if small else own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads,
+        attention_k_eq_v=own.attention_k_eq_v,
+        num_global_key_value_heads=SHAPES[name].get("num_global_key_value_heads"),
+        sliding_window=own.sliding_window,
+    )
+    kind = f"{type(own).__name__.removesuffix('TextConfig')}AssistantConfig"
+    config = getattr(transformers, kind)(
+        text_config=text, backbone_hidden_size=own.hidden_size, use_ordered_embeddings=small
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made: Any = build_assistant(config)
+    if small:
+        made.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
+    return made.to(model.dtype).eval()
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -162,11 +169,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     def per_token(**how: Any) -> float:
         """Seconds a token behind the prompt and the first token."""
-        times = [
-            seconds(lambda: model.generate(ids, max_new_tokens=n, do_sample=False, **how))
-            for n in (1, NEW)
-        ]
-        return (times[1] - times[0]) / (NEW - 1)
+        how |= {"do_sample": False}
+        first = seconds(lambda: model.generate(ids, max_new_tokens=1, **how))
+        return (seconds(lambda: model.generate(ids, max_new_tokens=NEW, **how)) - first) / (NEW - 1)
 
     found: dict[str, list[float]] = {"plain": [], "generate": [], "bandwidth": []}
     for _ in range(args.repeats):
@@ -176,7 +181,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     middle = {name: statistics.median(values) for name, values in found.items()}
     drafts = {"8 bits": LayerSkipDecoding(SkipConfig.low_precision(8), lookup=True)}
     if args.assistant:
-        drafts["assistant"] = LayerSkipDecoding(assistant=drafter(args, model), draft_memory=0)
+        drafts["assistant"] = LayerSkipDecoding(assistant=drafter(args.name, model), draft_memory=0)
     costs = {}
     for label, decoding in drafts.items():
         decoding.prepare(model, seconds=6.0)
@@ -202,3 +207,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "spread of plain": [round(min(found["plain"]), 4), round(max(found["plain"]), 4)],
         "costs": costs,
     }
+
+
+if __name__ == "__main__":
+    main()
