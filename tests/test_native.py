@@ -56,6 +56,7 @@ from layerskip.requests import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in MODULES_ONLY]
+COUSINS = ("gemma4", "gemma4_dense", "olmo3", "smollm3", "granite")  # wired unlike the others
 MAPS = Path("/proc/self/maps")
 LONGEST = 64
 
@@ -104,6 +105,27 @@ def test_every_sublayer_agrees_with_the_module_path(
     assert_agree(modules, opened)
     assert_agree(modules, opened, rows=3)
     assert_agree(modules, opened, rows=3, ragged=True)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+@torch.no_grad()
+def test_tails_of_layers_whose_mlp_is_left_out(family: str) -> None:
+    modules, opened = both(tiny_model(family, dtype=torch.float32))
+    for layer in opened.layers:
+        layer.layer_scalar.fill_(0.6)
+    (hidden, step), (_, own) = (path.first_pass(prompt(7, rows=2)) for path in (modules, opened))
+    for layer in (0, 3):
+        want, got = (
+            path.backend.tail(layer)(hidden, each)
+            for path, each in ((modules, step), (opened, own))
+        )
+        assert (got - hidden).abs().max() > 0.01 * hidden.abs().max()
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        first, second = opened.blocks[2 * layer + 1], opened.backend.tail(layer)
+        assert torch.equal(
+            opened.backend.run(hidden, own, [first, second]), second(first(hidden, own), own)
+        )
 
 
 # widths beside those of vectors and of what a thread writes; 12 queries that share one key
@@ -527,7 +549,7 @@ def test_buffers_that_begin_later_give_the_same_bits(dtype: torch.dtype) -> None
 
 
 RESOLUTION = 1e-4  # of scores, as in test_parity
-TEXTS = covering(FAMILIES, tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
+TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
 
 
 @pytest.mark.usefixtures("built")
