@@ -112,7 +112,7 @@ class Session:
         through = every if needed else 2 * self.model.first_reader
 
         def run(chunk: Tensor, first: int) -> Tensor:
-            self.cache.place([first] * len(chunk), chunk.shape[1])
+            self.cache.place([first] * len(chunk), chunk.shape[1], min(lasts))
             hidden, step = self.model.feed(chunk, self.cache, self.rotary, self.pictures)
             return self._carry(hidden, step, 0, through)
 
@@ -120,7 +120,7 @@ class Session:
         last = in_chunks(tokens, lasts, run, inside)[:, None]  # (B, 1, H)
         if through < every:
             ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)
-            self.cache.place(lasts, 1)
+            self.cache.place(lasts, 1, min(lasts))
             _, step = self.model.feed(ends, self.cache, self.rotary, self.pictures)
             last = self._carry(last, step, through, every)
         self.lengths = list(self.prompt_lengths)
@@ -139,7 +139,8 @@ class Session:
 
     def _place(self, offset: int, count: int) -> None:
         """Place a pass over `count` tokens of every row, the first one at its length + offset."""
-        self.cache.place([self.lengths[row] + offset for row in self.rows], count)
+        lengths = [self.lengths[row] for row in self.rows]
+        self.cache.place([length + offset for length in lengths], count, min(lengths))
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
         """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""

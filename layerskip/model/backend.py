@@ -66,6 +66,7 @@ class Backend(ABC):
         blocks: the 2L sublayers, with norms, residual add and tails.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
+        trims: layers with a sliding window need not hold every slot (see `RowCache`).
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
             of a `laws.Warp`, and noise (N times (V,), or none) or the `starts` of its streams, it
             returns the token with the largest score plus noise, (N,), -1 for none, and its
@@ -75,6 +76,7 @@ class Backend(ABC):
     name: str
     bool_masks = False
     packed = False
+    trims = True
     blocks: Sequence[Block]
     drawn: Draw | None = None
 

@@ -5,18 +5,22 @@ row's length; the slots behind it are overwritten before anything reads them. Ke
 copied when the buffers grow (by half, and by at least 256 slots) and when `keep` drops rows. So
 buffers hold less than twice the slots in use (beyond the first few hundred), and one layer's once
 more while they are copied.
+Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
+full, the base moves up to what the shortest row still sees. So they hold its window, what other
+rows are ahead of it, half of that more, and no less than 256 slots.
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _MORE = 256  # slots that buffers grow by, at least
+_LINE = 16  # bases are a multiple: native passes sum slots by so many
 
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
@@ -45,18 +49,25 @@ class RowCache:
     Args:
         rows: number of rows B.
         slots: the most slots that a row will ever use.
-        windows: per layer, the sliding window in tokens, or None for full attention. Buffers are
-            full length all the same (that is the memory price of rollback); windows are masked.
+        windows: per layer, the sliding window in tokens, or None for full attention.
+        trims: let layers with windows drop what `place` says that no pass will see; otherwise
+            their buffers are as long as the others', and windows are masked.
 
     Attributes:
         size: slots S that the buffers have now: more than any pass has used so far, or all.
+        trimmed: the layers whose buffers begin at slot `base` and have `span` slots instead.
     """
 
-    def __init__(self, rows: int, slots: int, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, rows: int, slots: int, windows: Sequence[int | None], *, trims: bool = False
+    ) -> None:
         self.rows = rows
         self.slots = slots
         self.size = 0
         self.windows = tuple(windows)
+        self.base, self.span = 0, 0
+        self._window = max((window for window in windows if window is not None), default=0)
+        self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.firsts: list[int] = []  # of each row, the first slot of the pass
@@ -67,12 +78,17 @@ class RowCache:
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
         self.settled = False  # the prompts are in: passes are short, and worth compiling
 
-    def place(self, starts: Sequence[int], count: int) -> None:
-        """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1."""
+    def place(self, starts: Sequence[int], count: int, lowest: int = 0) -> None:
+        """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
+
+        Args:
+            lowest: no later pass will begin before this slot.
+        """
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
         self.reserve(self.end)
+        self._trim(min(lowest, *starts))
         self.count = count
         self.firsts = list(starts)
         self.start = starts[0]
@@ -87,21 +103,51 @@ class RowCache:
         if slots >= self.size and self.size < self.slots:
             more = capacity(slots + max(slots // 2, _MORE))
             length, self.size = self.size, min(more, self.slots)
-            self._renew(slice(None), length)
+            self._renew({*self.keys} - self.trimmed, slice(None), 0, length)
 
-    def _renew(self, places: slice | list[int], length: int) -> int:
-        """Move rows, up to a length, into new buffers, layer by layer; returns the bytes copied."""
+    def _trim(self, lowest: int) -> None:
+        """Make room for the pass in the buffers of trimmed layers, or smaller ones in time."""
+        if not self.trimmed:
+            return
+        # one slot more than the first query sees: an assistant begins one before
+        base = max(self.base, (lowest - self._window) // _LINE * _LINE)
+        needed = self.end - base
+        span = min(needed + max(needed // 2, _MORE), self.slots - base)
+        if self.end > self.base + self.span or 2 * span < self.span:
+            first, held = base - self.base, self.span
+            self.base, self.span = base, span
+            self._renew({*self.keys} & self.trimmed, slice(None), first, min(held - first, span))
+
+    def _renew(
+        self, layers: Collection[int], places: slice | list[int], first: int, count: int
+    ) -> int:
+        """Move rows into new buffers, layer by layer; returns the bytes copied.
+
+        Args:
+            first, count: the slots to be moved, of those that the buffers hold.
+        """
         copied = 0
         for buffers in (self.keys, self.values):
-            for layer, old in buffers.items():
-                new = old.new_zeros(
-                    self.rows, old.shape[1], self.size, old.shape[3]
-                )  # (B, H, S, D)
-                moved = old[places, :, :length]  # (B, H, length, D)
-                new[:, :, :length] = moved
+            for layer in layers:
+                old = buffers[layer]
+                shape = (self.rows, old.shape[1], self.held(layer)[1], old.shape[3])
+                new = old.new_zeros(shape)  # (B, H, S, D)
+                moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
+                new[:, :, : moved.shape[2]] = moved
                 buffers[layer] = new
                 copied += moved.nbytes
         return copied
+
+    def held(self, layer: int) -> tuple[int, int]:
+        """The first slot that a layer's buffers hold, and how many they hold."""
+        return (self.base, self.span) if layer in self.trimmed else (0, self.size)
+
+    def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
+        """Take another cache's buffers, not copies of them: its layer for each of some layers."""
+        self.rows, self.size, self.base, self.span = other.rows, other.size, other.base, other.span
+        self.trimmed = {own for own, theirs in layers.items() if theirs in other.trimmed}
+        for own, theirs in layers.items():
+            self.keys[own], self.values[own] = other.keys[theirs], other.values[theirs]
 
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
@@ -116,29 +162,31 @@ class RowCache:
     ) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
+        base, _ = self.held(layer_idx)
         if self.in_step:
-            all_keys.narrow(2, self.start, self.count).copy_(keys)
-            all_values.narrow(2, self.start, self.count).copy_(values)
+            all_keys.narrow(2, self.start - base, self.count).copy_(keys)
+            all_values.narrow(2, self.start - base, self.count).copy_(values)
         else:
             rows = torch.arange(self.rows, device=keys.device)[:, None]  # (B, 1)
-            index = self.placed(keys.device)
+            index = self.placed(keys.device) - base
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
         return self.read(layer_idx)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """What a layer's keys and values are in this pass, for layers that read another's."""
-        window, first = self.windows[layer], 0
+        window, (first, _) = self.windows[layer], self.held(layer)
+        place, count = 0, self.end - first
         if self.in_step and self.count == 1 and window is not None:
-            first = max(0, self.end - window)  # `needs_mask` counts on this slice
+            place = max(0, count - window)  # `needs_mask` counts on this slice
         keys, values = self.keys[layer], self.values[layer]
-        return keys.narrow(2, first, self.end - first), values.narrow(2, first, self.end - first)
+        return keys.narrow(2, place, count - place), values.narrow(2, place, count - place)
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's whole keys and values, (B, H, S, D) each, for heads (H, D)."""
         if layer not in self.keys:
             # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
-            shape = (self.rows, heads[0], self.size, heads[1])
+            shape = (self.rows, heads[0], self.held(layer)[1], heads[1])
             self.keys[layer] = like.new_zeros(shape)  # (B, H, S, D)
             self.values[layer] = like.new_zeros(shape)  # (B, H, S, D)
         return self.keys[layer], self.values[layer]
@@ -150,7 +198,9 @@ class RowCache:
             The bytes copied.
         """
         self.rows = len(places)
-        return self._renew(list(places), length)
+        whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
+        copied = self._renew(whole, list(places), 0, length)
+        return copied + self._renew(some, list(places), 0, length - self.base)
 
     def needs_mask(self, window: int | None) -> bool:
         """Whether attention in this pass needs a mask beyond what `update` already leaves out.
@@ -164,13 +214,17 @@ class RowCache:
             return False
         return self.start > 0 or (window is not None and self.end > window)
 
+    def first(self, window: int | None) -> int:
+        """The first slot that masks of layers with a window tell of."""
+        return self.base if window is not None and self.trimmed else 0
+
     def seen(self, window: int | None, device: Any) -> Tensor:
-        """Which slots each query of the pass sees, (B or 1, 1, T, end) bool."""
+        """Which slots from `first` on each query sees, (B or 1, 1, T, end - first) bool."""
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
             queries = self.placed(device)  # (B, T)
-        return causal(queries, torch.arange(self.end, device=device), window)
+        return causal(queries, torch.arange(self.first(window), self.end, device=device), window)
 
     def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
         """`seen` as the attention mask of a dtype: bool as it is, otherwise `additive`."""

@@ -79,6 +79,7 @@ class Compiled(Fused):
     """
 
     name = "compiled"
+    trims = False  # all buffers are alike
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model, compilable)

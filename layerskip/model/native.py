@@ -235,6 +235,7 @@ class Native(Fused):
         values: list[Tensor] = []
         firsts: list[int] = []
         angles: list[Any] = []
+        bases: list[int] = []
         inputs = None
         if step is not None:
             cache, inputs = step.cache, step.inputs
@@ -244,9 +245,10 @@ class Native(Fused):
                     k, v = cache.buffers(block.layer, block.heads, hidden)
                     keys.append(k)
                     values.append(v)
+                    bases.append(cache.held(block.layer)[0])
         numbers = [block.number for block in blocks]
         out: Tensor = self.plan.run(
-            hidden, numbers, keys, values, firsts, angles, layer_inputs=inputs
+            hidden, numbers, keys, values, firsts, angles, bases, layer_inputs=inputs
         )
         after = blocks[-1].after
         return out if after is None else after(out)

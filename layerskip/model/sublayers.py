@@ -71,7 +71,8 @@ class Pass:
                 more = ahead(kind, self.blocks, self.slots, self.cache.end, window)
             masks[window] = None
             if more is not None:
-                seen = self.cache.seen(window, self.model.device) | more  # (B, 1, T, end)
+                more = more[..., self.cache.first(window) :]
+                seen = self.cache.seen(window, self.model.device) | more  # (B, 1, T, slots)
                 masks[window] = seen if dtype is torch.bool else additive(seen, dtype)
             elif always or self.cache.needs_mask(window):
                 masks[window] = self.cache.mask(window, dtype, self.model.device)
@@ -165,7 +166,8 @@ class Sublayers(Architecture):
                 "this model has no keys and values of its own, it drafts for another one: give "
                 "that one as the model, and this as its assistant"
             )
-        return RowCache(rows, self.backend.capacity(slots), self.windows)
+        slots = self.backend.capacity(slots)
+        return RowCache(rows, slots, self.windows, trims=self.backend.trims)
 
     def first_pass(self, tokens: Tensor) -> tuple[Tensor, Pass]:
         """Begin a pass over whole texts (B, T), with a cache of its own, as `feed`."""

@@ -98,12 +98,6 @@ class Official(Source):
         out: Tensor = raw.scatter_(-1, tokens, found)
         return out
 
-    def read_from(self, cache: RowCache, read: RowCache) -> None:
-        """Give the assistant's cache the target's keys and values, which are not copied."""
-        read.rows, read.size = cache.rows, cache.size
-        for number, source in self.sources.items():
-            read.keys[number], read.values[number] = cache.keys[source], cache.values[source]
-
 
 class _State(State):
     whole_prompts = False
@@ -123,7 +117,7 @@ class _State(State):
         if not offset:
             batch, model = self.batch, self.source.model
             places = [batch.lengths[row] for row in batch.rows]
-            self.source.read_from(batch.cache, self.cache)
+            self.cache.borrow(batch.cache, self.source.sources)
             self.cache.place([place - 1 for place in places], 1)
             self.pass_ = Pass(model, self.cache, self.rotary)
             self.carried = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
@@ -138,7 +132,7 @@ class _Steps(Steps):
         super().__init__(texts, source.model)
         self.assistant, target = source, texts.model
         self.known = RowCache(texts.cache.rows, texts.cache.slots, source.model.windows)
-        source.read_from(texts.cache, self.known)
+        self.known.borrow(texts.cache, source.sources)
         states = states_behind(texts, target.num_sublayers)
         self.states = [target.decoder.norm(each) for each in states]  # (T, H) each
 

@@ -1,0 +1,125 @@
+"""Key-value buffers of layers with sliding windows: what they keep, drop, and take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import WINDOW, lively_model, prompt, ragged
+from torch import Tensor
+
+from layerskip import SkipConfig
+from layerskip.decoding.passes import Session
+from layerskip.generation import generate
+from layerskip.model import cache
+from layerskip.model.cache import RowCache
+from layerskip.model.extension import refusal
+from layerskip.model.sublayers import Sublayers
+
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(bool(refusal()), reason="no native passes")
+)
+WINDOWS = (WINDOW, None)
+
+
+def seen(held: RowCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values (B, H, T, D) that the queries of a pass see after an update, and the mask."""
+    window = held.windows[layer]
+    all_keys, all_values = held.update(keys, values, layer)
+    mask = held.seen(window, "cpu")[..., -all_keys.shape[2] :]  # (B or 1, 1, T, slots)
+    visible = mask.expand(held.rows, -1, -1, -1).any(2)[..., None]  # (B, 1, slots, 1)
+    return all_keys * visible, all_values * visible, mask
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_trimmed_buffers_hold_all_that_is_seen(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that advance at their own rates, roll back, and leave."""
+    monkeypatch.setattr(cache, "_MORE", more)
+    draws, rows, slots = random.Random(more), 3, 300
+    trims, whole = (RowCache(rows, slots, WINDOWS, trims=trims) for trims in (True, False))
+    lengths, moves = [0] * rows, set()
+    while max(lengths) + 20 < slots:
+        if max(lengths) > 150 and rows == 3:
+            rows, lengths = 2, [lengths[0], lengths[2]]
+            for each in (trims, whole):
+                each.keep([0, 2], max(lengths))
+        offset, count = draws.choice([(0, 1), (0, 6), (2, 1), (3, 5)])
+        for each in (trims, whole):
+            each.place([length + offset for length in lengths], count, min(lengths))
+        for layer in (0, 1):
+            written = torch.randn(rows, 2, count, 3)
+            (*got, mask), (*want, whole_mask) = (
+                seen(each, layer, written, -written) for each in (trims, whole)
+            )
+            slots_held = mask.shape[-1]
+            for mine, theirs in zip(got, want, strict=True):
+                assert torch.equal(mine, theirs[:, :, -slots_held:])
+                assert not theirs[:, :, :-slots_held].any()
+            assert torch.equal(mask, whole_mask[..., -slots_held:])
+        moves.add(trims.base)
+        for row in range(rows):
+            lengths[row] += draws.randint(0, count) if offset == 0 else 0
+    assert len(moves) > (10 if more == 1 else 3)
+    assert all(base % 16 == 0 for base in moves)
+
+
+def test_bytes_of_sliding_layers_are_bounded() -> None:
+    held = RowCache(1, 2100, WINDOWS, trims=True)
+    one, chunk = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 512, 3)
+    for start in range(0, 1024, 512):  # a prompt
+        held.place([start], 512, 1023)
+        for layer in (0, 1):
+            held.update(chunk, chunk, layer)
+    for start in range(1024, 2000):
+        held.place([start], 1, start)
+        for layer in (0, 1):
+            held.update(one, one, layer)
+        assert held.keys[0].shape[2] <= 2 * (WINDOW + 32 + 256)
+    assert held.keys[1].shape[2] >= 2000
+    assert held.keys[0].nbytes + held.values[0].nbytes <= 2 * 2 * 3 * 4 * 2 * (WINDOW + 32 + 256)
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused", NATIVE])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral"])
+def test_texts_across_windows_are_those_of_transformers(
+    family: str, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_MORE", 4)
+    sessions: list[Session] = []
+    keep = Session.__init__
+
+    def noted(self: Session, *args: Any, **kwargs: Any) -> None:
+        keep(self, *args, **kwargs)
+        sessions.append(self)
+
+    monkeypatch.setattr(Session, "__init__", noted)
+    dtype = torch.float32 if execution == "native" else torch.float64
+    model = lively_model(family, dtype=dtype)
+    ids, mask = ragged((3 * WINDOW, 5, 2 * WINDOW + 3), seed=4)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
+    want = model.generate(ids, **how)
+    skip = SkipConfig.early_exit(4)
+    out = generate(model, ids, skip=skip, execution=execution, max_draft_length=3, **how)
+    assert torch.equal(getattr(out, "sequences", out), want)
+    held = max((session.cache for session in sessions), key=lambda each: each.base)
+    assert held.base > 2 * WINDOW
+    assert held.keys[0].shape[2] < held.slots
+
+
+def bases(opened: Sublayers, prompts: Sequence[Tensor]) -> list[int]:
+    session = Session(opened, [], prompts, max_new_tokens=4, max_draft_length=0)
+    session.prefill()
+    return [session.cache.held(layer)[0] for layer in range(opened.num_layers)]
+
+
+def test_compiled_passes_keep_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_MORE", 1)
+    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", 8)
+    opened = Sublayers(lively_model("mistral"), "fused")
+    assert min(bases(opened, [prompt(60)[0]])) > 30
+    assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # a row that still sees slot 0
+    opened.backend.trims = False  # as compiled passes do
+    assert max(bases(opened, [prompt(60)[0]])) == 0
