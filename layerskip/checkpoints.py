@@ -15,12 +15,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    PretrainedConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
-from layerskip.model.families import CONDITIONAL, unopened
+from layerskip.model.assistants import load_assistant
+from layerskip.model.families import ASSISTANTS, CONDITIONAL, unopened
 from layerskip.model.joined import join
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
@@ -28,6 +30,9 @@ from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, made, shipped
 from layerskip.prompts import Prompt
 
+# What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
+# its own assisted generation shall draft; it fails without.
+_LIBRARY_DRAFTS = 4
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -100,6 +105,8 @@ def load(
     try:
         config = AutoConfig.from_pretrained(source, **options)
         reason = None if trust_remote_code else unopened(config)
+        if config.model_type in ASSISTANTS:
+            reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
         if reason is not None:
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text
@@ -130,6 +137,34 @@ def load(
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
     join(model)
     return Loaded(name, model, tokenizer, folder)
+
+
+def load_official(name: str, like: Loaded) -> Loaded | None:
+    """Load an official assistant for a model, in its dtype and on its device.
+
+    Args:
+        name: a local folder or a Hub id.
+        like: the model.
+
+    Returns:
+        The assistant, with the model's tokenizer; None if that is another kind of checkpoint.
+
+    Raises:
+        ValueError: its checkpoint is not whole.
+    """
+    folder = _folder(name)
+    source = name if folder is None else str(folder)
+    try:
+        kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")
+    except OSError:
+        return None  # `load` says what is wrong
+    if kind not in ASSISTANTS:
+        return None
+    model = load_assistant(source, dtype=like.model.dtype).to(like.model.device)
+    if model.generation_config.num_assistant_tokens is None:
+        model.generation_config.num_assistant_tokens = _LIBRARY_DRAFTS
+    join(model)
+    return Loaded(name, model, like.tokenizer, folder)
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> Tensor:

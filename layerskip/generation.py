@@ -32,11 +32,13 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
-from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources import second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.official import Official
 from layerskip.defaults import automatic_draft, in_words, warn_of_loading
+from layerskip.model.assistants import load_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
@@ -95,7 +97,8 @@ class LayerSkipDecoding:
         lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
             other texts, too).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
-            same vocabulary: `layerskip.check_vocabularies` compares tokenizers.
+            same vocabulary: `layerskip.check_vocabularies` compares tokenizers. Or the official
+            assistant of a Gemma 4, or a folder or Hub id to load one from.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
@@ -325,7 +328,9 @@ class LayerSkipDecoding:
             lines.append("drafts: looked up in the text so far, for nothing")
         lines += [f"drafts: by {type(source).__name__}" for source in self.sources]
         if self.assistant is not None:
-            lines.append("drafts: by a second model")
+            official = isinstance(self._assistant(opened), Official)
+            what = "the model's official assistant" if official else "a second model"
+            lines.append(f"drafts: by {what}")
         own, reason = self.skip, None
         if self.automatic:
             found = automatic_draft(
@@ -363,14 +368,13 @@ class LayerSkipDecoding:
         with torch.no_grad():
             cost_tables(opened, sources, request, seconds=seconds)
 
-    def _assistant(self, target: Sublayers) -> Assistant:
+    def _assistant(self, target: Sublayers) -> Assistant | Official:
         """The second model as a source, limited to the draft vocabulary."""
-        given = self.assistant
-        opened = sublayers_of(given, self.execution)
-        if self.draft_vocabulary is None:
-            return Assistant(opened)
-        both = min(opened.vocabulary, target.vocabulary)
-        return Assistant(opened.trimmed([token for token in self.draft_vocabulary if token < both]))
+        if isinstance(self.assistant, str | os.PathLike):
+            found = load_assistant(self.assistant, dtype=target.dtype)
+            self.assistant = found.to(target.device)
+        opened = sublayers_of(self.assistant, self.execution)
+        return second_model(target, opened, self.draft_vocabulary)
 
     @staticmethod
     def _plain(model: Sublayers, request: Request) -> Decoder:

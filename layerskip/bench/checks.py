@@ -26,7 +26,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Session
-from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources import second_model
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
@@ -155,12 +155,12 @@ def check(
     with torch.no_grad():
         pairs = [(batch.input_ids, text) for batch, text in zip(few, texts, strict=True)]
         # what is looked up has no law of its own: any draft's will do
-        own = skip or ANY if assistant is None else Assistant(assistant)
+        own = skip or ANY if assistant is None else second_model(opened, assistant)
         laws = law_tests(opened, pairs, own, temperature=temperature, seed=seed)
     note("the cache")
     with torch.no_grad():
         every: list[DraftOrSkip] = [Lookup()] if lookup else []
-        every += [] if assistant is None else [Assistant(assistant)]
+        every += [] if assistant is None else [second_model(opened, assistant)]
         every += [] if skip is None else [skip]
         cache_error = _cache_error(opened, prompts[0], every, max_new_tokens)
     after = _fingerprint(model)

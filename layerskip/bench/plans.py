@@ -37,6 +37,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, redacted
+from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
@@ -210,7 +211,10 @@ class Plan:
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             named = {"assistant": assistant.name}
-            methods.append(Peer(model, task, name, options=second, details=named))
+            if is_assistant(assistant.model.config) and not hands_over_keys(model.config):
+                self.talk.say(f"{name} is left out: this version of transformers fails there")
+            else:
+                methods.append(Peer(model, task, name, options=second, details=named))
         alone = [m.name for m in methods if m.one_row]
         if alone and any(batch.rows > 1 for batch in self.batches):
             self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")

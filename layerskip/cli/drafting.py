@@ -49,7 +49,10 @@ class Sources:
     ] = None
     assistant: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Draft with a second model of the same vocabulary."),
+        typer.Option(
+            metavar="MODEL",
+            help="Draft with a second model of the same vocabulary, or a Gemma 4's assistant.",
+        ),
     ] = None
     draft_memory: Annotated[
         float | None,
@@ -114,8 +117,13 @@ class Sources:
         """
         if self.assistant is None:
             return None
+        from layerskip.checkpoints import load_official
         from layerskip.vocabulary import check_vocabularies
 
+        official = load_official(self.assistant, loaded)
+        if official is not None:
+            talk.say(official.describe())
+            return official
         found = open_model(replace(loading, model=self.assistant), talk)
         check_vocabularies(loaded.tokenizer, found.tokenizer)
         return found

@@ -34,6 +34,14 @@ def is_assistant(config: Any) -> bool:
     return getattr(config, "model_type", None) in ASSISTANTS
 
 
+def hands_over_keys(config: Any) -> bool:
+    """Whether the library's own assisted generation serves an assistant of a model.
+
+    It marks layers that hand over their keys; 5.23 marks none where no layers share them.
+    """
+    return "store" in getattr(config.get_text_config(), "kv_sharing_modes", ())
+
+
 class _Built:
     """What a class of the library gets here: a constructor, and a step that calls its layers.
 

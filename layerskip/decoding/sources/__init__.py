@@ -1,9 +1,14 @@
-"""The kinds of sources, a file each, and the source that a skip config stands for."""
+"""The kinds of sources, a file each, and those that a skip config or a second model stands for."""
+
+from collections.abc import Sequence
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
+from layerskip.model.families import ASSISTANTS
 from layerskip.model.sublayers import Sublayers
 
 
@@ -19,3 +24,22 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
     if skip.trained is not None and skip.trained.module:
         return TrainedDraft(model, skip)
     return SublayerDraft(model, skip)
+
+
+def second_model(
+    target: Sublayers, model: Sublayers, tokens: Sequence[int] | None = None
+) -> Assistant | Official:
+    """The source of a second model, or of an official assistant of the target.
+
+    Args:
+        tokens: the only ones to draft; None: all.
+
+    Raises:
+        ValueError: an official assistant of another model.
+    """
+    if model.model.config.model_type in ASSISTANTS:
+        return Official(target, model, tokens)
+    if tokens is not None:
+        both = min(model.vocabulary, target.vocabulary)
+        model = model.trimmed([token for token in tokens if token < both])
+    return Assistant(model)

@@ -41,7 +41,9 @@ class Official(Source):
         self, target: Sublayers, model: Sublayers, tokens: Iterable[int] | None = None
     ) -> None:
         if reason := _misfit(target, model):
-            raise ValueError(f"the assistant cannot draft for this model: {reason}")
+            raise ValueError(
+                f"the assistant cannot draft for this model: {reason}; give the one made for it"
+            )
         sources = _sources(target)
         self.sources = {part.keys: sources[part.kind].number for part in model.parts}
         self.own: Any = model.model  # as the library names its parts
@@ -70,7 +72,7 @@ class Official(Source):
         own, ends = self.own, [self.own.pre_projection, self.own.post_projection]
         head = self.model.weights.head_bytes()
         if self.centroids is not None:
-            ends.append(self.centroids.centroids)
+            ends += [own.model.norm, self.centroids.centroids]
             count = self.centroids.centroid_intermediate_top_k / self.centroids.num_centroids
             head = own.lm_head.weight.nbytes * count
         around = float(sum(read_bytes(each, None) for each in ends))
@@ -162,29 +164,35 @@ class _Steps(Steps):
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     """Why an assistant cannot draft for a model, or None."""
+    own, needed = ((each.dtype, each.device) for each in (model, target))
+    if own != needed or target.spread:
+        where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
+        return f"its weights are {own[0]} on {own[1]}, the model's {where}"
     sources = _sources(target)
-    width = model.model.config.backbone_hidden_size
     pairs = [
-        ("hidden states of {} numbers", width, target.config.hidden_size),
+        ("hidden states of {} numbers", _width(model), target.config.hidden_size),
         ("{} tokens", model.vocabulary, target.vocabulary),
-        ("weights in {}", model.dtype, target.dtype),
-        ("weights on {}", model.device, target.device),
     ]
     for part in model.parts:
         if part.kind not in sources:
-            return f"it reads keys of {part.kind} layers, and the model has none"
-        theirs = sources[part.kind]
-        what = f"{part.kind} layers with {{}} (heads of keys, their width, window)"
-        pairs.append((what, _shape(part), _shape(theirs)))
-    for what, own, needed in pairs:
-        if own != needed:
-            return f"it is made for {what.format(own)}, the model has {needed}"
+            return f"it reads keys of {part.kind} layers, the model has none"
+        what = f"{part.kind} layers with heads of keys, width of them, and window {{}}"
+        pairs.append((what, _shape(part), _shape(sources[part.kind])))
+    for what, made, there in pairs:
+        if made != there:
+            return f"it is made for {what.format(made)}, the model has {there}"
     return None
 
 
 def _sources(target: Sublayers) -> dict[str, LayerParts]:
     """By kind, a model's last layer with keys and values of its own."""
-    return {part.kind: part for part in target.parts if part.writes}
+    # a model that is served whole has no layers to read
+    return {part.kind: part for part in getattr(target, "parts", ()) if part.writes}
+
+
+def _width(model: Sublayers) -> int:
+    width: int = model.model.config.backbone_hidden_size
+    return width
 
 
 def _shape(part: LayerParts) -> tuple[int, int, int | None]:

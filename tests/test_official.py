@@ -1,0 +1,503 @@
+"""Drafts by a Gemma 4 assistant: its steps, the text, its law, replays, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sampling
+import torch
+import transformers
+from covering import covering
+from kinds import Several
+from models import WINDOW, Erratic, Fickle, lively_model, ragged
+from test_sampling import (
+    LEVEL,
+    PROCESSORS,
+    accept_always,
+    p_value,
+    redraw_from_the_target,
+    sample_texts,
+)
+from torch import Tensor
+
+import layerskip
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.bench import lawtest
+from layerskip.bench.checks import check
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding import draws
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
+from layerskip.decoding.passes import Session
+from layerskip.decoding.sources.official import Official
+from layerskip.model.assistants import ASSISTANTS, build_assistant
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.drafts import follow, replay
+from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.trace import Trace, take_trace
+
+pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
+
+TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")
+VOCABULARY, NEW = 24, 24
+LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
+KINDS = ["sliding_attention"] * 3 + ["full_attention"]
+COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
+
+
+@functools.cache
+def target_of(family: str, tokens: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of so few tokens that texts repeat some stretches."""
+    how: dict[str, Any] = {"vocab_size": tokens}
+    if family == "gemma4":
+        how["vocab_size_per_layer_input"] = tokens
+    model = lively_model(family, dtype=dtype, **how)
+    model.set_experts_implementation("eager")  # the library's faster ones have no float64
+    for name, weight in model.named_parameters():
+        if "layers." in name and "post_" in name:
+            weight.data.mul_(0.5)  # the assistant knows the embeddings only
+    if tokens < 8:  # few texts, all of which should occur
+        model.lm_head.weight.data.mul_(0.4)
+    return model
+
+
+@functools.cache
+def assistant_of(
+    family: str,
+    centroids: bool = False,
+    tokens: int = VOCABULARY,
+    dtype: torch.dtype = torch.float64,
+    **text: Any,
+) -> Any:
+    """An assistant that agrees with a lively target now and then, and not always.
+
+    Mostly the target's embedding under the target's head; its layers and h add something.
+    """
+    target, groups = target_of(family, tokens, dtype), tokens // 4 if tokens > 8 else tokens
+    kind = "gemma4_unified" if "unified" in family else "gemma4"
+    prefix = "Gemma4Unified" if "unified" in family else "Gemma4"
+    shape: dict[str, Any] = {
+        **{"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 4, "layer_types": KINDS, "num_kv_shared_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW},
+        **{"head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 256},
+    }
+    if family != "gemma4":
+        shape |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    if kind == "gemma4":
+        shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    config = getattr(transformers, f"{prefix}AssistantConfig")(
+        text_config=getattr(transformers, f"{prefix}TextConfig")(**shape | text),
+        backbone_hidden_size=32,
+        use_ordered_embeddings=centroids,
+        num_centroids=groups,
+        centroid_intermediate_top_k=3,
+    )
+    assert ASSISTANTS[config.model_type] == kind
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        built = build_assistant(config)
+        for name, weight in built.named_parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(std=0.1)
+            elif "post_" in name:
+                weight.data.fill_(0.15)
+        if centroids:
+            built.masked_embedding.token_ordering.copy_(torch.randperm(tokens))
+    head = target.lm_head.weight
+    built.lm_head.weight.data.copy_(head)
+    built.model.norm.weight.data.copy_(target.model.norm.weight)
+    built.pre_projection.weight.data[:, :32] += 3 * torch.eye(32)
+    if centroids:
+        members = head[built.masked_embedding.token_ordering].view(groups, -1, 32)
+        built.masked_embedding.centroids.weight.data.copy_(members.mean(1))
+    return built.to(dtype).requires_grad_(False)
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    ids, mask = ragged(LENGTHS, seed=3)
+    return torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0), mask
+
+
+def source_of(
+    family: str, centroids: bool = False, execution: str = "auto", **how: Any
+) -> Official:
+    target = Sublayers(target_of(family, **how), execution)
+    return Official(target, Sublayers(assistant_of(family, centroids, **how), execution))
+
+
+# ---------------------------------------------------------------------------------------------
+# Its steps, against the library's own class.
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """transformers 5.23 with the property that keeps it from constructing an assistant mended."""
+
+    def modes(self: Any) -> list[str | None]:
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        return [None] * own + ["reuse"] * self.num_kv_shared_layers
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig"):
+            patch.setattr(getattr(transformers, name), "kv_sharing_modes", property(modes))
+        yield
+
+
+def library_steps(family: str, built: Any, prompt: Tensor, tokens: list[int]) -> list[Tensor]:
+    """Logits (V,) of the library's own class for a token that follows a prompt, then others.
+
+    The keys are those of its own forward pass over the prompt.
+    """
+    with mended():
+        own = type(built).__mro__[2](built.config).double().eval()
+    own.load_state_dict(built.state_dict())
+    target = target_of(family)
+    past = transformers.DynamicCache()
+    states = target.model(prompt[None], past_key_values=past, use_cache=True).last_hidden_state
+    shared = {}
+    for kind, part in zip(target.config.layer_types, Sublayers(target).parts, strict=True):
+        if part.writes:
+            keys, values = past.layers[part.number].keys, past.layers[part.number].values
+            first = -WINDOW if kind == "sliding_attention" else 0
+            shared[kind] = keys[:, :, first:], values[:, :, first:]
+    state, found = states[:, -1:], []
+    for token in tokens:
+        embedded = target.model.embed_tokens(torch.tensor([[token]]))
+        out = own(
+            inputs_embeds=torch.cat([embedded, state], -1),
+            position_ids=torch.tensor([[len(prompt)]]),
+            shared_kv_states=shared,
+        )
+        state = out.last_hidden_state
+        found.append(out.logits[0, 0])
+    return found
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize(("family", "centroids"), covering(TARGETS, (False, True)))
+@torch.no_grad()
+def test_its_steps_are_those_of_the_librarys_own_class(
+    family: str, centroids: bool, execution: str
+) -> None:
+    """Rows of different lengths at once, across a window."""
+    if family == "gemma4_mixture":
+        execution = "modules"
+    ids, mask = prompts()
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    fed = [[5, 7, 3, 9], [4, 4, 8, 2], [11, 6, 20, 21]]
+    opened = Sublayers(target_of(family), execution)
+    session = Session(
+        opened,
+        [source_of(family, centroids, execution)],
+        rows,
+        max_new_tokens=8,
+        max_draft_length=5,
+        emitted=[tokens[:1] for tokens in fed],
+    )
+    session.prefill()
+    got = [
+        session.draft_step(torch.tensor(step), i) for i, step in enumerate(zip(*fed, strict=True))
+    ]
+    for row, (prompt, tokens) in enumerate(zip(rows, fed, strict=True)):
+        built = assistant_of(family, centroids)
+        for step, want in enumerate(library_steps(family, built, prompt, tokens)):
+            own, other = got[step][row], got[step][row] == float("-inf")
+            torch.testing.assert_close(own[~other], want[~other], rtol=0, atol=5e-6)
+            # behind the candidates the library puts a number below theirs
+            assert other.sum() == (VOCABULARY // 2 if centroids else 0)
+            assert (want[other] == want[~other].min() - 1).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# The text.
+
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
+    "history": {
+        **{"do_sample": True, "top_p": 0.9, "top_k": 0, "seed": 6},
+        **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
+    },
+}
+BESIDE: dict[str, tuple[Any, ...]] = {
+    "alone": (),
+    "lookup": (Lookup(),),
+    "lookup, 8 bits, layers left out": (
+        *(Lookup(), SkipConfig.low_precision(8)),
+        SkipConfig(attention=(0, 3), mlp=(2, 5)),
+    ),
+}
+CONTROLLERS: dict[str, Any] = {
+    "fixed": lambda: "fixed",
+    "expected-gain": lambda: "expected-gain",
+    "erratic": lambda: Erratic(3),
+    "fickle": lambda: Fickle(2),
+}
+ENDS = [4, 9]
+
+
+@functools.cache
+def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
+    """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
+    model, (ids, mask) = target_of(family), prompts()
+    how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}
+    if law != "greedy":
+        how |= {"enabled": False, "execution": "modules", "attention_mask": mask}
+        return layerskip.generate(model, ids, **how).sequences[:, ids.shape[1] :].tolist()
+    found = model.generate(ids, attention_mask=mask, pad_token_id=0, **how)
+    return found[:, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_the_text_is_that_of_the_target(family: str) -> None:
+    drafted = accepted = compactions = 0
+    model, (ids, mask) = target_of(family), prompts()
+    for beside, law, execution, controller, ended, centroids in covering(
+        tuple(BESIDE), tuple(LAWS), ("modules", "fused"), tuple(CONTROLLERS), *[(False, True)] * 2
+    ):
+        if family == "gemma4_mixture":
+            execution = "modules"
+        how = dict(LAWS[law])
+        decoding = Several(
+            (source_of(family, centroids, execution), *BESIDE[beside]),
+            COSTS,
+            controller=CONTROLLERS[controller](),
+            execution=execution,
+            max_draft_length=5,
+            seed=how.pop("seed", None),
+        )
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            custom_generate=decoding,
+            return_dict_in_generate=True,
+            max_new_tokens=NEW,
+            eos_token_id=ENDS if ended else None,
+            pad_token_id=0,
+            **how,
+        )
+        assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
+        drafted += out.stats.sources[0].num_draft_tokens
+        accepted += out.stats.sources[0].num_accepted_tokens
+        compactions += out.stats.num_compactions
+    assert drafted / 20 < accepted < drafted
+    assert compactions
+
+
+def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once() -> None:
+    """For the last tokens: nothing else is read of their states."""
+    counts = []
+    model = target_of("gemma4")
+    upper = model.model.layers[-1].mlp
+    forward = type(upper).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(upper), "forward", lambda self, x: seen(self, x))
+
+        def seen(self: Any, x: Tensor) -> Tensor:
+            if self is upper:
+                counts.append(x.shape[1])
+            return forward(self, x)  # type: ignore[no-any-return]
+
+        run = layerskip.generate(
+            *(model, torch.tensor([[5, 6, 7, 8, 9]])),
+            assistant=assistant_of("gemma4"),
+            **{"controller": "fixed", "max_draft_length": 3, "lookup": False, "draft_memory": 0},
+            **{"execution": "modules", "max_new_tokens": 6, "do_sample": False},
+        )
+    assert run.stats.num_draft_tokens
+    assert counts[0] == 1
+    assert max(counts) == 4
+
+
+# ---------------------------------------------------------------------------------------------
+# The law.
+
+
+def sampled(
+    processors: str, centroids: bool, rejection: bool, patch: pytest.MonkeyPatch, tokens: int = 5
+) -> tuple[float, tuple[int, int]]:
+    """The p-value of many texts under the target's law; drafted and accepted tokens."""
+    model = target_of("gemma4", tokens)
+    patch.setattr(test_sampling, "small_model", lambda: model)
+    test_sampling.exact_law.cache_clear()
+    try:
+        drafts = [source_of("gemma4", centroids, tokens=tokens)]
+        counts, [drafted] = sample_texts(processors, rejection=rejection, drafts=drafts)
+        return p_value(counts, processors), drafted
+    finally:
+        test_sampling.exact_law.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("processors", "centroids", "rejection"),
+    [
+        *((name, centroids, True) for name, centroids in zip(PROCESSORS, cycle((False, True)))),
+        ("none", True, True),
+        ("none", True, False),
+        ("top-k", False, False),
+    ],
+)
+def test_texts_follow_the_targets_law(
+    processors: str, centroids: bool, rejection: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, (drafted, accepted) = sampled(processors, centroids, rejection, monkeypatch)
+    assert 0.1 * drafted < accepted < drafted
+    assert fits > LEVEL
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("residual", redraw_from_the_target), ("acceptance_probability", accept_always)],
+)
+def test_known_wrong_samplers_fail_the_same_test(
+    name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, name, wrong)
+    assert sampled("none", False, True, monkeypatch)[0] < LEVEL
+
+
+# ---------------------------------------------------------------------------------------------
+# Replays.
+
+
+@functools.cache
+def traced(family: str, sample: bool, ended: bool) -> Trace:
+    ids, mask = prompts()
+    return take_trace(
+        target_of(family),
+        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
+        max_new_tokens=NEW,
+        law=Law((), do_sample=sample, rows=1),
+        seeds=range(len(ids)),
+        eos=frozenset(ENDS) if ended else frozenset(),
+        draft_length=6,
+    )
+
+
+@pytest.mark.parametrize(("family", "centroids"), covering(TARGETS, (False, True)))
+def test_simulated_rounds_are_those_of_decoding(family: str, centroids: bool) -> None:
+    """Alone and beside a lookup, for every law and end."""
+    opened = Sublayers(target_of(family))
+    source = Official(opened, Sublayers(assistant_of(family, centroids)))
+    drafts = [Lookup(), source]
+    costs = [CostTable(0.0, COSTS.verify), COSTS]
+    made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
+    for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
+        some = drafts if make in (made[0], made[3]) else drafts[1:]
+        trace = traced(family, sample, ended)
+        ids, mask = prompts()
+        request = Request(
+            *(ids, mask, NEW, Law((), do_sample=sample, rows=len(ids))),
+            [stream_key(row) for row in range(len(ids))],
+            eos=trace.eos,
+        )
+        with torch.no_grad():
+            run = Decoder(opened, some, make(), request, max_draft_length=6)
+            real = [
+                SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
+                for r in run.rounds()
+            ][1:]
+        replays = [replay(trace, draft) for draft in some]
+        assert list(simulate(replays, make(), range(len(trace.texts)))) == real
+
+
+@pytest.mark.parametrize(("family", "sample"), covering(TARGETS, (False, True)))
+def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
+    family: str, sample: bool
+) -> None:
+    trace = traced(family, sample, False)
+    source = source_of(family, sample)
+    whole, (some,) = replay(trace, source), follow(trace, source)
+    assert torch.equal(some.matches.cumprod(1), whole.matches.cumprod(1))
+    assert 0 < whole.survival[0] < 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The doors, what it costs, and what is refused.
+
+
+def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> None:
+    model, (ids, mask) = target_of("gemma4"), prompts()
+    built = assistant_of("gemma4", True)
+    built.save_pretrained(tmp_path)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
+    plain = layerskip.generate(model, inputs, enabled=False, **how)
+    for given in (built, Sublayers(built, "modules"), tmp_path, str(tmp_path)):
+        for few in (None, [3, 5, 7, 8, 9, 11, 14]):
+            got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=few, **how)
+            assert got.sequences.tolist() == plain.sequences.tolist()
+            assert got.stats.sources[1].num_draft_tokens
+    words = LayerSkipDecoding(assistant=tmp_path).explain(model)
+    assert "drafts: by the model's official assistant" in words
+
+
+@pytest.mark.parametrize("centroids", [False, True])
+def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids: bool) -> None:
+    target, few = Sublayers(target_of("gemma4")), [3, 5, 7, 8, 9, 11]
+    source = Official(target, Sublayers(assistant_of("gemma4", centroids)), few)
+    prompt = torch.tensor([5, 6, 7])
+    session = Session(
+        target, [source], [prompt], max_new_tokens=2, max_draft_length=1, emitted=[[8]]
+    )
+    with torch.no_grad():
+        session.prefill()
+        raw = session.draft_step(torch.tensor([8]), 0)[0]  # (V,)
+    drawn = raw.isfinite().nonzero().flatten().tolist()
+    assert drawn
+    assert {*drawn} <= {*few}
+    assert centroids or drawn == few
+
+
+def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose() -> None:
+    for centroids in (False, True):
+        source = source_of("gemma4", centroids)
+        own = sum(weight.nbytes for weight in source.own.parameters())
+        unread = source.own.lm_head.weight.nbytes // 2 if centroids else 0
+        assert sum(source.step_bytes()) == own - unread
+        assert source.key == source_of("gemma4", centroids).key
+
+
+def test_check_passes_with_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lawtest, "DRAWS", 256)
+    ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
+    second = Sublayers(assistant_of("gemma4", True))
+    report = check(target_of("gemma4"), ids, None, assistant=second, max_new_tokens=12)
+    assert report.passed
+
+
+def test_another_models_assistant_is_refused() -> None:
+    def refused(message: str, assistant: Any, target: Any = None) -> None:
+        with pytest.raises(ValueError, match=message) as error:
+            Official(Sublayers(target or target_of("gemma4")), Sublayers(assistant))
+        assert "give the one made for it" in str(error.value)
+
+    refused(
+        r"width of them, and window \(1, 16, None\), the model has \(2,",
+        assistant_of("gemma4_dense"),
+    )
+    refused(r"window \(2, 8, 4\), the model", assistant_of("gemma4", sliding_window=4))
+    refused(
+        "are torch.float32 on cpu, the model's torch.float64",
+        assistant_of("gemma4", dtype=torch.float32),
+    )
+    refused("made for 5 tokens, the model has 24", assistant_of("gemma4", tokens=5))
+    refused("reads keys of sliding_attention layers", assistant_of("gemma4"), lively_model("llama"))
+    wide = lively_model("gemma4", hidden_size=64, vocab_size=VOCABULARY)
+    refused("hidden states of 32 numbers, the model has 64", assistant_of("gemma4"), wide)
+
+
+def test_an_assistant_by_itself_is_refused() -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="no keys and values of its own"):
+        layerskip.generate(assistant_of("gemma4"), ids, enabled=False, max_new_tokens=2)
