@@ -76,6 +76,7 @@ def assistant_of(
     centroids: bool = False,
     tokens: int = VOCABULARY,
     dtype: torch.dtype = torch.float64,
+    noise: float = 0.1,
     **text: Any,
 ) -> Any:
     """An assistant that agrees with a lively target now and then, and not always.
@@ -108,7 +109,7 @@ def assistant_of(
         built = build_assistant(config)
         for name, weight in built.named_parameters():
             if weight.dim() > 1:
-                weight.data.normal_(std=0.1)
+                weight.data.normal_(std=noise)
             elif "post_" in name:
                 weight.data.fill_(0.15)
         if centroids:
@@ -131,7 +132,7 @@ def prompts() -> tuple[Tensor, Tensor]:
 def source_of(
     family: str, centroids: bool = False, execution: str = "auto", **how: Any
 ) -> Official:
-    target = Sublayers(target_of(family, **how), execution)
+    target = Sublayers(target_of(family), execution)
     return Official(target, Sublayers(assistant_of(family, centroids, **how), execution))
 
 
@@ -324,14 +325,16 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once() -
 
 
 def sampled(
-    processors: str, centroids: bool, rejection: bool, patch: pytest.MonkeyPatch, tokens: int = 5
+    processors: str, centroids: bool, rejection: bool, patch: pytest.MonkeyPatch
 ) -> tuple[float, tuple[int, int]]:
     """The p-value of many texts under the target's law; drafted and accepted tokens."""
+    tokens = test_sampling.VOCABULARY
     model = target_of("gemma4", tokens)
+    second = assistant_of("gemma4", centroids, tokens, noise=0.4)
     patch.setattr(test_sampling, "small_model", lambda: model)
     test_sampling.exact_law.cache_clear()
     try:
-        drafts = [source_of("gemma4", centroids, tokens=tokens)]
+        drafts = [Official(Sublayers(model), Sublayers(second))]
         counts, [drafted] = sample_texts(processors, rejection=rejection, drafts=drafts)
         return p_value(counts, processors), drafted
     finally:
@@ -500,4 +503,4 @@ def test_another_models_assistant_is_refused() -> None:
 def test_an_assistant_by_itself_is_refused() -> None:
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="no keys and values of its own"):
-        layerskip.generate(assistant_of("gemma4"), ids, enabled=False, max_new_tokens=2)
+        next(layerskip.decode(assistant_of("gemma4"), ids, enabled=False, max_new_tokens=2))
