@@ -107,6 +107,9 @@ class SkipConfig:
     """Which kept sublayers, and whether the head, run in low precision; None: none."""
     trained: Trained | None = None
     """Weights trained for this draft, healed ones for what `low` rounds; None: the model's own."""
+    experts: int | None = None
+    """Of a mixture of experts, how many the draft runs for a token; 0: only the dense MLP that runs
+    beside them (Gemma 4); None: as many as the model."""
     num_layers: int | None = field(default=None, compare=False)
     """L of the model this was made for, if known; `resolve` refuses another."""
     model: str | None = field(default=None, compare=False)
@@ -121,8 +124,8 @@ class SkipConfig:
     def __post_init__(self) -> None:
         for name in ("attention", "mlp"):
             object.__setattr__(self, name, index_set(getattr(self, name), name))
-        for name in ("exit_layer", "num_layers"):
-            object.__setattr__(self, name, optional(integer(1))(getattr(self, name), name))
+        for name, least in (("exit_layer", 1), ("num_layers", 1), ("experts", 0)):
+            object.__setattr__(self, name, optional(integer(least))(getattr(self, name), name))
         if not isinstance(self.low, LowPrecision | None):
             raise TypeError(f"low must be LowPrecision, got {self.low!r}")
         if not isinstance(self.trained, Trained | None):
@@ -190,6 +193,7 @@ class SkipConfig:
             mlp=tuple(mlp),
             exit_layer=None,
             low=self.low and self.low.written_out(attention, mlp, num_layers),
+            experts=None if len(mlp) == num_layers else self.experts,
             num_layers=num_layers,
         )
 
@@ -212,8 +216,13 @@ class SkipConfig:
         return tuple(i for i in range(2 * self._depth(num_layers)) if i not in skipped)
 
     def shared_prefix(self, num_layers: int | None = None) -> int:
-        """How many leading sublayers the draft runs unbroken and exactly; 2E for an exit at E."""
+        """How many leading sublayers the draft runs unbroken and exactly; 2E for an exit at E.
+
+        With fewer experts the first MLP is not among them.
+        """
         changed = (*self.skipped(num_layers), *self.rounded(num_layers))
+        if self.experts is not None:
+            changed = (1, *changed)
         return min(changed, default=2 * self._depth(num_layers))
 
     @property
@@ -314,9 +323,10 @@ class SkipConfig:
         values = dict(mapping(content, "a skip config"))
         version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
         _check_keys("a skip config", values, cls)
-        if not values.keys() & {"attention", "mlp", "exit_layer", "low", "trained"}:
+        if not values.keys() & {"attention", "mlp", "exit_layer", "low", "trained", "experts"}:
             raise ValueError(
-                "a skip config must have attention, mlp, exit_layer, low or trained, got none"
+                "a skip config must have attention, mlp, exit_layer, low, trained or experts, "
+                "got none"
             )
         blocks = {"low": LowPrecision, "trained": Trained, "decoding": DecodingOptions}
         for name, block in blocks.items():
@@ -330,7 +340,8 @@ class SkipConfig:
 
     def __repr__(self) -> str:
         counted = (f.name for f in fields(self) if f.compare)
-        known = {name: getattr(self, name) for name in counted if getattr(self, name)}
+        known = {name: getattr(self, name) for name in counted}
+        known = {name: value for name, value in known.items() if value not in (None, ())}
         return f"SkipConfig({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
     def _weights_at(self, place: Callable[[str], str | Path]) -> SkipConfig:

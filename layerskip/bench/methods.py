@@ -387,5 +387,7 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
     low, vocabulary = resolved.low, skip.draft_vocabulary
     if low is not None and not (skip.trained and skip.trained.module):
         label += f", {low.words(len(resolved.kept()))}"
+    if resolved.experts is not None:
+        label += f", {resolved.experts} experts" if resolved.experts else ", no experts"
     label += "" if skip.trained is None else f", {skip.trained.words_with(low)}"
     return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

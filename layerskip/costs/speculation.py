@@ -159,11 +159,14 @@ class CostTable:
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     @classmethod
-    def analytic(cls, draft: Iterable[float], target: Iterable[float]) -> CostTable:
+    def analytic(
+        cls, draft: Iterable[float], target: Iterable[float], verify: Iterable[float] = (1.0,)
+    ) -> CostTable:
         """The table of a machine limited by reading weights, for where no clock may decide.
 
         `draft` holds what a draft step reads (say, in bytes) of each sublayer that it runs and of
         its head, `target` what a target step reads. A verify pass reads every weight once whatever
-        its length and whatever prefix it shares, so that v(n) = 1.
+        its length and whatever prefix it shares, so that v(n) = 1; but for mixtures of experts,
+        whose `verify` is given.
         """
-        return cls(math.fsum(draft) / math.fsum(target), (1.0,), "analytic")
+        return cls(math.fsum(draft) / math.fsum(target), tuple(verify), "analytic")

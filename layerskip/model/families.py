@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -251,6 +252,11 @@ class Architecture:
         return getattr(self.config, "hidden_size_per_layer_input", 0) or 0
 
     @property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts of its layers, in their order."""
+        return [part.mixture for part in self.parts if part.mixture is not None]
+
+    @property
     def first_reader(self) -> int:
         """The first layer from which on none has keys and values of its own; else the number."""
         readers = sum(not part.writes for part in self.parts)
@@ -300,6 +306,16 @@ class Architecture:
             sublayers += [attention, mlp]
         head = read(self.decoder.norm) + read(self.unembedding)
         return {"sublayers": sublayers, "head": head}
+
+    def pass_bytes(self, counts: Sequence[int]) -> list[float]:
+        """Bytes of all weights that passes over so many tokens each read, as `weight_bytes`."""
+        none, every = (
+            sum(read["sublayers"]) + read["head"]
+            for read in (self.weight_bytes(tokens=0), self.weight_bytes(tokens=sys.maxsize))
+        )
+        # layers differ in how many bytes their experts have, not in how many of them run
+        share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
+        return [none + share(count) * (every - none) for count in counts]
 
     @property
     def softcap(self) -> float | None:

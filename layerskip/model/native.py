@@ -42,7 +42,7 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
-    if any(part.mixture is not None for part in model.parts):
+    if model.mixtures:
         return "there are no native passes of mixtures yet"
     modules = [*model.layers, model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []

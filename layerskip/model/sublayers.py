@@ -264,6 +264,10 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
             f"execution {execution!r} cannot serve this model: {reason}; "
             "use execution='auto' or 'modules'"
         )
+    if execution == "compiled" and model.mixtures:
+        reason = "there are no compiled passes of mixtures of experts"
+        native.warn_refusal(reason)
+        return Fused(model), reason
     if execution == "compiled":
         reason = compiled.refusal(model.device.type)
         if reason is None:

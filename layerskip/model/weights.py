@@ -26,7 +26,7 @@ from layerskip.model.healed import Deltas, paired
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
-_Key = tuple[int | None, int | None, str | None]
+_Key = tuple[int | None, int | None, str | None, int | None]
 
 
 class DraftWeights:
@@ -48,7 +48,7 @@ class DraftWeights:
         self._rows: TrimmedHead | None = None
         self.copies = copies_of(model.model)
         self._seen = self.copies.changes
-        # by sublayer (or None: head), bits and hash of what heals it (or whose head it is)
+        # by sublayer (or None: head), bits, hash of what heals it (or whose head it is), experts
         self._low: dict[_Key, Block] = {}
         self._tails: dict[int, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
@@ -119,11 +119,14 @@ class DraftWeights:
         skip = skip.resolve(self.model.num_layers)
         low, prefix, kept = skip.rounded(), skip.shared_prefix(), skip.kept()
         self._check_keys(skip)
+        self._check_experts(skip)
         found = []
         for index in range(prefix, kept[-1] + 1):
             part = self.model.parts[index // 2]
             if index in kept:
-                found.append(self._rounded(index, skip) if index in low else self._exact[index])
+                fewer = index % 2 and part.mixture is not None and skip.experts is not None
+                changed = index in low or fewer
+                found.append(self._changed(index, skip) if changed else self._exact[index])
             elif index % 2 and part.tail:
                 found.append(self._tail(part.number))
         return [*found, self.head(skip)]
@@ -138,6 +141,16 @@ class DraftWeights:
                 "all layers that read them"
             )
 
+    def _check_experts(self, skip: SkipConfig) -> None:
+        """Refuse numbers of experts that the model's mixtures do not have."""
+        if skip.experts is not None and not self.model.mixtures:
+            raise ValueError(
+                "experts must be left out for this model, which is no mixture of experts; got "
+                f"{skip.experts}"
+            )
+        for mixture in self.model.mixtures:
+            mixture.taken(skip.experts)
+
     def _tail(self, layer: int) -> Block:
         if layer not in self._tails:
             self._tails[layer] = self.backend.tail(layer)
@@ -147,7 +160,7 @@ class DraftWeights:
         """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
         if skip is None or (self._rows_of(skip) is self._rows and not skip.head_bits):
             return self._head
-        return self._rounded(None, skip)
+        return self._changed(None, skip)
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
         """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
@@ -159,25 +172,25 @@ class DraftWeights:
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
-    def _rounded(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer in low precision, or (None) a head that is rounded or has few rows."""
+    def _changed(self, sublayer: int | None, skip: SkipConfig) -> Block:
+        """A sublayer, rounded or of fewer experts; or (None) a head, rounded or of few rows."""
         trained, backend = skip.trained, self.backend
         key: _Key
         if sublayer is None:
             rows = self._rows_of(skip)
             of = trained.hash if trained is not None and rows is not self._rows else None
-            key = (None, skip.head_bits, of)
+            key = (None, skip.head_bits, of, None)
             if key not in self._low:
                 self._low[key] = backend.head(rows, skip.head_bits)
             return self._low[key]
-        assert skip.low is not None
-        if trained is not None and trained.module:
+        bits = skip.low.bits if skip.low is not None and sublayer in skip.rounded() else None
+        if bits is None or (trained is not None and trained.module):
             trained = None  # modules do not change the rounded sublayers
-        bits = skip.low.bits
-        key = (sublayer, bits, None if trained is None else trained.hash)
+        experts = skip.experts if sublayer % 2 else None
+        key = (sublayer, bits, None if trained is None else trained.hash, experts)
         if key not in self._low:
             deltas = None if trained is None else self.deltas(trained)
-            self._low[key] = backend.low(sublayer, bits, deltas)
+            self._low[key] = backend.low(sublayer, bits, deltas, experts)
         return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
@@ -212,6 +225,10 @@ class DraftWeights:
             for inner, linear in linears(part.mlp if index % 2 else part.attention):
                 yield f"layers.{part.number}.{name}.{inner}", linear
 
+    def _experts(self, layer: int) -> Iterator[nn.Parameter]:
+        mixture = self.model.parts[layer].mixture
+        return iter(()) if mixture is None else mixture.weights()
+
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights take, or would take."""
         skip = skip.resolve(self.model.num_layers)
@@ -220,7 +237,10 @@ class DraftWeights:
             own = read_bytes(self.module(skip).block, skip.module_bits)
         if skip.low is None:
             return own
-        weights = [linear.weight for _, linear in self.linears(skip.rounded())]
+        rounded = skip.rounded()
+        weights = [linear.weight for _, linear in self.linears(rounded)]
+        if skip.experts != 0:  # the copies are of all experts, which tokens choose from
+            weights += [w for index in rounded if index % 2 for w in self._experts(index // 2)]
         bits, packed = skip.low.bits, self.backend.packed
         nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
         head_bits = skip.head_bits
@@ -238,8 +258,10 @@ class DraftWeights:
     def read_by(self, skip: SkipConfig) -> list[float]:
         """Bytes that a draft step reads: of each sublayer of a resolved config, and the head."""
         model, low = self.model, skip.low
-        whole, rounded = model.weight_bytes(), set(skip.rounded())
-        lower = whole if low is None else model.weight_bytes(low.bits)
+        self._check_experts(skip)
+        experts, rounded = skip.experts, set(skip.rounded())
+        whole = model.weight_bytes(experts=experts)
+        lower = whole if low is None else model.weight_bytes(low.bits, experts=experts)
         read = [(lower if i in rounded else whole)["sublayers"][i] for i in skip.kept()]
         return [*read, self.head_bytes(skip)]
 

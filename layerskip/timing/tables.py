@@ -45,6 +45,7 @@ _REPEATED = 1.25  # undisturbed, the second quickest time is at most so many tim
 _DEAR = 2.0  # undisturbed, a draft step takes at most so many times what its weights suggest
 _CALLS = 4  # that measure at most, while times are disturbed
 _TRIES = 20  # calls that measure at most, while a kind of time is missing
+_VERIFIED = 16  # tokens of a row up to which an analytic v counts a mixture's experts
 _READ = 2e10  # assumed bytes a second at which weights are read
 _ROUNDS = 2  # a budget of less than so many plain steps is not used
 
@@ -197,8 +198,7 @@ def measure(
     budget = _BUDGET if budget is None else budget
     sources = [source_of(model, draft) for draft in drafts]
     weights = [analytic(model, source).draft for source in sources]
-    total = model.weight_bytes()
-    step = (sum(total["sublayers"]) + total["head"]) / _READ
+    step = model.pass_bytes([1])[0] / _READ
     if not whole and _ROUNDS * step > budget:
         return None
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:context]  # (T,)
@@ -312,10 +312,15 @@ def _of_rows(table: CostTable, rows: int) -> CostTable:
     return CostTable(table.draft, tuple(verify), table.source)
 
 
-def analytic(model: Sublayers, draft: DraftOrSkip) -> CostTable:
-    """The table for a machine that is limited by reading weights, from their bytes."""
-    source, whole = source_of(model, draft), model.weight_bytes()
-    return CostTable.analytic(source.step_bytes(), [*whole["sublayers"], whole["head"]])
+def analytic(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> CostTable:
+    """The table for a machine that is limited by reading weights, from their bytes.
+
+    The more tokens a pass has, in all rows, the more of a mixture's experts it reads.
+    """
+    longest = _VERIFIED if model.mixtures else 1
+    step, *read = model.pass_bytes([1, *(rows * count for count in range(1, longest + 1))])
+    drafted = source_of(model, draft).step_bytes()
+    return CostTable.analytic(drafted, [step], [each / read[0] for each in read])
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
@@ -401,6 +406,6 @@ def cost_tables(
             costs.tables[rows] = (
                 costs.times.tables(rows)
                 if known and costs.times is not None
-                else [analytic(model, source) for source in sources]
+                else [analytic(model, source, rows) for source in sources]
             )
         return costs.tables[rows]

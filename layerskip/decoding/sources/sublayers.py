@@ -32,7 +32,7 @@ class SublayerDraft(Source):
         rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
         self.prior = PRIOR_ROUNDED if rounded else PRIOR
         whole = self.prefix == len(skip.kept()) and self.prefix % 2 == 0
-        if whole and skip.low is None and skip.trained is None:
+        if whole and skip.low is None and skip.trained is None and skip.experts is None:
             self.exit_layer = self.prefix // 2
 
     @property
@@ -52,7 +52,8 @@ class SublayerDraft(Source):
 def key_of(skip: SkipConfig) -> str:
     """A key for the drafts of one model."""
     known = skip.to_dict()
-    return json.dumps({k: known[k] for k in ("attention", "mlp", "low", "trained") if k in known})
+    chosen = ("attention", "mlp", "low", "trained", "experts")
+    return json.dumps({k: known[k] for k in chosen if k in known})
 
 
 class _State(State):
