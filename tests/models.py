@@ -183,7 +183,7 @@ _FAMILIES |= {
     ),
 }
 EVERY = tuple(_FAMILIES)
-MODULES_ONLY = ("gemma4_mixture", "ministral3", "mixtral", "qwen3_moe")
+MODULES_ONLY = ("ministral3",)
 """Families without fused passes."""
 # the wirings that differ most; the other families are marked slow where all of them take long
 _QUICK = ("llama", "gemma2", "gemma3", "phi3")

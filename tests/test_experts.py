@@ -1,0 +1,394 @@
+"""Mixtures of experts: routing and sums, drafts of fewer or rounded experts, their bytes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kinds import Several
+from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
+from torch import Tensor
+
+from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.sources.sublayers import key_of
+from layerskip.model.experts import exact, fewer, low, routing, summed
+from layerskip.model.fused import refusal, rms_norm
+from layerskip.model.rounded import copies_of, linears, rounded, rounded_bytes
+from layerskip.model.sublayers import Sublayers
+from layerskip.timing.tables import analytic
+
+MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
+EXECUTIONS = ("modules", "fused")
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
+BITS = (8, 4)
+DRAFTS = {
+    "one expert": SkipConfig(experts=1),
+    "rounded": SkipConfig.low_precision(8),
+    "rounded to 4 bits, one expert": replace(SkipConfig.low_precision(4), experts=1),
+    "some rounded, some left out, one expert": SkipConfig(
+        attention=(2,), mlp=(3,), experts=1, low=LowPrecision(attention=(1,), mlp=(1, 4))
+    ),
+    "early exit, one expert": SkipConfig(exit_layer=4, experts=1),
+    "left out": SkipConfig(attention=(2,), mlp=(0, 3)),
+    "dense MLPs only": SkipConfig(experts=0),
+    "dense MLPs only, rounded": replace(SkipConfig.low_precision(8), experts=0),
+}
+CASES = [
+    (family, draft)
+    for family in MIXTURES
+    for draft in DRAFTS
+    if family == "gemma4_mixture" or DRAFTS[draft].experts != 0
+]
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    return lively_model(family)
+
+
+def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig | None = None) -> Tensor:
+    """Of whole texts (B, T), exactly or as a draft computes them, (B, T, V)."""
+    skip = (skip or SkipConfig()).resolve(opened.num_layers)
+    hidden, step = opened.first_pass(ids)
+    hidden = opened.run(hidden, step, range(skip.shared_prefix()))
+    return opened.backend.run(hidden, step, opened.weights.blocks(skip))
+
+
+def with_top(model: Any, top: int) -> Any:
+    """A copy of a model whose tokens take so many experts."""
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        if hasattr(layer, "router"):
+            layer.router.config.top_k_experts = top
+        elif hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.top_k = top
+    return other
+
+
+# ---------------------------------------------------------------------------------------------
+# The arithmetic.
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("top", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_routers_are_the_library_s_bit_by_bit(
+    family: str, dtype: torch.dtype, top: int, normalised: bool
+) -> None:
+    more = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
+    model = tiny_model(family, dtype=dtype, **more)
+    mixture = Sublayers(model, "modules").mixtures[0]
+    library = fewer(mixture.router, top)
+    own = getattr(mixture.router, "norm", None)
+    # the library's norm, as ours takes its sums in another order
+    route = routing(mixture.router, top, own)
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        _, *want = library(x)
+        _, *got = route(x)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert all(a.dtype is b.dtype for a, b in zip(got, want, strict=True))
+    assert mixture.top == 2  # the model's own is as it was
+    if own is not None:
+        with torch.no_grad():
+            _, near, _ = routing(mixture.router, top, rms_norm(own, "wide", x.device))(x)
+        torch.testing.assert_close(near, want[0], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_add_up_as_the_library_s(
+    tokens: int, dtype: torch.dtype, implementation: str
+) -> None:
+    if dtype is torch.float64 and implementation != "eager":
+        return  # the library's faster ones know no float64
+    model = tiny_model("mixtral", dtype=dtype)
+    mixture = Sublayers(model, "modules").mixtures[0]
+    model.config._experts_implementation = implementation
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    experts = mixture.experts
+    ours = summed(exact(experts.gate_up_proj), exact(experts.down_proj), experts.act_fn)
+    with torch.no_grad():
+        _, weights, chosen = mixture.router(x)
+        want, got = experts(x, chosen, weights), ours(x, chosen, weights)
+        assert got.dtype is dtype
+        # its eager experts round every addend, ours the sum
+        loose = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(got, want, **loose)
+        # the order of a token's experts is its own: whatever else is in the pass
+        alone = ours(x[:1], chosen[:1], weights[:1])
+    torch.testing.assert_close(alone, got[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_are_the_library_s(family: str, execution: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=dtype)
+    opened = Sublayers(model, execution)
+    ids = prompt(WINDOW + 3, rows=2)
+    with torch.no_grad():
+        want, got = model(ids).logits, logits(opened, ids)
+    close = 0.3 if dtype is torch.bfloat16 else 2e-5  # norms are in float32 in every dtype
+    assert (got - want).abs().max() < close
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_draft_of_one_expert_is_the_model_that_takes_one(family: str, execution: str) -> None:
+    model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
+    opened = Sublayers(model, execution)
+    with torch.no_grad():
+        got = logits(opened, ids, SkipConfig(experts=1))
+        torch.testing.assert_close(got, with_top(model, 1)(ids).logits, rtol=0, atol=2e-5)
+        whole = logits(opened, ids, SkipConfig(experts=2))
+        torch.testing.assert_close(whole, model(ids).logits, rtol=0, atol=2e-5)
+    assert not torch.allclose(got, whole, atol=1e-2)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_draft_of_no_expert_runs_the_dense_mlps(execution: str) -> None:
+    model, ids = model_of("gemma4_mixture"), prompt(WINDOW + 3, rows=2)
+    dense = copy.deepcopy(model)
+    for layer in dense.model.layers:
+        layer.post_feedforward_layernorm_2.weight.data.zero_()
+    with torch.no_grad():
+        got = logits(Sublayers(model, execution), ids, SkipConfig(experts=0))
+        torch.testing.assert_close(got, dense(ids).logits, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
+    family: str, execution: str, bits: Any
+) -> None:
+    model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
+    wide = copy.deepcopy(model)
+    changed = {linear.weight for _, linear in linears(wide)}
+    changed |= {w for mixture in Sublayers(wide, "modules").mixtures for w in mixture.weights()}
+    for weight in changed:
+        flat = weight.data.flatten(0, -2)  # experts have rows of their own
+        weight.data = rounded(flat, bits).widened(weight.dtype).view_as(weight)
+    with torch.no_grad():
+        skip = SkipConfig(low=LowPrecision(bits=bits, head=False))
+        got = logits(Sublayers(model, execution), ids, skip)
+        want = wide(ids).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_rounded_experts_are_rounded_alone(bits: int, packed: bool) -> None:
+    weight = torch.randn(3, 17, 70, generator=torch.Generator().manual_seed(3))
+    whole = rounded(weight, bits, packed=packed)
+    assert whole.nbytes == rounded_bytes(weight, bits, packed=packed)
+    for one, part in zip(weight, whole.parts(3), strict=True):
+        alone = rounded(one, bits, packed=packed)
+        assert torch.equal(part.numbers, alone.numbers)
+        assert torch.equal(part.widened(torch.float32), alone.widened(torch.float32))
+    x = torch.randn(2, 70)
+    want = x @ rounded(weight[1], bits).widened(x.dtype).T
+    torch.testing.assert_close(low(whole, 3)(1)(x), want)
+
+
+# ---------------------------------------------------------------------------------------------
+# Texts.
+
+
+def tokens_of(model: Any, ids: Tensor, mask: Tensor, decoding: Any, *, sample: bool) -> Any:
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=sample,
+        **({"temperature": 0.8, "top_k": 20} if sample else {}),
+        **({} if decoding is None else {"custom_generate": decoding}),
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :].tolist(), getattr(out, "stats", None)
+
+
+@functools.cache
+def references(family: str, rows: int) -> tuple[Any, Any]:
+    """Greedy texts of the library, and sampled ones of plain decoding."""
+    model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
+    plain = LayerSkipDecoding(enabled=False, seeds=(11, 12, 13)[:rows])
+    greedy = tokens_of(model, ids, mask, None, sample=False)[0]
+    return greedy, tokens_of(model, ids, mask, plain, sample=True)[0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(("family", "draft"), CASES)
+def test_texts_do_not_depend_on_drafts(family: str, draft: str, execution: str, rows: int) -> None:
+    model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
+    seeds = (11, 12, 13)[:rows]
+    drafted = accepted = 0
+    for sample, want in zip((False, True), references(family, rows), strict=True):
+        how: dict[str, Any] = {"execution": execution, "controller": "fixed", "costs": COSTS}
+        how |= {"max_draft_length": 3, "seeds": seeds if sample else None}
+        got, stats = tokens_of(
+            model, ids, mask, LayerSkipDecoding(DRAFTS[draft], **how), sample=sample
+        )
+        assert got == want
+        drafted += stats.num_draft_tokens
+        accepted += stats.num_accepted_tokens
+    assert 0 < accepted <= drafted
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_texts_of_several_sources_and_unruly_controllers(family: str, execution: str) -> None:
+    model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
+    drafts = [DRAFTS["rounded to 4 bits, one expert"], DRAFTS["early exit, one expert"]]
+    for sample, want in zip((False, True), references(family, 3), strict=True):
+        how: dict[str, Any] = {"execution": execution, "max_draft_length": 5}
+        how |= {"seeds": (11, 12, 13) if sample else None}
+        several = [
+            Several([Lookup(), *drafts], COSTS, controller=Fickle(2), **how),
+            LayerSkipDecoding(
+                DRAFTS["one expert"], lookup=True, controller=Erratic(1), costs=COSTS, **how
+            ),
+        ]
+        for decoding in several:
+            got, stats = tokens_of(model, ids, mask, decoding, sample=sample)
+            assert got == want
+            assert stats.num_draft_tokens > 0
+
+
+def test_drafts_leave_the_model_as_it_was() -> None:
+    model = lively_model("gemma4_mixture")
+    router = model.model.layers[0].router
+    before = {**vars(router)}, {**vars(model.model.layers[0].experts)}, model.config.to_dict()
+    for execution in EXECUTIONS:
+        logits(Sublayers(model, execution), prompt(4), DRAFTS["rounded to 4 bits, one expert"])
+    now = vars(router), vars(model.model.layers[0].experts), model.config.to_dict()
+    assert now == before
+
+
+# ---------------------------------------------------------------------------------------------
+# The choice.
+
+
+def test_experts_are_part_of_a_draft(tmp_path: Any) -> None:
+    one, all_of_them = SkipConfig(experts=1), SkipConfig()
+    assert one != all_of_them
+    assert key_of(one.resolve(4)) != key_of(all_of_them.resolve(4))
+    assert repr(SkipConfig(experts=0)) == "SkipConfig(experts=0)"
+    path = tmp_path / "skip.json"
+    SkipConfig(mlp=(2,), experts=0).save(path)
+    assert SkipConfig.load(path) == SkipConfig(mlp=(2,), experts=0)
+    path.write_text('{"experts": 1}')
+    assert SkipConfig.load(path) == one
+    assert "experts" not in all_of_them.to_dict()
+    # the first MLP may differ from the model's
+    assert one.shared_prefix(4) == 1
+    assert SkipConfig(attention=(0,), experts=1).shared_prefix(4) == 0
+    assert SkipConfig(mlp=(0, 1), experts=1).resolve(2) == SkipConfig(mlp=(0, 1)).resolve(2)
+    for wrong in (-1, True, 1.5):
+        with pytest.raises((TypeError, ValueError), match="experts must be"):
+            SkipConfig(experts=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "message"),
+    [
+        ("gemma4_mixture", 3, r"experts must be in 0..2 for this model, .* 2 of 4, got 3"),
+        ("mixtral", 0, r"experts must be in 1..2 .* got 0"),
+        ("qwen3_moe", 0, r"experts must be in 1..2 .* got 0"),
+        ("llama", 1, "experts must be left out for this model, which is no mixture"),
+    ],
+)
+def test_numbers_that_a_model_lacks_are_refused(family: str, experts: int, message: str) -> None:
+    model = tiny_model(family)
+    decoding = LayerSkipDecoding(SkipConfig(experts=experts), controller="fixed")
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompt(4), max_new_tokens=3, custom_generate=decoding)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_what_is_not_plain_keeps_the_module_path(family: str) -> None:
+    model = tiny_model(family)
+    assert Sublayers(model).execution == "fused"
+    mixture = Sublayers(model).mixtures[0]
+    for module in (mixture.router, mixture.experts):
+        hook = module.register_forward_hook(lambda *_: None)
+        assert "has forward hooks" in (refusal(Sublayers(model, "modules")) or "")
+        hook.remove()
+    mixture.router.forward = type(mixture.router).forward.__get__(mixture.router)
+    opened = Sublayers(model)
+    assert opened.execution == "modules"
+    with pytest.raises(ValueError, match="routers have a forward of their own"):
+        opened.weights.blocks(SkipConfig(experts=1))
+
+
+def test_compiled_passes_fall_back_to_fused_ones() -> None:
+    with pytest.warns(UserWarning, match="no compiled passes of mixtures"):
+        assert Sublayers(tiny_model("mixtral"), "compiled").execution == "fused"
+
+
+# ---------------------------------------------------------------------------------------------
+# Bytes and costs.
+
+
+def test_bytes_of_the_experts_that_tokens_touch() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)  # 2 of 4 experts, dense in layer 1
+    opened = Sublayers(model, "modules")
+    mlp = model.model.layers[0].mlp
+    norm, router = 2 * 32, 2 * 4 * 32
+    expert = 2 * 3 * 32 * mlp.experts.down_proj.shape[2]
+    assert opened.weight_bytes()["sublayers"][1] == norm + router + 2 * expert
+    assert opened.weight_bytes(experts=1)["sublayers"][1] == norm + router + expert
+    for tokens, distinct in ((1, 2.0), (2, 3.0), (3, 3.5), (4, 3.75)):
+        read = opened.weight_bytes(tokens=tokens)["sublayers"]
+        assert read[1] == norm + router + distinct * expert
+        assert read[3] == norm + sum(p.nbytes for p in model.model.layers[1].mlp.parameters())
+    eight = opened.weight_bytes(8)["sublayers"][1]
+    assert eight == norm + router + 2 * (expert // 2 + 2 * (2 * 16 + 32))  # scales of rows
+
+
+def test_bytes_of_drafts() -> None:
+    model = tiny_model("gemma4_mixture", dtype=torch.bfloat16)
+    opened = Sublayers(model, "modules")
+    layer = model.model.layers[0]
+    skips = [SkipConfig(experts=n).resolve(6) for n in (0, 1, 2)]
+    none, one, two = (opened.weights.read_by(skip)[1] for skip in skips)
+    expert = sum(weight.nbytes for weight in layer.experts.parameters()) / 4
+    router = sum(weight.nbytes for weight in layer.router.parameters())
+    assert (one - none, two - one) == (expert + router, expert)
+    assert opened.weights.read_by(SkipConfig().resolve(6))[1] == two
+    for skip in (DRAFTS["rounded"], DRAFTS["dense MLPs only, rounded"]):
+        fresh = tiny_model("gemma4_mixture", dtype=torch.bfloat16)
+        opened = Sublayers(fresh, "fused")
+        opened.weights.blocks(skip)
+        assert copies_of(fresh).nbytes == opened.weights.nbytes(skip)
+
+
+def test_analytic_costs_count_experts() -> None:
+    model = tiny_model("mixtral", dtype=torch.bfloat16)
+    opened = Sublayers(model, "modules")
+    found = analytic(opened, SkipConfig(experts=1).resolve(6))
+
+    def bytes_of(tokens: int) -> int:
+        read = opened.weight_bytes(tokens=tokens)
+        return int(sum(read["sublayers"]) + read["head"])
+
+    for count in (1, 2, 3, 9):
+        want = bytes_of(count) / bytes_of(1)
+        assert found.verify_cost(count) == pytest.approx(want, rel=1e-3)
+    assert found.verify_cost(9) > 1.5
+    one = opened.weight_bytes(experts=1)
+    draft = (sum(one["sublayers"]) + one["head"]) / bytes_of(1)
+    assert found.draft == pytest.approx(draft)
+    assert found.draft < 0.75
+    several = analytic(opened, SkipConfig(experts=1).resolve(6), 3)
+    assert several.verify_cost(2) == pytest.approx(bytes_of(6) / bytes_of(3), rel=1e-3)
+    assert analytic(Sublayers(tiny_model("llama")), SkipConfig().resolve(6)).verify == (1.0,)
