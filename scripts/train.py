@@ -30,8 +30,8 @@ from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 TOKENS_PER_STEP = 4096
-STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-gemma4": 900, "demo-small": 400}
-COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350, "demo-gemma4": 400, "demo-small": 200}
+STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-gemma4": 640, "demo-small": 400}
+COOLDOWN = {"demo-llama": 450, "demo-gemma2": 350, "demo-gemma4": 300, "demo-small": 200}
 # Further cycles of the learning rate: how long, from what factor.
 CYCLES: dict[str, tuple[tuple[int, float], ...]] = {
     "demo-llama": ((400, 0.5), (80, 0.25), (40, 0.2))

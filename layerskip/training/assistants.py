@@ -1,0 +1,129 @@
+"""Training an official assistant of Gemma 4 (see `layerskip.model.assistants`).
+
+The target is frozen and reads each text once. From every place the assistant drafts a few tokens:
+each step has the text's token, as only drafts that were right so far matter, and the h of the step
+before. Its laws are brought towards the target's.
+Letters: B texts, T tokens of one, S steps, P = T - S places, H the target's width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from layerskip.training.losses import DEEPER, lk, overlap
+
+
+@dataclass(frozen=True)
+class TargetReading:
+    """What an assistant reads of its target, for texts (B, T).
+
+    Attributes:
+        states: behind the final norm, (B, T, H).
+        logits: with the softcap, (B, T, V).
+        keys: by layer type, keys and values of the last layer that writes them, (B, G, T, D) each.
+    """
+
+    states: Tensor
+    logits: Tensor
+    keys: dict[str, tuple[Tensor, Tensor]]
+
+
+def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int) -> Any:
+    """The config of an assistant for a Gemma 4 text model's config: three sliding layers, one full.
+
+    Args:
+        hidden, intermediate, heads: of its layers; its heads are as wide as the target's.
+    """
+    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
+
+    widths = target.per_layer_config
+    text = Gemma4TextConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        num_kv_shared_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=widths["sliding_attention"].num_key_value_heads,
+        num_global_key_value_heads=widths["full_attention"].num_key_value_heads,
+        attention_k_eq_v=target.attention_k_eq_v,
+        head_dim=widths["sliding_attention"].head_dim,
+        global_head_dim=widths["full_attention"].head_dim,
+        rope_parameters=target.rope_parameters,
+        sliding_window=target.sliding_window,
+        max_position_embeddings=target.max_position_embeddings,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=target.pad_token_id,
+    )
+    return Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.hidden_size)
+
+
+@torch.no_grad()
+def read(target: Any, ids: Tensor) -> TargetReading:
+    """One pass of a Gemma 4 text model over texts (B, T)."""
+    cache = DynamicCache()  # without a config every layer keeps all keys
+    states = target.model(ids, past_key_values=cache, use_cache=True).last_hidden_state
+    config, logits = target.config, target.lm_head(states).float()
+    if (cap := config.final_logit_softcapping) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    writing = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    last = {kind: number for number, kind in enumerate(writing)}
+    keys = {kind: (cache.layers[n].keys, cache.layers[n].values) for kind, n in last.items()}
+    return TargetReading(states, logits, keys)
+
+
+def unrolled(
+    assistant: Any, target: Any, ids: Tensor, reading: TargetReading, steps: int
+) -> list[Tensor]:
+    """Logits (B, P, V) of each step; those of step s and place t are for token t + s + 2."""
+    places, config = ids.shape[1] - steps, assistant.model.config
+    position = torch.arange(1, places + 1, device=ids.device)  # of the newest token, (P,)
+    behind = position[:, None] - torch.arange(places, device=ids.device)  # (P, P)
+    masks = {}
+    for kind in reading.keys:
+        seen = behind > 0
+        if kind == "sliding_attention":
+            seen &= behind < config.sliding_window
+        masks[kind] = torch.where(seen, 0.0, float("-inf"))[None, None]
+    keys = {kind: (k[:, :, :places], v[:, :, :places]) for kind, (k, v) in reading.keys.items()}
+    with torch.no_grad():
+        embedded = target.model.embed_tokens(ids)  # (B, T, H)
+    state, found = reading.states[:, :places], []
+    for step in range(steps):
+        token = embedded[:, step + 1 : step + 1 + places]
+        logits, state = assistant.step(token, state, keys, masks, position[None])
+        found.append(logits.float())
+    return found
+
+
+def distance(drafted: list[Tensor], reading: TargetReading, temperature: float) -> Tensor:
+    """The loss of the unrolled steps, a scalar: their weighted mean (see `losses.DEEPER`)."""
+    weights = [DEEPER**step for step in range(len(drafted))]
+    losses = [
+        lk(logits, _ahead(reading, step, logits), logits, temperature)
+        for step, logits in enumerate(drafted)
+    ]
+    return sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+
+
+@torch.no_grad()
+def overlaps(drafted: list[Tensor], reading: TargetReading, temperature: float) -> list[float]:
+    """Each step's mean share of drafted tokens that are accepted, those before it being right."""
+    return [
+        overlap(logits, _ahead(reading, step, logits), temperature).item()
+        for step, logits in enumerate(drafted)
+    ]
+
+
+def _ahead(reading: TargetReading, step: int, like: Tensor) -> Tensor:
+    """The target's logits for the tokens that a step drafts, (B, P, V)."""
+    return reading.logits[:, step + 1 : step + 1 + like.shape[1]]
