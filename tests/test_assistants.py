@@ -1,4 +1,4 @@
-"""Official assistants built here against the library's own forward pass and checkpoints."""
+"""Official assistants built here against the library's own, and their training against decoding."""
 
 import json
 
@@ -7,6 +7,7 @@ import torch
 
 from layerskip.model.assistants import build_assistant, load_assistant
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.training import assistants
 
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
 
@@ -111,3 +112,79 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
     built.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match=r"not whole: 1 weights.*post_projection.weight first"):
         load_assistant(tmp_path)
+
+
+def target():
+    """A tiny Gemma 4 with shared keys and per-layer inputs, in float64."""
+    import transformers
+
+    config = transformers.Gemma4TextConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=4,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=8,
+        final_logit_softcapping=30.0,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def test_training_unrolls_the_steps_of_decoding():
+    model = target()
+    config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
+    drafting = build_assistant(config).double()
+    ids = torch.randint(128, (2, 14))
+    reading = assistants.read(model, ids)
+    torch.testing.assert_close(reading.logits, model(ids).logits.float())
+    drafted = assistants.unrolled(drafting, model, ids, reading, 3)
+    assert [logits.shape for logits in drafted] == [(2, 11, 128)] * 3
+    window = model.config.sliding_window
+    for place in (0, 3, 10):
+        first = {"sliding_attention": max(0, place + 2 - window), "full_attention": 0}
+        keys = {
+            kind: tuple(part[:, :, first[kind] : place + 1] for part in both)
+            for kind, both in reading.keys.items()
+        }
+        state = reading.states[:, place : place + 1]
+        for step in range(3):
+            token = ids[:, place + 1 + step : place + 2 + step]
+            logits, state = drafting.step(
+                model.model.embed_tokens(token),
+                state,
+                keys,
+                dict.fromkeys(keys),
+                torch.tensor([[place + 1]]),
+            )
+            torch.testing.assert_close(drafted[step][:, place], logits[:, 0].float())
+
+
+def test_training_brings_the_laws_nearer():
+    model = target()
+    config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
+    drafting = build_assistant(config).double()
+    ids = torch.randint(128, (4, 16))
+    reading = assistants.read(model, ids)
+    optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
+    before = assistants.overlaps(
+        assistants.unrolled(drafting, model, ids, reading, 2), reading, 1.0
+    )
+    for _ in range(40):
+        drafted = assistants.unrolled(drafting, model, ids, reading, 2)
+        torch.autograd.backward(assistants.distance(drafted, reading, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    after = assistants.overlaps(drafted, reading, 1.0)
+    assert all(new > old + 0.1 for new, old in zip(after, before, strict=True)), (before, after)
