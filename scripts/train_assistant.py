@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import layerskip
 from layerskip.files.writing import replace_folder, replacing
 from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.model.sublayers import Sublayers
 from layerskip.training import assistants, loop
 from layerskip.training.recipes import batch_at
 
@@ -55,12 +56,12 @@ def draw_texts(target: PreTrainedModel, tokens: Tensor, folder: Path, count: int
     return torch.cat(texts)
 
 
-def measure(assistant: PreTrainedModel, target: PreTrainedModel, held_out: Tensor) -> list[float]:
+def measure(assistant: PreTrainedModel, target: Sublayers, held_out: Tensor) -> list[float]:
     """Mean overlap of each step on held-out windows (N, T)."""
     found = []
     for window in held_out.split(4):
         reading = assistants.read(target, window)
-        drafted = assistants.unrolled(assistant, target, window, reading, AHEAD)
+        drafted = assistants.unrolled(assistant, reading, AHEAD)
         found.append(assistants.overlaps(drafted, reading, TEMPERATURE))
     return [round(sum(step) / len(found), 4) for step in zip(*found, strict=True)]
 
@@ -93,6 +94,7 @@ def main() -> None:
         shipped, dtype=torch.float32, attn_implementation="eager"
     )
     target.requires_grad_(False)
+    opened = Sublayers(target, "modules")
     tokens, apart = (
         torch.from_numpy(np.load(args.work / f"{split}.npy").astype(np.int64))
         for split in ("train", "heldout")
@@ -112,8 +114,8 @@ def main() -> None:
         drawn = own[loop.windows_of(len(own), ROWS // 2, step, 0)]
         ids = torch.cat([batch_at(tokens, step, ROWS // 2, LENGTH), drawn])  # (B, T)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            reading = assistants.read(target, ids)
-            drafted = assistants.unrolled(assistant, target, ids, reading, AHEAD)
+            reading = assistants.read(opened, ids)
+            drafted = assistants.unrolled(assistant, reading, AHEAD)
         loss: Tensor = distance(drafted, reading, TEMPERATURE)
         return loss
 
@@ -134,7 +136,7 @@ def main() -> None:
             )
     held_out = batch_at(apart, 0, 32, LENGTH)
     save(assistant, args.output or shipped / "assistant")
-    print(json.dumps({"overlaps": measure(assistant.float(), target, held_out)}))
+    print(json.dumps({"overlaps": measure(assistant.float(), opened, held_out)}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.training import assistants
 
@@ -147,13 +148,13 @@ def test_training_unrolls_the_steps_of_decoding():
     config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
     drafting = build_assistant(config).double()
     ids = torch.randint(128, (2, 14))
-    reading = assistants.read(model, ids)
+    reading = assistants.read(Sublayers(model, "modules"), ids)
     torch.testing.assert_close(reading.logits, model(ids).logits.float())
-    drafted = assistants.unrolled(drafting, model, ids, reading, 3)
+    drafted = assistants.unrolled(drafting, reading, 3)
     assert [logits.shape for logits in drafted] == [(2, 11, 128)] * 3
     window = model.config.sliding_window
     for place in (0, 3, 10):
-        first = {"sliding_attention": max(0, place + 2 - window), "full_attention": 0}
+        first = {"sliding_attention": max(0, place + 1 - window), "full_attention": 0}
         keys = {
             kind: tuple(part[:, :, first[kind] : place + 1] for part in both)
             for kind, both in reading.keys.items()
@@ -176,13 +177,11 @@ def test_training_brings_the_laws_nearer():
     config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
     drafting = build_assistant(config).double()
     ids = torch.randint(128, (4, 16))
-    reading = assistants.read(model, ids)
+    reading = assistants.read(Sublayers(model, "modules"), ids)
     optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
-    before = assistants.overlaps(
-        assistants.unrolled(drafting, model, ids, reading, 2), reading, 1.0
-    )
+    before = assistants.overlaps(assistants.unrolled(drafting, reading, 2), reading, 1.0)
     for _ in range(40):
-        drafted = assistants.unrolled(drafting, model, ids, reading, 2)
+        drafted = assistants.unrolled(drafting, reading, 2)
         torch.autograd.backward(assistants.distance(drafted, reading, 1.0))
         optimizer.step()
         optimizer.zero_grad()

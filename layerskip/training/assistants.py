@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from layerskip.model.backend import finishing
+from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DEEPER, lk, overlap
 
 
@@ -23,11 +25,13 @@ class TargetReading:
     """What an assistant reads of its target, for texts (B, T).
 
     Attributes:
+        embedded: its tokens, (B, T, H).
         states: behind the final norm, (B, T, H).
         logits: with the softcap, (B, T, V).
         keys: by layer type, keys and values of the last layer that writes them, (B, G, T, D) each.
     """
 
+    embedded: Tensor
     states: Tensor
     logits: Tensor
     keys: dict[str, tuple[Tensor, Tensor]]
@@ -68,36 +72,42 @@ def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int)
 
 
 @torch.no_grad()
-def read(target: Any, ids: Tensor) -> TargetReading:
-    """One pass of a Gemma 4 text model over texts (B, T)."""
+def read(target: Sublayers, ids: Tensor) -> TargetReading:
+    """One pass of a Gemma 4 over texts (B, T)."""
     cache = DynamicCache()  # without a config every layer keeps all keys
-    states = target.model(ids, past_key_values=cache, use_cache=True).last_hidden_state
-    config, logits = target.config, target.lm_head(states).float()
-    if (cap := config.final_logit_softcapping) is not None:
-        logits = cap * torch.tanh(logits / cap)
-    writing = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
-    last = {kind: number for number, kind in enumerate(writing)}
-    keys = {kind: (cache.layers[n].keys, cache.layers[n].values) for kind, n in last.items()}
-    return TargetReading(states, logits, keys)
+    out = target.decoder(ids, past_key_values=cache, use_cache=True)
+    states: Tensor = out.last_hidden_state
+    with torch.autocast(ids.device.type, enabled=False):  # laws need more than half precision
+        logits = target.unembedding(states.to(target.dtype)).float()
+    finish = finishing(target)
+    last = {part.kind: cache.layers[part.number] for part in target.parts if part.writes}
+    keys = {kind: (layer.keys, layer.values) for kind, layer in last.items()}
+    return TargetReading(
+        embedded=target.embed(ids),
+        states=states,
+        logits=logits if finish is None else finish(logits),
+        keys=keys,
+    )
 
 
-def unrolled(
-    assistant: Any, target: Any, ids: Tensor, reading: TargetReading, steps: int
-) -> list[Tensor]:
+def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]:
     """Logits (B, P, V) of each step; those of step s and place t are for token t + s + 2."""
-    places, config = ids.shape[1] - steps, assistant.model.config
-    position = torch.arange(1, places + 1, device=ids.device)  # of the newest token, (P,)
-    behind = position[:, None] - torch.arange(places, device=ids.device)  # (P, P)
+    embedded = reading.embedded.to(assistant.dtype)
+    places, config = embedded.shape[1] - steps, assistant.model.config
+    position = torch.arange(1, places + 1, device=embedded.device)  # of the newest token, (P,)
+    behind = position[:, None] - torch.arange(places, device=embedded.device)  # (P, P)
     masks = {}
     for kind in reading.keys:
         seen = behind > 0
         if kind == "sliding_attention":
-            seen &= behind < config.sliding_window
-        masks[kind] = torch.where(seen, 0.0, float("-inf"))[None, None]
-    keys = {kind: (k[:, :, :places], v[:, :, :places]) for kind, (k, v) in reading.keys.items()}
-    with torch.no_grad():
-        embedded = target.model.embed_tokens(ids)  # (B, T, H)
-    state, found = reading.states[:, :places], []
+            seen &= behind <= config.sliding_window
+        hidden = torch.zeros(places, places, dtype=assistant.dtype, device=embedded.device)
+        masks[kind] = hidden.masked_fill(~seen, float("-inf"))[None, None]
+    keys = {
+        kind: tuple(part[:, :, :places].to(assistant.dtype) for part in both)
+        for kind, both in reading.keys.items()
+    }
+    state, found = reading.states[:, :places].to(assistant.dtype), []
     for step in range(steps):
         token = embedded[:, step + 1 : step + 1 + places]
         logits, state = assistant.step(token, state, keys, masks, position[None])
