@@ -39,6 +39,10 @@ DRAFTS = (
 # Layers of the library's caches whose keys and values can be rolled back, by name: not every
 # version has all of them.
 _ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+_NAMED = {
+    "blt": "it works on patches of bytes, whose borders move with the text",
+    "cpmant": "it puts virtual tokens in front of the prompt",
+}
 _NO_LIMIT = 1 << 40
 
 
@@ -67,6 +71,8 @@ def _refusal(model: Any, config: Any) -> str | None:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
         return "it is not a causal language model of transformers"
+    if config.model_type in _NAMED:
+        return _NAMED[config.model_type]
     if getattr(kind, "_is_stateful", False):
         return "it has a recurrent state, which cannot be rolled back"
     encoder = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
@@ -318,8 +324,12 @@ class _Forward(Backend):
         together, eager, dtype, device = model.together, model.eager, model.dtype, model.device
         windows = model.window_by_type
 
-        def states(tokens: Tensor, cache: Cache, **where: Any) -> Tensor:
-            return base(input_ids=tokens, past_key_values=cache, use_cache=True, **where)[0]  # type: ignore[no-any-return]
+        placed = "position_ids" in inspect.signature(type(base).forward).parameters
+
+        def states(tokens: Tensor, cache: Cache, places: Tensor, **more: Any) -> Tensor:
+            if placed:
+                more["position_ids"] = places
+            return base(input_ids=tokens, past_key_values=cache, use_cache=True, **more)[0]  # type: ignore[no-any-return]
 
         def masks(cache: RowCache) -> Any:
             """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
@@ -330,23 +340,18 @@ class _Forward(Backend):
             return found if len({*windows.values()}) > 1 else next(iter(found.values()))
 
         def block(hidden: Tensor, step: Step) -> Tensor:
-            tokens, cache = hidden[..., 0], step.cache
+            tokens, cache, places = hidden[..., 0], step.cache, step.rope["places"]
             if cache.in_step:
-                return states(tokens, cache.handed())
+                return states(tokens, cache.handed(), places)
             if together:
-                return states(
-                    tokens,
-                    cache.handed(),
-                    position_ids=step.rope["places"],
-                    attention_mask=masks(cache),
-                )
-            starts, total = cache.firsts, step.rotary.total
-            out = None
+                return states(tokens, cache.handed(), places, attention_mask=masks(cache))
+            starts, total, out = cache.firsts, step.rotary.total, None
             for start in dict.fromkeys(starts):
                 rows = [row for row, first in enumerate(starts) if first == start]
                 count = min(tokens.shape[1], total - start)  # the rest are pads
                 if count > 0:
-                    part = states(tokens[rows, :count], cache.handed(rows, count))
+                    here = (tokens[rows, :count], cache.handed(rows, count), places[rows, :count])
+                    part = states(*here)
                     if out is None:
                         out = part.new_zeros(*tokens.shape, part.shape[-1])  # (B, T, H)
                     out[rows, :count] = part
@@ -494,7 +499,7 @@ def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
         and "position_ids" in inspect.signature(kind.forward).parameters
         and "create_causal_mask" in source
         and source.count("get_seq_length") <= 1
-        and not any(word in source for word in ("alibi", "create_position_ids_from"))
+        and "alibi" not in source
     )
 
 
