@@ -1,0 +1,373 @@
+"""Prompts with pictures: the library's own text, whatever is drafted; and conditional models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from models import VOCABULARY, WINDOW, Erratic, lively_model, near, prompt
+from torch import Tensor
+
+import layerskip
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.checkpoints import load
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.sources import following
+from layerskip.model.sublayers import Sublayers
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
+NEW_TOKENS = 16
+PLACEHOLDER = 96
+LARGE = 16  # tokens of a picture that no window holds
+assert LARGE > WINDOW
+
+_CLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+_GEMMA4 = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32}
+_GEMMA4_IDS = {
+    "boi_token_id": 90,
+    "eoi_token_id": 91,
+    "image_token_id": PLACEHOLDER,
+    "video_token_id": 92,
+    "boa_token_id": 93,
+    "eoa_token_index": 94,
+    "audio_token_id": 95,
+}
+
+# kind -> (configuration class, family of the text decoder)
+KINDS = {
+    "gemma3": ("Gemma3Config", "gemma3"),
+    "gemma4": ("Gemma4Config", "gemma4"),
+    "gemma4 two-way": ("Gemma4Config", "gemma4_dense"),
+    "gemma4 unified": ("Gemma4UnifiedConfig", "gemma4_unified"),
+    "llava": ("LlavaConfig", "llama"),
+    "llava next": ("LlavaNextConfig", "mistral"),
+    "mistral3": ("Mistral3Config", "ministral3"),
+}
+TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
+
+
+def _values(kind: str, size: int) -> dict[str, Any]:
+    """What the configuration of a conditional model has besides its decoder's."""
+    side = int(size**0.5)
+    clip = transformers.CLIPVisionConfig(**_CLIP, image_size=4 * side, projection_dim=16)
+    index = {"image_token_index": PLACEHOLDER}
+    if kind == "gemma3":
+        tower = _CLIP | {"patch_size": 2, "image_size": 4 * side, "vision_use_head": False}
+        ids = {"mm_tokens_per_image": size, "boi_token_index": 90, "eoi_token_index": 91}
+        return {"vision_config": transformers.SiglipVisionConfig(**tower), **ids, **index}
+    if kind == "gemma4 unified":
+        tower = transformers.Gemma4UnifiedVisionConfig(
+            patch_size=4,
+            pooling_kernel_size=1,
+            mm_embed_dim=32,
+            mm_posemb_size=16,
+            output_proj_dims=32,
+        )
+        audio = transformers.Gemma4UnifiedAudioConfig(audio_embed_dim=16)
+        return {"vision_config": tower, "audio_config": audio, **_GEMMA4_IDS}
+    if kind.startswith("gemma4"):
+        tower = transformers.Gemma4VisionConfig(**_CLIP, **_GEMMA4, pooling_kernel_size=2)
+        return {"vision_config": tower, **_GEMMA4_IDS}
+    if kind == "mistral3":
+        tower = transformers.PixtralVisionConfig(**_CLIP, image_size=8 * side)
+        return {"vision_config": tower, "spatial_merge_size": 2, **index}
+    grid = {"image_grid_pinpoints": [[4 * side, 4 * side]]} if kind == "llava next" else {}
+    return {"vision_config": clip, "vision_feature_layer": -1, **grid, **index}
+
+
+def conditional(kind: str, size: int = 4, **overrides: Any) -> Any:
+    """A lively decoder behind a random vision tower, whose pictures are `size` tokens."""
+    config_class, family = KINDS[kind]
+    text = lively_model(family, **overrides)
+    config = getattr(transformers, config_class)(text_config=text.config, **_values(kind, size))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(std=0.3)
+    model.model.language_model, model.lm_head = text.model, text.lm_head
+    model = model.to(text.dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _pixels(kind: str, size: int, number: int) -> dict[str, Tensor]:
+    """Random pictures, as a processor passes them on."""
+    side, generator = int(size**0.5), torch.Generator().manual_seed(size)
+    if kind.startswith("gemma4"):
+        side *= 1 if kind == "gemma4 unified" else 2
+        patches = torch.rand(number, side * side, 48, generator=generator)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+        return {"pixel_values": patches, "image_position_ids": places.repeat(number, 1, 1)}
+    edge = {"mistral3": 8}.get(kind, 4) * side
+    pixels = torch.randn(number, 3, edge, edge, generator=generator)
+    sizes = torch.tensor([[edge, edge]] * number)
+    if kind == "llava next":
+        return {"pixel_values": pixels[:, None].repeat(1, 2, 1, 1, 1), "image_sizes": sizes}
+    return {"pixel_values": pixels} | ({"image_sizes": sizes} if kind == "mistral3" else {})
+
+
+def inputs_of(
+    model: Any,
+    kind: str,
+    lengths: Sequence[int] = (24, 18, 40),
+    places: Sequence[Sequence[int]] = ((3,), (), (0, 19)),
+    size: int = 4,
+) -> dict[str, Tensor]:
+    """Left-padded prompts with pictures that begin at places of each row, and the pictures."""
+    width, number = max(lengths), sum(map(len, places))
+    pixels = _pixels(kind, size, number)
+    pixels["pixel_values"] = pixels["pixel_values"].to(model.dtype)
+    tokens = size
+    if kind == "llava next":  # has the picture once more, and an end to each of its lines
+        found = model.model.get_image_features(**pixels, return_dict=True).pooler_output
+        tokens = len(found[0])
+    ids = prompt(width, rows=len(lengths)).clamp(max=89)  # (B, W)
+    types, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, (length, begins) in enumerate(zip(lengths, places, strict=True)):
+        mask[row, width - length :] = 1
+        for begin in begins:
+            first = width - length + begin
+            types[row, first : first + tokens] = 1
+    ids = (ids * mask).masked_fill(types.bool(), PLACEHOLDER)
+    named = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids")
+    own = {} if "gemma" not in kind else {named: types}
+    return {"input_ids": ids, "attention_mask": mask, **pixels, **own}
+
+
+def run(model: Any, inputs: dict[str, Tensor], decoding: Any = None, **how: Any) -> Any:
+    settings = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(
+        **inputs, custom_generate=decoding, max_new_tokens=NEW_TOKENS, **(settings | how)
+    )
+
+
+def drafting(skip: SkipConfig, controller: Any = "fixed", **settings: Any) -> LayerSkipDecoding:
+    return LayerSkipDecoding(
+        skip, controller=controller, costs=COSTS, max_draft_length=4, **settings
+    )
+
+
+DRAFTS = {
+    "exit": (SkipConfig.early_exit(4), {}),
+    "scattered": (SkipConfig(attention=(0, 3), mlp=(2, 5)), {"execution": "modules"}),
+    "8 bits": (SkipConfig.low_precision(8), {"lookup": True, "controller": "expected-gain"}),
+    "mixture": (SkipConfig(mlp=(1, 4)), {"lookup": True, "controller": Erratic()}),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# The same text.
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 4) for kind in KINDS), *((kind, LARGE) for kind in TWO_WAY)]
+)
+def test_greedy_text_equals_the_librarys(kind: str, size: int) -> None:
+    """Rows with one picture, none and two, at different places; pictures within and past windows."""
+    model = conditional(kind, size)
+    inputs = inputs_of(model, kind, (24, 18, 60), ((3,), (), (0, 30)), size)
+    want = run(model, inputs)
+    plain = run(model, inputs, LayerSkipDecoding(enabled=False))
+    assert plain.sequences.tolist() == want.sequences.tolist()
+    accepted = 0
+    for skip, settings in DRAFTS.values():
+        got = run(model, inputs, drafting(skip, **settings))
+        assert got.sequences.tolist() == want.sequences.tolist()
+        torch.testing.assert_close(got.logits[0], want.logits[0].float(), rtol=1e-4, atol=1e-4)
+        assert got.stats.num_draft_tokens > 0
+        accepted += got.stats.num_accepted_tokens
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_alone_and_at_the_end_of_a_prompt(kind: str) -> None:
+    """The library computes layers that only read keys for the last token alone; so do we."""
+    model = conditional(kind)
+    tokens = 10 if kind == "llava next" else 4
+    for lengths, place in (((16,), 4), ((tokens,), 0), ((18,), 18 - tokens)):
+        inputs = inputs_of(model, kind, lengths, ((place,),))
+        got = layerskip.generate(
+            model, inputs, skip=DRAFTS["exit"][0], costs=COSTS, max_new_tokens=NEW_TOKENS
+        )
+        assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava"])
+def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
+    model = conditional(kind)
+    how = {"do_sample": True, "temperature": 0.8}
+    lengths, places = (24, 18, 40), ((3,), (), (0, 19))
+    inputs = inputs_of(model, kind, lengths, places)
+    skip, own = DRAFTS["mixture"]
+    want = run(model, inputs, LayerSkipDecoding(enabled=False, seeds=[5, 6, 7]), **how)
+    got = run(model, inputs, drafting(skip, **own, seeds=[5, 6, 7]), **how)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    assert got.stats.num_accepted_tokens > 0
+    first = 0
+    for row, (length, begins) in enumerate(zip(lengths, places, strict=True)):
+        alone = {name: value[row : row + 1, -length:] for name, value in inputs.items()}
+        for name in ("pixel_values", "image_position_ids"):
+            alone.pop(name, None)
+            if name in inputs and begins:
+                alone[name] = inputs[name][first : first + len(begins)]
+        first += len(begins)
+        by_itself = run(model, alone, drafting(skip, **own, seeds=[5 + row]), **how)
+        assert by_itself.sequences[0, length:].tolist() == want.sequences[row, 40:].tolist()
+
+
+@pytest.mark.parametrize("execution", ["auto", "modules"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
+def test_prompts_longer_than_a_pass(
+    kind: str, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of the prefill never ends inside a picture whose tokens see each other."""
+    model = conditional(kind, LARGE)
+    inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
+    want = run(model, inputs)
+    monkeypatch.setattr(following, "_CHUNK", 15)  # five tokens of each row
+    passes = []
+    feed = Sublayers.feed
+
+    def noted(self: Any, tokens: Tensor, *rest: Any) -> Any:
+        passes.append(tokens.shape[1])
+        return feed(self, tokens, *rest)
+
+    monkeypatch.setattr(Sublayers, "feed", noted)
+    got = run(model, inputs, drafting(DRAFTS["exit"][0], execution=execution))
+    assert got.sequences.tolist() == want.sequences.tolist()
+    assert (max(passes) > LARGE) is (kind in TWO_WAY)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_native_passes(kind: str) -> None:
+    """Short prompts have native passes, but not where tokens of a picture see each other."""
+    model = conditional(kind).float()
+    inputs = inputs_of(model, kind)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    want = run(model, inputs, LayerSkipDecoding(enabled=False, execution="modules"))
+    got = run(model, inputs, drafting(*DRAFTS["8 bits"][:1], execution="native", lookup=True))
+    torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-3, atol=1e-3)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    short = {name: value[:1, -24:] for name, value in inputs.items() if "pixel" not in name}
+    short["pixel_values"] = inputs["pixel_values"][:1]
+    want = run(model, short, LayerSkipDecoding(enabled=False, execution="modules"))
+    got = run(model, short, LayerSkipDecoding(enabled=False, execution="native"))
+    torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_several_texts_of_a_prompt() -> None:
+    model = conditional("gemma3")
+    inputs = inputs_of(model, "gemma3")
+    how = {"do_sample": True, "num_return_sequences": 2}
+    plain = run(model, inputs, LayerSkipDecoding(enabled=False, seed=3), **how)
+    got = run(model, inputs, drafting(DRAFTS["exit"][0], seed=3), **how)
+    assert got.sequences.shape[0] == 6
+    assert got.sequences.tolist() == plain.sequences.tolist()
+
+
+def test_a_second_model_drafts_without_the_pictures() -> None:
+    model = conditional("gemma3")
+    inputs = inputs_of(model, "gemma3")
+    second = near(lively_model("gemma3"), 0.05)
+    for assistant in (second, lively_model("llama", vocab_size=90)):
+        got = run(model, inputs, drafting(SkipConfig(), assistant=assistant, lookup=True))
+        assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
+        assert got.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "llava"])
+def test_placeholders_without_pictures(kind: str) -> None:
+    """They embed as the library embeds them, in a prompt and where they are drafted or drawn."""
+    model = conditional(kind)
+    ids = prompt(12, rows=2).clamp(max=89)
+    ids[0, 3:6] = ids[1, 7:9] = PLACEHOLDER
+    with torch.no_grad():  # an image token is drawn often
+        model.lm_head.weight[PLACEHOLDER] = model.lm_head.weight[:90].mean(0) * 3
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    want = run(model, inputs)
+    got = run(model, inputs, drafting(DRAFTS["mixture"][0], lookup=True))
+    assert got.sequences.tolist() == want.sequences.tolist()
+
+
+# ---------------------------------------------------------------------------------------------
+# What pictures change.
+
+
+def test_pictures_and_their_types_change_the_text() -> None:
+    model = conditional("gemma3")
+    inputs = inputs_of(model, "gemma3")
+    plain = LayerSkipDecoding(enabled=False)
+    first = run(model, inputs, plain).logits[0]  # (B, V)
+    others = inputs | {"pixel_values": inputs["pixel_values"].flip(0)}
+    changed = (run(model, others, plain).logits[0] - first).abs().amax(-1)
+    assert (changed > 1e-3).tolist() == [True, False, True]
+    causal = {name: value for name, value in inputs.items() if name != "token_type_ids"}
+    got, want = run(model, causal, plain), run(model, causal)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    changed = (got.logits[0] - first).abs().amax(-1)
+    assert (changed > 1e-3).tolist() == [True, False, True]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    model = conditional("gemma4")
+    inputs = inputs_of(model, "gemma4")
+    decoding = LayerSkipDecoding(enabled=False)
+    fewer = inputs | {"input_ids": inputs["input_ids"].clone()}
+    fewer["input_ids"][0, -2:] = PLACEHOLDER
+    with pytest.raises(ValueError, match="14 placeholders .* for 12 features"):
+        run(model, fewer, decoding)
+    with pytest.raises(ValueError, match="prefill_chunk_size .* with pictures"):
+        run(model, inputs, decoding, prefill_chunk_size=8)
+    frames = {
+        "pixel_values_videos": inputs["pixel_values"][:1],
+        "video_position_ids": inputs["image_position_ids"][:1],
+        "num_frames_per_video": torch.tensor([1]),
+    }
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(ValueError, match=r"video \(video\) is not supported"):
+        run(model, text | frames, decoding)
+    with pytest.raises(ValueError, match=r"audio \(input_features\) is not supported"):
+        run(model, text | {"input_features": torch.zeros(1, 8, 4)}, decoding)
+    model = conditional("llava")
+    embedded = model.get_input_embeddings()(text["input_ids"])
+    with pytest.raises(ValueError, match="inputs_embeds is not supported"):
+        run(model, {"inputs_embeds": embedded}, decoding)
+
+
+# ---------------------------------------------------------------------------------------------
+# Conditional checkpoints.
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 unified", "llava", "mistral3"])
+def test_checkpoints_load_by_name(kind: str, tmp_path: Path) -> None:
+    model = conditional(kind).float()
+    model.save_pretrained(tmp_path)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), dtype="float64")
+    assert type(loaded.model) is type(model)
+    inputs = inputs_of(loaded.model, kind)
+    want = run(loaded.model, inputs)
+    got = layerskip.generate(
+        loaded.model, inputs, skip=DRAFTS["exit"][0], costs=COSTS, max_new_tokens=NEW_TOKENS
+    )
+    assert got.sequences.tolist() == want.sequences.tolist()
