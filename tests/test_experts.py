@@ -173,7 +173,7 @@ def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
     model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     wide = copy.deepcopy(model)
     changed = {linear.weight for _, linear in linears(wide)}
-    changed |= {w for mixture in Sublayers(wide, "modules").mixtures for w in mixture.weights()}
+    changed |= {w for mixture in Sublayers(wide, "modules").mixtures for w in mixture.weights}
     for weight in changed:
         flat = weight.data.flatten(0, -2)  # experts have rows of their own
         weight.data = rounded(flat, bits).widened(weight.dtype).view_as(weight)

@@ -12,7 +12,7 @@ Letters: N tokens of a pass, H hidden width, E experts, K experts of a token, I 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -82,11 +82,12 @@ class Mixture:
         """
         return 1.0 - (1.0 - self.taken(experts) / len(self.experts.gate_up_proj)) ** tokens
 
-    def weights(self) -> Iterator[nn.Parameter]:
-        """The parameters that can be rounded; none where they are not plain."""
-        for weight in (self.experts.gate_up_proj, self.experts.down_proj):
-            if type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta:
-                yield weight
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Both parameters of the experts, which can be rounded; none where they are not plain."""
+        both = [self.experts.gate_up_proj, self.experts.down_proj]
+        plain = (type(w) is nn.Parameter and type(w.data) is Tensor and not w.is_meta for w in both)
+        return both if all(plain) else []
 
 
 def mixture_of(layer: Any) -> Mixture | None:

@@ -297,12 +297,10 @@ class Architecture:
             attention = sum(read(each) for each in own if each is not None)
             mlp, mixture = read(part.module) - attention, part.mixture
             if mixture is not None:
-                unread = 1 - mixture.share_read(tokens, experts)
-                mlp -= round(unread * read(mixture.experts))
-                # a router stays exact
-                mlp += (read_bytes(mixture.router, None) if experts != 0 else 0) - read(
-                    mixture.router
-                )
+                share = mixture.share_read(tokens, experts)
+                mlp -= read(mixture.experts) + read(mixture.router)
+                mlp += round(share * _experts_bytes(mixture, bits))
+                mlp += 0 if experts == 0 else read_bytes(mixture.router, None)  # stays exact
             sublayers += [attention, mlp]
         head = read(self.decoder.norm) + read(self.unembedding)
         return {"sublayers": sublayers, "head": head}
@@ -428,9 +426,17 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
         if packed is None
         else sum(_bytes(getattr(weight, name)) for name in packed()[0])
     )
-    if bits is None or weight.dim() not in (2, 3):
+    if bits is None or weight.dim() != 2:
         return whole
     return min(whole, rounded_bytes(weight, bits))
+
+
+def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
+    """Bytes of all experts, as `_bytes`."""
+    whole, weights = read_bytes(mixture.experts, None), mixture.weights
+    if bits is None or not weights:
+        return whole
+    return min(whole, sum(rounded_bytes(weight, bits) for weight in weights))
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -146,7 +146,7 @@ class Fused(Backend):
             exact(weight)
             if bits is None
             else low(self.copies.of(weight, bits, packed=self.packed), len(weight))
-            for weight in mixture.weights()
+            for weight in mixture.weights
         )
         own = summed(expand, shrink, activation(mixture.experts.act_fn))
         return mixing(routing(mixture.router, top, norm), own, before, after)

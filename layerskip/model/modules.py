@@ -119,12 +119,12 @@ class Modules(Backend):
         """
         if mixture is None or (bits is None and experts is None and not mixture.beside):
             return None
-        top, weights = mixture.taken(experts), list(mixture.weights())
+        top, weights = mixture.taken(experts), mixture.weights
         if not top:
             return None
         router = mixture.router if top == mixture.top else fewer(mixture.router, top)
         own: Any = mixture.experts
-        if bits is not None and len(weights) == 2:
+        if bits is not None and weights:
             expand, shrink = (low(self.copies.of(each, bits), len(each)) for each in weights)
             own = summed(expand, shrink, mixture.experts.act_fn)
         return mixing(router, own, mixture.before, mixture.after)

@@ -225,10 +225,6 @@ class DraftWeights:
             for inner, linear in linears(part.mlp if index % 2 else part.attention):
                 yield f"layers.{part.number}.{name}.{inner}", linear
 
-    def _experts(self, layer: int) -> Iterator[nn.Parameter]:
-        mixture = self.model.parts[layer].mixture
-        return iter(()) if mixture is None else mixture.weights()
-
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights take, or would take."""
         skip = skip.resolve(self.model.num_layers)
@@ -240,7 +236,8 @@ class DraftWeights:
         rounded = skip.rounded()
         weights = [linear.weight for _, linear in self.linears(rounded)]
         if skip.experts != 0:  # the copies are of all experts, which tokens choose from
-            weights += [w for index in rounded if index % 2 for w in self._experts(index // 2)]
+            mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
+            weights += [weight for each in mixtures if each is not None for weight in each.weights]
         bits, packed = skip.low.bits, self.backend.packed
         nbytes = own + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
         head_bits = skip.head_bits

@@ -438,11 +438,13 @@ class _Weights(DraftWeights):
     def blocks(self, skip: SkipConfig) -> list[Block]:
         skip = skip.resolve(self.model.num_layers)
         self._check(skip)
-        return [*([self._rounded(0, skip)] if skip.rounded() else []), self.head(skip)]
+        return [*([self._changed(0, skip)] if skip.rounded() else []), self.head(skip)]
 
     def _check(self, skip: SkipConfig) -> None:
         if skip.trained is not None:
             raise ValueError(self.model.refusal("it cannot draft with trained weights"))
+        if skip.experts is not None:
+            raise ValueError(self.model.refusal("it cannot run fewer experts"))
         if skip.skipped():
             raise ValueError(self.model.refusal("it cannot leave sublayers out or exit early"))
         low = len(skip.rounded())
