@@ -18,7 +18,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.experts import exact, fewer, low, routing, summed
 from layerskip.model.fused import refusal, rms_norm
-from layerskip.model.rounded import copies_of, linears, rounded, rounded_bytes
+from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import analytic
 
@@ -172,8 +172,9 @@ def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
 ) -> None:
     model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     wide = copy.deepcopy(model)
-    changed = {linear.weight for _, linear in linears(wide)}
-    changed |= {w for mixture in Sublayers(wide, "modules").mixtures for w in mixture.weights}
+    opened = Sublayers(wide, "modules")
+    changed = {linear.weight for _, linear in opened.weights.linears()}
+    changed |= {weight for mixture in opened.mixtures for weight in mixture.weights}
     for weight in changed:
         flat = weight.data.flatten(0, -2)  # experts have rows of their own
         weight.data = rounded(flat, bits).widened(weight.dtype).view_as(weight)
