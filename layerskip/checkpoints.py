@@ -22,10 +22,11 @@ from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
 from layerskip.model.assistants import load_assistant
-from layerskip.model.families import ASSISTANTS, CONDITIONAL, unopened
+from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.joined import join
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, made, shipped
 from layerskip.prompts import Prompt
@@ -104,10 +105,11 @@ def load(
     options = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        reason = None if trust_remote_code else unopened(config)
+        how, reason = ("whole", "") if trust_remote_code else level(config)
         if config.model_type in ASSISTANTS:
+            how = "refused"
             reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
-        if reason is not None:
+        if how == "refused":
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL

@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     set_seed,
@@ -613,12 +613,12 @@ def test_a_decoding_can_be_copied_and_pickled(llama: Any) -> None:
 
 
 def test_models_that_are_not_served() -> None:
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=32)
+    config = MambaConfig(num_hidden_layers=2, hidden_size=8, vocab_size=20)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     flash = tiny_model("llama")
     flash.config._attn_implementation = "flash_attention_2"
     for model, match in (
-        (GPT2LMHeadModel(config).eval(), r"'gpt2'.*supported are.*gemma2.*llama"),
+        (MambaForCausalLM(config).eval(), "'mamba' is not supported: it has a recurrent state"),
         (flash, r"'flash_attention_2'.*'eager' or 'sdpa'"),
         (tiny_model("llama", rope_parameters=dynamic), "rope type 'dynamic' is not supported"),
     ):

@@ -232,7 +232,7 @@ def test_padded_prompts_give_the_tokens_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> None:
-    how = {"sample": True, "seeds": (11, 12, 13)}
+    how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
     assert len({*map(tuple, expected)}) == 3
     for settings in drafts_of(family):
@@ -268,13 +268,12 @@ def test_a_long_prompt_is_read_in_parts_and_the_head_only_where_it_is_read() -> 
     ids = prompt(1100)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     read: list[int] = []
-    with torch.no_grad():
-        hook = model.lm_head.register_forward_hook(lambda _, x, y: read.append(y.shape[1]))
-        out = layerskip.generate(model, ids, max_new_tokens=8, costs=COSTS)
-        hook.remove()
+    hook = model.lm_head.register_forward_hook(lambda _, x, y: read.append(y.shape[1]))
+    out: Any = layerskip.generate(model, ids, max_new_tokens=8, costs=COSTS)
+    hook.remove()
     assert out.sequences.tolist() == expected.tolist()
     assert read[0] == 1  # after the prompt
-    assert sum(read) == 1 + sum(drafted[0] + 1 for drafted in (r.drafted for r in out.rounds[1:]))
+    assert sum(read) == 1 + sum(round_.drafted[0] + 1 for round_ in out.rounds[1:])
 
 
 @pytest.mark.parametrize("target", ["phi", "llama"])
@@ -402,7 +401,7 @@ def test_adapters_stay_exact_and_their_bases_are_rounded() -> None:
     assert "layers.0.self_attn.q_proj.base_layer" in names
     assert not any(name.endswith((".up", ".down")) for name in names)
     expected = model.generate(prompt(9), max_new_tokens=NEW_TOKENS, do_sample=False)
-    out = layerskip.generate(
+    out: Any = layerskip.generate(
         model, prompt(9), max_new_tokens=NEW_TOKENS, skip=EIGHT, controller="fixed", lookup=False
     )
     assert out.sequences.tolist() == expected.tolist()
