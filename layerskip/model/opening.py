@@ -56,6 +56,18 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     return found.handle()
 
 
+def opened_of(model: Any) -> Sublayers:
+    """`sublayers_of`, for what needs the states between sublayers.
+
+    Raises:
+        ValueError: the model is served whole.
+    """
+    found = sublayers_of(model)
+    if isinstance(found, Whole):
+        raise ValueError(found.refusal("it has no states between sublayers"))
+    return found
+
+
 def release(model: Any) -> int:
     """Free the copies of a model's weights, and everything else that is kept for it.
 

@@ -171,7 +171,7 @@ class Whole(Sublayers):
     def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
         """All sublayers of the model, or none of them."""
         chosen = len([*sublayers])
-        if chosen not in (0, self.num_sublayers):
+        if chosen not in (0, self.num_sublayers):  # a source with a tap, say
             raise ValueError(self.refusal("it has no states between sublayers"))
         return self.blocks[0](hidden, step) if chosen else hidden
 

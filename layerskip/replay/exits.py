@@ -14,7 +14,7 @@ import torch
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.laws import Law
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opening import opened_of
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import DRAFT_LENGTH, Trace, take_trace
@@ -57,7 +57,7 @@ def exit_trace(
     Raises:
         ValueError: what `take_trace` refuses.
     """
-    opened = sublayers_of(model)
+    opened = opened_of(model)
     seed = law.get("seed") or 0
     trace = take_trace(
         opened,

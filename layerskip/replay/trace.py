@@ -28,7 +28,7 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.sources.steps import stacked
 from layerskip.model.cache import RowCache
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drawing import (
     NOTHING,
@@ -233,7 +233,7 @@ def take_trace(
         ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
             model cannot hold, another accept rule, or no text with a token to draft.
     """
-    opened = sublayers_of(model)
+    opened = opened_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
     if not rows or not all(len(row) for row in rows):
         raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")

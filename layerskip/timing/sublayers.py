@@ -30,7 +30,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.backend import Backend, Block
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.fused import head_refusal
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import Stopwatch, machine, typical
 
@@ -160,7 +160,7 @@ def measure(
         ValueError: no prompt tokens, counts without 1, no budget, no context that fits the model,
             or a draft that is not low as a whole.
     """
-    opened = sublayers_of(model)
+    opened = opened_of(model)
     counts = sorted(set(counts))
     if not counts or counts[0] != 1:
         raise ValueError(f"counts must be at least 1 and hold 1, a plain step; got {counts}")
