@@ -177,7 +177,7 @@ DRAFTS = {
     ("kind", "size"), [*((kind, 4) for kind in KINDS), *((kind, LARGE) for kind in TWO_WAY)]
 )
 def test_greedy_text_equals_the_librarys(kind: str, size: int) -> None:
-    """Rows with one picture, none and two, at different places; pictures within and past windows."""
+    """Rows with one picture, none and two, at different places; within windows and past them."""
     model = conditional(kind, size)
     inputs = inputs_of(model, kind, (24, 18, 60), ((3,), (), (0, 30)), size)
     want = run(model, inputs)
@@ -332,9 +332,9 @@ def test_refusals_name_what_is_wrong() -> None:
     decoding = LayerSkipDecoding(enabled=False)
     fewer = inputs | {"input_ids": inputs["input_ids"].clone()}
     fewer["input_ids"][0, -2:] = PLACEHOLDER
-    with pytest.raises(ValueError, match="14 placeholders .* for 12 features"):
+    with pytest.raises(ValueError, match=r"14 placeholders .* for 12 features"):
         run(model, fewer, decoding)
-    with pytest.raises(ValueError, match="prefill_chunk_size .* with pictures"):
+    with pytest.raises(ValueError, match=r"prefill_chunk_size .* with pictures"):
         run(model, inputs, decoding, prefill_chunk_size=8)
     frames = {
         "pixel_values_videos": inputs["pixel_values"][:1],
