@@ -14,12 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Gemma4UnifiedForCausalLM,
-    Gemma4UnifiedTextConfig,
-)
+from shapes import FULL, SHAPES, SLIDING, config_of
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
 from layerskip.model.families import Architecture, LayerParts, read_bytes
@@ -40,62 +36,8 @@ MACHINES = {  # bytes a second, and bytes of memory
     "12-channel server": (0.46e12, 768e9),
     "2-channel desktop": (0.09e12, 64e9),
 }
-_S, _F = "sliding_attention", "full_attention"
-_LARGE: dict[str, Any] = {
-    "attention_k_eq_v": True,
-    "sliding_window": 1024,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "E2B": {
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
-        "layer_types": ([_S] * 4 + [_F]) * 7,
-        "num_key_value_heads": 1,
-        "num_kv_shared_layers": 20,
-        "use_double_wide_mlp": True,
-    },
-    "E4B": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "layer_types": ([_S] * 5 + [_F]) * 7,
-        "num_key_value_heads": 2,
-        "num_kv_shared_layers": 18,
-    },
-    "12B": {
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "layer_types": ([_S] * 5 + [_F]) * 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "num_global_key_value_heads": 1,
-        **_LARGE,
-    },
-    "26B-A4B": {
-        "hidden_size": 2816,
-        "intermediate_size": 2112,
-        "layer_types": ([_S] * 5 + [_F]) * 5,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "num_global_key_value_heads": 2,
-        "enable_moe_block": True,
-        "num_experts": 128,
-        "top_k_experts": 8,
-        "moe_intermediate_size": 704,
-        **_LARGE,
-    },
-    "31B": {
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "layer_types": ([_S] * 5 + [_F]) * 10,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "num_global_key_value_heads": 4,
-        **_LARGE,
-    },
-}
-"""Arguments of the published checkpoints' text configs; others are the library's defaults."""
+LAYERS = {"E2B": 35, "E4B": 42, "12B": 48, "26B": 30, "31B": 60}
+"""The models, and how many layers they have."""
 CENTROIDS = (2048, 32 * 128)
 """Rows that the assistants of E2B and E4B read of centroids and head; the others read all rows."""
 
@@ -127,10 +69,10 @@ PUBLISHED = (
     *(Published(_IK, "31B", 8, n, 1 + n * share) for n, share in ((1, 0.912), (5, 0.604))),
     # of 192 tokens 138 and 149 were accepted drafts, the others are one a round
     Published(f"{_LLAMA}, Python", "31B", 8, 209 / 54, 192 / 54, "2.64"),
-    Published(f"{_LLAMA}, C++", "31B", 8, 167 / 43, 192 / 43, "3.30"),
+    Published(f"{_LLAMA}, C++", "31B", 8, 167 / 43, 192 / 43, "3.35"),
     Published(f"{_VLLM}, code", "31B", 16, 7, 5.4),
-    Published(_SPARK, "26B-A4B", 4, 2, 1 + 0.766 + 0.545),
-    Published(_SPARK, "26B-A4B", 4, 4, 1 + 0.844 + 0.599 + 0.385 + 0.271),
+    Published(_SPARK, "26B", 4, 2, 1 + 0.766 + 0.545),
+    Published(_SPARK, "26B", 4, 4, 1 + 0.844 + 0.599 + 0.385 + 0.271),
 )
 
 
@@ -145,31 +87,18 @@ class Target:
     """
 
     def __init__(self, name: str) -> None:
-        shape = SHAPES[name]
-        config, kind = Gemma4TextConfig, Gemma4ForCausalLM
-        if name == "12B":
-            config, kind = Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM
-            shape = {key: value for key, value in shape.items() if "per_layer_input" not in key}
-        self.model = _built(config, kind, shape)
+        self.model = _built(config_of(f"gemma4-{name.lower()}", LAYERS[name]))
         self.opened = Architecture(self.model)
         self.held = sum(weight.nbytes for weight in self.model.parameters())
         by_layer = [_keys(part) for part in self.opened.parts]
         self.keys = sum(by_layer)
-        weights = self.model.named_parameters()
-        self.experts = sum(weight.nbytes for name, weight in weights if ".experts." in name)
         self.assistant = _assistant_bytes(name)
         self.assistant_keys = sum(by_layer[-1:] + 3 * by_layer[-2:-1])  # one full, three sliding
 
     def read(self, tokens: int, rows: int = 1, bits: int = 16) -> float:
         """Bytes that a pass over so many tokens in all reads, perhaps of weights in fewer bits."""
-        each = self.opened.weight_bytes(None if bits == 16 else bits)
-        found = math.fsum(each["sublayers"]) + each["head"] - self.experts
-        config = self.opened.config
-        if self.experts:
-            # as if every token chose its experts apart from the others
-            missed = (1 - config.top_k_experts / config.num_experts) ** tokens
-            found += self.experts * (1 - missed) * bits / 16
-        return found + rows * self.keys
+        each = self.opened.weight_bytes(None if bits == 16 else bits, tokens=tokens)
+        return math.fsum(each["sublayers"]) + each["head"] + rows * self.keys
 
     def costs(self, draft: float, rows: int = 1, bits: int = 16) -> CostTable:
         """c of a draft step that reads so many bytes, and v, of a model of so many bits."""
@@ -183,10 +112,9 @@ class Target:
         return self.costs(self.assistant + rows * self.assistant_keys, rows, bits)
 
 
-def _built(config: Any, kind: Any, shape: dict[str, Any]) -> Any:
+def _built(config: Any) -> Any:
     with torch.device("meta"):
-        made = config(**shape, num_hidden_layers=len(shape["layer_types"]))
-        return kind._from_config(made, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def _keys(part: LayerParts) -> int:
@@ -197,14 +125,22 @@ def _keys(part: LayerParts) -> int:
 
 def _assistant_bytes(name: str) -> int:
     """Bytes that a step of a model's assistant reads: four layers without keys of their own."""
-    target, small = SHAPES[name], name in ("E2B", "E4B")
+    target, small = SHAPES[f"gemma4-{name.lower()}"], name in ("E2B", "E4B")
     width = 256 if small else 1024
-    shape = {**target, **_LARGE, "hidden_size": width, "intermediate_size": 8 * width}
-    shape |= {"layer_types": [_S] * 3 + [_F], "num_kv_shared_layers": 0}
-    shape |= {"use_double_wide_mlp": False, "enable_moe_block": False}
-    if small:
-        shape |= {"num_attention_heads": 4, "attention_k_eq_v": False}
-    model = _built(Gemma4TextConfig, Gemma4ForCausalLM, shape)
+    model = _built(
+        Gemma4TextConfig(
+            hidden_size=width,
+            intermediate_size=8 * width,
+            num_hidden_layers=4,
+            layer_types=[SLIDING] * 3 + [FULL],
+            num_attention_heads=4 if small else target["num_attention_heads"],
+            num_key_value_heads=target["num_key_value_heads"],
+            num_global_key_value_heads=target.get("num_global_key_value_heads"),
+            attention_k_eq_v=not small,
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=0,
+        )
+    )
     layers = read_bytes(model.model.layers, None)
     for layer in model.model.layers:
         own = layer.self_attn
@@ -228,7 +164,7 @@ def _best(alpha: float, costs: CostTable) -> str:
 
 def tables() -> Iterator[str]:
     """The tables of docs/gemma4.md, in its order, as Markdown."""
-    targets = {name: Target(name) for name in SHAPES}
+    targets = {name: Target(name) for name in LAYERS}
     rows = []
     for name, target in targets.items():
         low, own = target.costs(target.read(1, bits=8)), target.by_assistant()
@@ -244,19 +180,8 @@ def tables() -> Iterator[str]:
                 f"{own.verify_cost(3):.2f}, {own.verify_cost(5):.2f}, {own.verify_cost(9):.2f}",
             ]
         )
-    yield _table(
-        [
-            "model",
-            "GB held",
-            "GB a step",
-            "c, 8 bits",
-            "1/c",
-            "c, assistant",
-            "1/c",
-            "v(3), v(5), v(9)",
-        ],
-        rows,
-    )
+    head = "model|GB held|GB a step|c, 8 bits|1/c|c, assistant|1/c|v(3), v(5), v(9)"
+    yield _table(head.split("|"), rows)
     rows = []
     for name, target in targets.items():
         for batch in (1, 8):
@@ -264,7 +189,7 @@ def tables() -> Iterator[str]:
             low = target.costs(target.read(batch, batch, bits=8), batch)
             own = target.by_assistant(batch)
             lookup = 5 / own.verify_cost(9)
-            if batch == 1 or target.experts:
+            if batch == 1 or target.opened.parts[0].mixture:
                 cells = [_best(LIKELY_8, low), *(_best(alpha, own) for alpha in LIKELY)]
                 rows.append([label, *cells, f"{lookup:.2f}"])
     assistant = [f"assistant, {alpha}" for alpha in LIKELY]

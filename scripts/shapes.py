@@ -46,6 +46,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "shared": 20 / 35,
     },
+    "gemma4-e4b": {
+        **_GEMMA4,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "shared": 18 / 42,
+    },
     "gemma4-12b": {
         **_GEMMA4,
         **_KEYS_AS_VALUES,
@@ -69,6 +77,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "moe_intermediate_size": 704,
         "top_k_experts": 8,
+    },
+    "gemma4-31b": {
+        **_GEMMA4,
+        **_KEYS_AS_VALUES,
+        **_NO_INPUTS,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
     },
 }
 

@@ -4,6 +4,7 @@ import inspect
 import re
 from pathlib import Path
 
+import expectations
 import pytest
 from models import lively_model, prompt
 
@@ -65,3 +66,9 @@ def test_links_lead_somewhere(page):
     targets = [inline or reference for inline, reference in found]
     assert targets or page.name == "sources.md"
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_what_is_computed_for_gemma_4_is_what_the_page_says():
+    page = (ROOT / "docs" / "gemma4.md").read_text(encoding="utf-8")
+    for table in expectations.tables():
+        assert table in page, "docs/gemma4.md is not what scripts/expectations.py prints"
