@@ -13,9 +13,12 @@ import pytest
 import test_sampling
 import torch
 import transformers
+from checkpoints import save_checkpoint
 from covering import covering
 from kinds import Several
+from models import VOCABULARY as WORDS
 from models import WINDOW, Erratic, Fickle, lively_model, ragged
+from test_cli import PROMPT, bench, document, refused, run
 from test_sampling import (
     LEVEL,
     PROCESSORS,
@@ -39,7 +42,10 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.official import Official
-from layerskip.model.assistants import ASSISTANTS, build_assistant
+from layerskip.environment import _compiler
+from layerskip.files.records import read_run
+from layerskip.model import native
+from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
@@ -103,7 +109,6 @@ def assistant_of(
         num_centroids=groups,
         centroid_intermediate_top_k=3,
     )
-    assert ASSISTANTS[config.model_type] == kind
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         built = build_assistant(config)
@@ -168,7 +173,8 @@ def library_steps(family: str, built: Any, prompt: Tensor, tokens: list[int]) ->
     shared = {}
     for kind, part in zip(target.config.layer_types, Sublayers(target).parts, strict=True):
         if part.writes:
-            keys, values = past.layers[part.number].keys, past.layers[part.number].values
+            layer: Any = past.layers[part.number]
+            keys, values = layer.keys, layer.values
             first = -WINDOW if kind == "sliding_attention" else 0
             shared[kind] = keys[:, :, first:], values[:, :, first:]
     state, found = states[:, -1:], []
@@ -255,44 +261,88 @@ def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
     if law != "greedy":
         how |= {"enabled": False, "execution": "modules", "attention_mask": mask}
         return layerskip.generate(model, ids, **how).sequences[:, ids.shape[1] :].tolist()
-    found = model.generate(ids, attention_mask=mask, pad_token_id=0, **how)
+    found: Tensor = model.generate(ids, attention_mask=mask, pad_token_id=0, **how)
     return found[:, ids.shape[1] :].tolist()
+
+
+def drafted(
+    model: Any, drafts: Any, law: str, execution: str, controller: Any, ended: bool = False
+) -> Any:
+    """What `generate()` gives for the prompts."""
+    how, (ids, mask) = dict(LAWS[law]), prompts()
+    decoding = Several(
+        drafts,
+        COSTS,
+        controller=controller,
+        execution=execution,
+        max_draft_length=5,
+        seed=how.pop("seed", None),
+    )
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=decoding,
+        return_dict_in_generate=True,
+        max_new_tokens=NEW,
+        eos_token_id=ENDS if ended else None,
+        pad_token_id=0,
+        **how,
+    )
 
 
 @pytest.mark.parametrize("family", TARGETS)
 def test_the_text_is_that_of_the_target(family: str) -> None:
-    drafted = accepted = compactions = 0
-    model, (ids, mask) = target_of(family), prompts()
+    tried = accepted = compactions = 0
     for beside, law, execution, controller, ended, centroids in covering(
         tuple(BESIDE), tuple(LAWS), ("modules", "fused"), tuple(CONTROLLERS), *[(False, True)] * 2
     ):
         if family == "gemma4_mixture":
             execution = "modules"
-        how = dict(LAWS[law])
-        decoding = Several(
-            (source_of(family, centroids, execution), *BESIDE[beside]),
-            COSTS,
-            controller=CONTROLLERS[controller](),
-            execution=execution,
-            max_draft_length=5,
-            seed=how.pop("seed", None),
-        )
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            custom_generate=decoding,
-            return_dict_in_generate=True,
-            max_new_tokens=NEW,
-            eos_token_id=ENDS if ended else None,
-            pad_token_id=0,
-            **how,
-        )
+        drafts = (source_of(family, centroids, execution), *BESIDE[beside])
+        controls = CONTROLLERS[controller]()
+        out = drafted(target_of(family), drafts, law, execution, controls, ended)
         assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
-        drafted += out.stats.sources[0].num_draft_tokens
+        tried += out.stats.sources[0].num_draft_tokens
         accepted += out.stats.sources[0].num_accepted_tokens
         compactions += out.stats.num_compactions
-    assert drafted / 20 < accepted < drafted
+    assert tried / 20 < accepted < tried
     assert compactions
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+NATIVE = covering(TARGETS[:3], DTYPES, (False, True), ("greedy", "coupled"), tuple(BESIDE))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near-ties included."""
+    for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
+        monkeypatch.setattr(native, name, 64)
+    accepted = 0
+    for family, _, centroids, law, beside in (t for t in NATIVE if t[1] is dtype):
+        model, (ids, mask) = target_of(family, dtype=dtype), prompts()
+        opened = Sublayers(model, "native")
+        second = Sublayers(assistant_of(family, centroids, dtype=dtype), "native")
+        assert opened.execution == second.execution == "native"
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
+        plain = layerskip.generate(model, ids, enabled=False, execution="native", **how).sequences
+        drafts = (Official(opened, second), *BESIDE[beside])
+        out = drafted(model, drafts, law, "native", Fickle(1))
+        assert torch.equal(out.sequences, plain), (family, centroids, law, beside)
+        accepted += out.stats.sources[0].num_accepted_tokens
+    assert accepted > 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
+def test_compiled_texts_are_those_of_plain_decoding() -> None:
+    drafts = (source_of("gemma4", True, "compiled"),)
+    out = drafted(target_of("gemma4"), drafts, "coupled", "compiled", Fixed(3))
+    assert out.sequences[:, max(LENGTHS) :].tolist() == wanted("gemma4", "coupled", False)
+    assert out.stats.sources[0].num_accepted_tokens
 
 
 def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once() -> None:
@@ -309,13 +359,10 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once() -
                 counts.append(x.shape[1])
             return forward(self, x)  # type: ignore[no-any-return]
 
-        run = layerskip.generate(
-            *(model, torch.tensor([[5, 6, 7, 8, 9]])),
-            assistant=assistant_of("gemma4"),
-            **{"controller": "fixed", "max_draft_length": 3, "lookup": False, "draft_memory": 0},
-            **{"execution": "modules", "max_new_tokens": 6, "do_sample": False},
-        )
-    assert run.stats.num_draft_tokens
+        how: dict[str, Any] = {"lookup": False, "draft_memory": 0, "execution": "modules"}
+        how |= {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 6}
+        ids = torch.tensor([[5, 6, 7, 8, 9]])
+        layerskip.generate(model, ids, assistant=assistant_of("gemma4"), do_sample=False, **how)
     assert counts[0] == 1
     assert max(counts) == 4
 
@@ -394,7 +441,7 @@ def test_simulated_rounds_are_those_of_decoding(family: str, centroids: bool) ->
     source = Official(opened, Sublayers(assistant_of(family, centroids)))
     drafts = [Lookup(), source]
     costs = [CostTable(0.0, COSTS.verify), COSTS]
-    made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
+    made: list[Any] = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
     for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
         some = drafts if make in (made[0], made[3]) else drafts[1:]
         trace = traced(family, sample, ended)
@@ -440,7 +487,7 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> Non
         for few in (None, [3, 5, 7, 8, 9, 11, 14]):
             got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=few, **how)
             assert got.sequences.tolist() == plain.sequences.tolist()
-            assert got.stats.sources[1].num_draft_tokens
+            assert {tokens for r in got.rounds for tokens in map(len, r.tokens)} > {1}
     words = LayerSkipDecoding(assistant=tmp_path).explain(model)
     assert "drafts: by the model's official assistant" in words
 
@@ -504,3 +551,37 @@ def test_an_assistant_by_itself_is_refused() -> None:
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="no keys and values of its own"):
         next(layerskip.decode(assistant_of("gemma4"), ids, enabled=False, max_new_tokens=2))
+
+
+def test_the_command_line_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = CostTable(0.2, (1.0, 1.1, 1.2))
+    monkeypatch.setattr(
+        "layerskip.generation.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]
+    )
+    dtype = torch.float32
+    folder = save_checkpoint(tmp_path / "target", target_of("gemma4", WORDS, dtype))
+    dense = save_checkpoint(tmp_path / "dense", target_of("gemma4_dense", WORDS, dtype))
+    second, prompts = tmp_path / "second", tmp_path / "prompts.txt"
+    assistant_of("gemma4", False, WORDS, dtype).save_pretrained(second)
+    prompts.write_text(f"{PROMPT}\n")
+    flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json")
+    plain = document(run("generate", folder, *flags, "--no-draft"))
+    drafts = ("--assistant", second, "--controller", "fixed")
+    alone = document(run("generate", folder, *flags, *drafts, "--no-lookup", "--draft-memory", 0))
+    assert alone["token_ids"] == plain["token_ids"]
+    assert [each["name"] for each in alone["sources"]] == ["assistant"]
+    assert alone["num_draft_tokens"]
+    beside = document(run("generate", folder, *flags, *drafts))
+    assert beside["token_ids"] == plain["token_ids"]
+    assert [each["name"] for each in beside["sources"]][:2] == ["lookup", "assistant"]
+    output = tmp_path / "run.jsonl"
+    methods = ("--method", "self-assistant", "--method", "generate-assistant")
+    result = bench(folder, prompts, output, *methods, "--assistant", second)
+    assert result.exit_code == 0, result.output
+    _, ours, theirs = read_run(output).header["methods"]
+    assert ours["assistant"] == theirs["assistant"] == str(second)
+    assert "drafts for a Gemma 4; name that, and this one as" in refused(
+        "generate", second, "--prompt", PROMPT
+    )
+    words = refused("generate", dense, "--prompt", PROMPT, "--assistant", second)
+    assert words.startswith("the assistant cannot draft for this model: it is made for")

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ def build_assistant(config: Any) -> Any:
     return _class_of(config.model_type)(config).eval()
 
 
-def load_assistant(path: str | Path, *, dtype: torch.dtype | None = None) -> Any:
+def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Any:
     """An assistant from a checkpoint: a folder or a Hub id; `dtype` None: its own.
 
     Raises:

@@ -8,7 +8,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
-from layerskip.model.families import ASSISTANTS
+from layerskip.model.assistants import is_assistant
 from layerskip.model.sublayers import Sublayers
 
 
@@ -37,7 +37,7 @@ def second_model(
     Raises:
         ValueError: an official assistant of another model.
     """
-    if model.model.config.model_type in ASSISTANTS:
+    if is_assistant(model.model.config):
         return Official(target, model, tokens)
     if tokens is not None:
         both = min(model.vocabulary, target.vocabulary)

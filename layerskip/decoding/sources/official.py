@@ -169,8 +169,12 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
         where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
         return f"its weights are {own[0]} on {own[1]}, the model's {where}"
     sources = _sources(target)
-    pairs = [
-        ("hidden states of {} numbers", _width(model), target.config.hidden_size),
+    pairs: list[tuple[str, Any, Any]] = [
+        (
+            "hidden states of {} numbers",
+            model.model.config.backbone_hidden_size,
+            target.config.hidden_size,
+        ),
         ("{} tokens", model.vocabulary, target.vocabulary),
     ]
     for part in model.parts:
@@ -188,11 +192,6 @@ def _sources(target: Sublayers) -> dict[str, LayerParts]:
     """By kind, a model's last layer with keys and values of its own."""
     # a model that is served whole has no layers to read
     return {part.kind: part for part in getattr(target, "parts", ()) if part.writes}
-
-
-def _width(model: Sublayers) -> int:
-    width: int = model.model.config.backbone_hidden_size
-    return width
 
 
 def _shape(part: LayerParts) -> tuple[int, int, int | None]:
