@@ -215,12 +215,14 @@ def run_skip_map(run: Run) -> Plot | None:
     owners: dict[str, list[str]] = {}
     for method in run.drafting:
         settings = run.methods[method]
-        owners.setdefault(str((settings["skipped"], settings.get("low"))), []).append(method)
+        chosen = [settings.get(name) for name in ("skipped", "low", "experts")]
+        owners.setdefault(str(chosen), []).append(method)
     rows = [
         SkipMapRow(
             ", ".join(names),
             run.methods[names[0]]["skipped"],
             run.methods[names[0]].get("low"),
+            run.methods[names[0]].get("experts"),
             fastest.reindex(names).max(),
         )
         for names in owners.values()
@@ -236,6 +238,7 @@ def search_skip_map(search: Search) -> Plot | None:
             _name(line),
             finalist["skipped"],
             finalist.get("low"),
+            finalist.get("experts"),
             line["forecast"] if np.isnan(line["measured"]) else line["measured"],
         )
         for finalist, line in zip(search.finalists, lines, strict=True)
@@ -251,6 +254,8 @@ class SkipMapRow(NamedTuple):
     """Layers left out, by kind of sublayer."""
     low: Mapping[str, Any] | None
     """Layers run in low precision, likewise, with `bits`, and `head`: whether that is, too."""
+    experts: int | None
+    """How many of a mixture it runs for a token; None: as many as the model."""
     speedup: float
     """NaN where unknown."""
 
@@ -260,7 +265,8 @@ class SkipMapRow(NamedTuple):
             for of in (self.skipped, self.low or self.skipped)
         )
         rounded = f", runs {low} in {self.low['bits']} bits" if self.low else ""
-        return f"{self.name} leaves out {left_out}{rounded}, speedup {self.speedup:.2f}"
+        fewer = "" if self.experts is None else f", with {self.experts} experts"
+        return f"{self.name} leaves out {left_out}{rounded}{fewer}, speedup {self.speedup:.2f}"
 
 
 _KINDS = (("attention", BLUE, 0), ("mlp", ORANGE, 1))

@@ -226,7 +226,17 @@ def space_for(
         head=head,
         trained=trained,
         read=tuple(opened.read_layers),
+        experts=_fewer_experts(opened),
     )
+
+
+def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
+    """The numbers of experts that drafts are searched with: half, one, and none if they may."""
+    if not opened.mixtures:
+        return ()
+    top, beside = opened.mixtures[0].top, opened.mixtures[0].beside
+    fewer = {top // 2, 1, *((0,) if beside else ())} - ({top} if beside else {top, 0})
+    return tuple(sorted(fewer, reverse=True))
 
 
 class Search:
@@ -378,6 +388,7 @@ class Search:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
         shallow = self.space.exit_mask(1)
         masks = [shallow, *([self.space.low_mask(shallow)] if self.space.bits else [])]
+        masks = [mask | few for mask in masks for few in (0, *self.space.fewer_experts)]
         cheapest = min(
             self.objective.costs(self.space.skip_config(mask), size).draft
             for mask in masks

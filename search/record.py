@@ -71,7 +71,7 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
 
 def _sets(skip: SkipConfig) -> dict[str, Any]:
     skipped = {"attention": list(skip.attention), "mlp": list(skip.mlp)}
-    return {"skipped": skipped, "low": skip.to_dict().get("low")}
+    return {"skipped": skipped, "low": skip.to_dict().get("low"), "experts": skip.experts}
 
 
 def record(search: Search) -> dict[str, Any]:

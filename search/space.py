@@ -2,10 +2,11 @@
 
 A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
-the head does; what is low may be healed by trained weights, the same for all. A `layer` or
-`sublayer` space is made of switches, each of which chooses for its own few sublayers, so that masks
-and parameters stand one to one: no two trials of a study with different parameters mean the same
-draft.
+the head does; what is low may be healed by trained weights, the same for all. Of a mixture, one of
+the bits above may say how many experts run for a token, fewer than the model's. A `layer` or
+`sublayer` space is made of switches, each of which chooses for its own few sublayers (or the head,
+or the experts), so that masks and parameters stand one to one: no two trials of a study with
+different parameters mean the same draft (but where no MLP runs, of which experts are a part).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from layerskip.config import LowPrecision, SkipConfig, Trained
 from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")
-EXACT, LOW, OUT = "exact", "low", "out"
+EXACT, LOW, OUT, ALL = "exact", "low", "out", "all"
 """Choices of a switch, where there are three; with two they are False and True (left out)."""
 
 Change = tuple[int, int]
@@ -62,6 +63,9 @@ class Space:
     """Healed weights that sublayers in low precision compute with; None: the model's own."""
     read: tuple[int, ...] = ()
     """Layers whose keys other layers read: their attention is left out by an `exit` only."""
+    experts: tuple[int, ...] = ()
+    """Of a mixture's experts, the numbers that a draft may run in place of the model's; in an
+    `exit` space it runs as many as the model."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -89,7 +93,16 @@ class Space:
                     found[name] = {False: 0, **out}
         if self.bits and found:
             found["head"] = {EXACT: 0, LOW: self._low_head}
+        if self.experts and found:
+            names = map(str, self.experts)
+            found["experts"] = {ALL: 0} | dict(zip(names, self.fewer_experts, strict=True))
         return found
+
+    @property
+    def fewer_experts(self) -> list[int]:
+        """By number of experts that a draft may run, the mask that runs as many, and all else."""
+        places = range(len(self.experts) if self.kind != "exit" else 0)
+        return [self._low_head << 1 + place for place in places]
 
     @cached_property
     def fields(self) -> dict[str, int]:
@@ -123,7 +136,9 @@ class Space:
         every = math.prod(map(len, self.switches.values()))
         if sum(self.leaving_out) < self._every:
             return every
-        return every - (2 if self.bits else 1)  # where nothing runs is no draft
+        # where nothing runs is no draft, whatever the head and the experts
+        kept = [c for c in self.switches.values() if OUT not in c and True not in c]
+        return every - math.prod(map(len, kept))
 
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
@@ -183,15 +198,15 @@ class Space:
         What comes back does so in low precision where most of the draft runs so. What cannot be
         left out changes its precision.
         """
-        low = 2 * (mask >> 2 * self.num_layers).bit_count() > 2 * self.num_layers - (
-            self.left_out(mask).bit_count()
-        )
+        rounded = mask >> 2 * self.num_layers & 2 * self._every + 1
+        low = 2 * rounded.bit_count() > 2 * self.num_layers - self.left_out(mask).bit_count()
         found = []
         for name, choices in self.switches.items():
             own, out = self.fields[name], choices.get(OUT, choices.get(True))
             back = choices[LOW] if low and LOW in choices else 0
-            if out is None:
-                found.append((own, own ^ (mask & own)))
+            if out is None:  # the next choice
+                values = [*choices.values()]
+                found.append((own, values[(values.index(mask & own) + 1) % len(values)]))
             else:
                 found.append((own, back if mask & own == out else out))
         return found
@@ -221,9 +236,14 @@ class Space:
                 raise ValueError(f"it runs the head in {skip.low.head_bits} bits, not in {bits}")
         if skip.trained not in (None, self.trained):
             raise ValueError("its trained weights are not those that the search is around")
+        fewer = dict(zip(self.experts, self.fewer_experts, strict=False))
+        if skip.experts is not None and skip.experts not in fewer:
+            known = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
+            raise ValueError(f"it runs {skip.experts} experts, and the space has {known}")
+        experts = 0 if skip.experts is None else fewer[skip.experts]
         low = sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         head = self._low_head if skip.low is not None and skip.low.head else 0
-        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head
+        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head | experts
 
     def skip_config(self, mask: int) -> SkipConfig:
         """The resolved config that does with every sublayer what `mask` says."""
@@ -239,7 +259,14 @@ class Space:
             head=(self.head or True) if mask & self._low_head else False,
         )
         trained = self.trained if rounded & self._every else None
-        skip = SkipConfig(attention=layers(mask), mlp=layers(mask >> 1), low=low, trained=trained)
+        fewer = zip(self.experts, self.fewer_experts, strict=False)
+        skip = SkipConfig(
+            attention=layers(mask),
+            mlp=layers(mask >> 1),
+            low=low,
+            trained=trained,
+            experts=next((count for count, bit in fewer if mask & bit), None),
+        )
         return skip.resolve(self.num_layers)
 
     @property
@@ -280,11 +307,13 @@ class Space:
         if self.trained is not None:
             del known["trained"]["weights"]
         always = ("kind", "num_layers", "allow_ends")
-        known["read"] = list(self.read) or None
+        known |= {"read": list(self.read) or None, "experts": list(self.experts) or None}
         return {k: v for k, v in known.items() if v is not None or k in always}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
             words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
+        if self.fewer_experts:
+            words += f", with {', '.join(map(str, self.experts))} or all experts"
         return f"{words}, ends free" if self.allow_ends else words

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from cost_records import cost_record
 from kinds import Several
 from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
+from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.experts import exact, fewer, low, routing, summed
 from layerskip.model.fused import refusal, rms_norm
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
+from layerskip.search.pipeline import Search, Task, space_for
+from layerskip.search.record import trials_table
+from layerskip.search.space import Space
+from layerskip.timing.sublayers import measure
 from layerskip.timing.tables import analytic
 
 MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
@@ -393,3 +400,64 @@ def test_analytic_costs_count_experts() -> None:
     several = analytic(opened, SkipConfig(experts=1).resolve(6), 3)
     assert several.verify_cost(2) == pytest.approx(bytes_of(6) / bytes_of(3), rel=1e-3)
     assert analytic(Sublayers(tiny_model("llama")), SkipConfig().resolve(6)).verify == (1.0,)
+
+
+# ---------------------------------------------------------------------------------------------
+# The search.
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("kind", ["layer", "sublayer"])
+def test_spaces_hold_every_draft_with_every_number_of_experts(kind: str, bits: Any) -> None:
+    space = Space(kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=(2, 1, 0))
+    masks = list(space.enumerate())
+    skips = [space.skip_config(mask) for mask in masks]
+    assert len(masks) == space.size
+    assert Counter(skip.experts for skip in skips if len(skip.mlp) < 2).keys() == {None, 2, 1, 0}
+    for mask, skip in zip(masks, skips, strict=True):
+        assert space.from_params(space.params(mask)) == mask
+        if len(skip.mlp) < 2:  # else no experts run, and no number of them is left
+            assert space.mask(skip) == mask
+    assert space.mask(SkipConfig(experts=1)) == space.fewer_experts[1]
+    assert space.distributions["experts"].choices == ("all", "2", "1", "0")
+    assert Space(**space.to_dict()).size == space.size
+    with pytest.raises(ValueError, match="it runs 5 experts, and the space has 2, 1, 0 or all"):
+        space.mask(SkipConfig(experts=5))
+    with pytest.raises(ValueError, match="it runs 1 experts, and the space has all only"):
+        Space(kind="exit", num_layers=2, experts=(1,)).mask(SkipConfig(experts=1))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
+    model = lively_model(family)
+    ids = [prompt(9, seed=seed) for seed in range(2)]
+    where = space_for(model, "auto", {}, kind="sublayer", bits=None)
+    assert where.experts == ((1, 0) if family == "gemma4_mixture" else (1,))
+    measured = measure(model, ids, contexts=(16,), counts=(1, 2), budget=0.01)
+    opened, layers = Sublayers(model), model.config.num_hidden_layers
+    for count in where.experts:
+        few, all_ = (opened.weight_bytes(experts=n)["sublayers"][1::2] for n in (count, None))
+        shares = [some / whole for some, whole in zip(few, all_, strict=True)]
+        assert measured["experts"][str(count)] == shares
+        assert min(shares) < 0.8
+    cost = cost_record() | {"experts": measured["experts"]}
+    one = cost_table(cost, SkipConfig(experts=1))
+    saved = 1e-3 * sum(1 - share for share in measured["experts"]["1"])
+    step = step_seconds(cost)
+    assert one.draft == pytest.approx(cost_table(cost, SkipConfig()).draft - saved / step)
+    with pytest.raises(ValueError, match=r"these costs know drafts of .* so that 7 have no price"):
+        cost_table(cost, SkipConfig(experts=7).resolve(layers))
+    steps = Search(model, ids, task=Task(8), space=where)
+    steps.open()
+    steps.price(cost)
+    steps.run(len(steps.warm_starts))
+    steps.choose(2)
+    tried = [mask for name, mask in steps.warm_starts.items() if "experts" in name]
+    assert [where.skip_config(mask).experts for mask in tried] == [*where.experts]
+    rows = trials_table(steps.study, where, steps.objective.step_seconds)
+    assert {row["experts"] for row in rows} == {None, *where.experts}
+    assert steps.finalists
+    # replayed drafts run so many: with all that the model takes, every token is accepted
+    accepted = [steps.objective(SkipConfig(experts=n)).acceptance for n in (2, *where.experts)]
+    assert accepted[0] == pytest.approx(1.0)
+    assert all(each is not None and 0 < each < 1 for each in accepted[1:])

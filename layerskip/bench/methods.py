@@ -184,6 +184,7 @@ class Engine:
                 own |= {
                     "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
                     "low": skip.to_dict().get("low"),
+                    "experts": skip.experts,
                     "num_kept": len(skip.kept()),
                     "prefix": skip.shared_prefix(),
                 }

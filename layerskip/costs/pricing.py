@@ -46,7 +46,7 @@ def cost_table(
     A draft step runs the kept sublayers and the head over one token. Verification carries the last
     drafted token through the shared prefix alone, then all drafted tokens and the one before them
     through the rest of the model and the head. Sublayers in low precision have prices of
-    their own, with what heals them.
+    their own, with what heals them. MLPs of fewer experts cost as much less as they read less.
 
     Args:
         record: what `layerskip.timing.sublayers.measure` returned; its `repeated` and `draft_rest`,
@@ -59,8 +59,8 @@ def cost_table(
             sizes the head's cost lies on a line, below them it stays.
 
     Raises:
-        ValueError: a draft vocabulary or low precision that the record does not know, or a trained
-            module, which is none of the parts.
+        ValueError: a draft vocabulary, low precision or number of experts that the record does not
+            know, or a trained module, which is none of the parts.
     """
     attention, mlp, head, rest = (
         _at(record, name, context) for name in ("attention", "mlp", "head", "rest")
@@ -79,8 +79,9 @@ def cost_table(
     ]
     step = sum(sublayers[0]) + head[0] + rest[0]
     low, rounded = _low(record, skip, context), set(skip.rounded())
-    exact = sum(sublayers[0][index] for index in skip.kept() if index not in rounded)
-    cheap = sum(low[index] for index in rounded)
+    read = _read(record, skip)
+    exact = sum(read[i] * sublayers[0][i] for i in skip.kept() if i not in rounded)
+    cheap = sum(read[i] * low[i] for i in rounded)
     share = (exact + cheap) / sum(sublayers[0])
     # a draft of everything repeats nothing sooner than a plain step does
     factor, draft_rest = 1.0, rest[0]
@@ -146,6 +147,19 @@ def _low(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> li
         *(_at(record, f"low_{kind}", context) for kind in ("attention", "mlp")), strict=True
     )
     return [seconds for pair in pairs for seconds in pair]
+
+
+def _read(record: Mapping[str, Any], skip: SkipConfig) -> list[float]:
+    """By sublayer, the share of its bytes that a draft of so many experts reads."""
+    known, layers = record.get("experts", {}), len(record["attention"][0][0])
+    if skip.experts is None:
+        return [1.0] * (2 * layers)
+    if str(skip.experts) not in known:
+        raise ValueError(
+            f"these costs know drafts of {', '.join([*known, 'all'])} experts, so that "
+            f"{skip.experts} have no price; measure them again on this model"
+        )
+    return [share for mlp in known[str(skip.experts)] for share in (1.0, mlp)]
 
 
 def _head(

@@ -96,6 +96,7 @@ _FINALIST = has(
     skipped=_SKIPPED,
     decoding=has(**_DECODING, lookup=Maybe(flag)),
     low=Maybe(low_sets),
+    experts=Maybe(COUNT),
     trained=Maybe(text),
     alpha=optional(SHARE),
     draft_cost=POSITIVE,

@@ -152,9 +152,10 @@ def measure(
         (where the head can be trimmed); `repeated`, by which factor sublayers and head are cheaper
         in the drafts of two early exits, and `repeated_shares`, those exits' shares of all
         sublayers' seconds; with `low` (then there are its `low_facts`) `low_attention`, `low_mlp`,
-        `low_head` and `low_trimmed_head`, over one token; and `gap`, by which share the parts of a
-        pass, each typical, exceed the typical pass, for each count. The parts have been scaled by
-        it, so that they add up to `passes`.
+        `low_head` and `low_trimmed_head`, over one token; for a mixture `experts`, by number of
+        them the share of each MLP's bytes that a draft of so many reads; and `gap`, by which share
+        the parts of a pass, each typical, exceed the typical pass, for each count. The parts have
+        been scaled by it, so that they add up to `passes`.
 
     Raises:
         ValueError: no prompt tokens, counts without 1, no budget, no context that fits the model,
@@ -199,6 +200,8 @@ def measure(
     if heads:
         record |= {"vocabulary": opened.vocabulary, "head_sizes": list(heads)}
     record |= low_facts(low)
+    if opened.mixtures:
+        record["experts"] = _read_of_experts(opened)
     for number, context in enumerate(fitting):
         ids = text[:context].expand(batch_size, -1)  # (B, T)
         many = [list(heads.values()), list(low_heads.values())]
@@ -241,6 +244,21 @@ def _disjoint_heads(model: Sublayers, bits: int | None = None) -> dict[int, Bloc
             heads[size] = model.backend.head(TrimmedHead(head, slice(first, first + size)), bits)
         first += size
     return heads
+
+
+def _read_of_experts(model: Sublayers) -> dict[str, list[float]]:
+    """By fewer experts than the model's, the share of each MLP's bytes that a token then reads."""
+
+    def bytes_of(experts: int | None) -> list[int]:
+        mlps: list[int] = model.weight_bytes(experts=experts)["sublayers"][1::2]
+        return mlps
+
+    mixture, whole = model.mixtures[0], bytes_of(None)
+    fewer = range(0 if mixture.beside else 1, mixture.top + 1)
+    return {
+        str(count): [read / all_ for read, all_ in zip(bytes_of(count), whole, strict=True)]
+        for count in fewer
+    }
 
 
 class _Sweeps:
