@@ -1,6 +1,6 @@
 """Train an official assistant of Gemma 4 for a shipped model; a stopped run goes on by itself.
 
-python scripts/train_assistant.py demo-gemma4 --work runs/train
+python scripts/train_assistant.py demo-gemma4 --output layerskip/models/demo-gemma4-assistant
 
 Half of what it reads is the data, half the target's own texts, which are drawn first.
 """
@@ -17,13 +17,13 @@ from train import build_optimizers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import layerskip
-from layerskip.files.writing import replace_folder, replacing
-from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.files.writing import replacing
+from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import assistants, loop
 from layerskip.training.recipes import batch_at
 
-LENGTH, ROWS, AHEAD = 256, 16, 4
+LENGTH, ROWS, AHEAD = 256, 16, assistants.AHEAD
 PROMPT, DRAWN = 32, 64  # tokens of a text that are given, and texts drawn together
 TEMPERATURE = 0.8
 SHAPE = {"hidden": 64, "intermediate": 192, "heads": 2}
@@ -66,24 +66,13 @@ def measure(assistant: PreTrainedModel, target: Sublayers, held_out: Tensor) -> 
     return [round(sum(step) / len(found), 4) for step in zip(*found, strict=True)]
 
 
-def save(assistant: PreTrainedModel, output: Path) -> None:
-    """Write the checkpoint to `output` in bfloat16, whole or not at all, after loading it back."""
-    partial = output.with_name(f".{output.name}.tmp")
-    assistant.to(torch.bfloat16).save_pretrained(partial)
-    loaded = load_assistant(partial).state_dict()
-    for name, weight in assistant.state_dict().items():
-        if not torch.equal(weight, loaded[name]):
-            raise ValueError(f"{name} is not what was saved")
-    replace_folder(partial, output)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=["demo-gemma4"])
     parser.add_argument("--work", type=Path, default=Path("runs/train"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--texts", type=int, default=12, help=f"batches of {DRAWN} own texts")
-    parser.add_argument("--output", type=Path, help="default: beside the model, in `assistant`")
+    parser.add_argument("--output", type=Path, help="of the checkpoint; none is written without")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -135,7 +124,9 @@ def main() -> None:
                 json.dumps({"step": step, "loss": round(loss, 4), "seconds": seconds}), flush=True
             )
     held_out = batch_at(apart, 0, 32, LENGTH)
-    save(assistant, args.output or shipped / "assistant")
+    assistant = assistant.to(torch.bfloat16)
+    if args.output:
+        assistants.save_assistant(assistant, args.output)
     print(json.dumps({"overlaps": measure(assistant.float(), opened, held_out)}))
 
 

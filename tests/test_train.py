@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, lively_model
+from models import VOCABULARY, lively_model, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -24,12 +25,14 @@ from layerskip.cli.main import app
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
+from layerskip.model.assistants import build_assistant, load_assistant
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
 from layerskip.replay.drafts import replay
-from layerskip.training import data, features, judging, processes
+from layerskip.training import assistants, data, features, judging, processes
+from layerskip.training.assistants import AssistantTraining
 from layerskip.training.drafts import Recipe, Training
 from layerskip.training.loop import optimizers_for, schedule
 from layerskip.training.losses import ETA, LOSSES, distillation_loss, overlap
@@ -549,3 +552,64 @@ def test_the_command_refuses_in_one_line(
     assert done.exit_code == 2
     assert message in done.stderr.splitlines()[-1]  # behind what loading says
     assert done.stderr.count("layerskip: error: ") == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Assistants.
+
+
+def assistant_training(folder: Path, start: Path, **changes: Any) -> AssistantTraining:
+    model = lively_model("gemma4", dtype=torch.float32)
+    told = {key: changes.pop(key) for key in ("progress",) if key in changes}
+    recipe = Recipe(**({"tokens": 640} | HOW | {"skip": None} | changes))
+    return AssistantTraining(
+        str(start), Sublayers(model, "modules"), source(model), recipe, folder, **told
+    )
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """A folder with an assistant for the tiny Gemma 4, of random weights."""
+    target = tiny_model("gemma4").config
+    torch.manual_seed(0)
+    config = assistants.assistant_config(target, hidden=16, intermediate=32, heads=2)
+    build_assistant(config).save_pretrained(tmp_path / "start")
+    return tmp_path / "start"
+
+
+def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, started: Path
+) -> None:
+    record = assistant_training(tmp_path / "whole", started, rate=5e-3).further()
+    before, after = record["overlap"]["before"], record["overlap"]["after"]
+    assert len(before) == len(after) == assistants.AHEAD
+    assert all(new > old for old, new in zip(before, after, strict=True))
+    whole = load_assistant(tmp_path / "whole" / "assistant").state_dict()
+    begun = load_assistant(started).state_dict()
+    assert any(not torch.equal(whole[name], begun[name]) for name in whole)
+
+    cut = tmp_path / "cut"
+    with pytest.raises(Stopped):
+        assistant_training(cut, started, rate=5e-3, progress=stop_at("training", 0.5)).further()
+    assert not (cut / "assistant").exists()
+    again = assistant_training(cut, started, rate=5e-3).further()
+    assert again["overlap"] == record["overlap"]
+    assert not list(cut.glob(".*"))
+    # finished: nothing is done again
+    assert assistant_training(cut, started, rate=5e-3).further() == again
+    with pytest.raises(ValueError, match="another rate"):
+        assistant_training(cut, started, rate=1e-3)
+
+
+def test_an_assistant_of_another_model_is_refused(tmp_path: Path, started: Path) -> None:
+    config = json.loads((started / "config.json").read_text())
+    build = build_assistant(
+        assistants.assistant_config(
+            tiny_model("gemma4", sliding_window=3).config, hidden=16, intermediate=32, heads=2
+        )
+    )
+    assert config["backbone_hidden_size"] == build.config.backbone_hidden_size
+    build.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot draft for this model"):
+        assistant_training(tmp_path / "out", tmp_path / "other")
+    assert not (tmp_path / "out" / "work").exists()

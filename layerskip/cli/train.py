@@ -46,11 +46,12 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="Texts to train on as they are.")
     ] = None,
     draft: Annotated[
-        Literal["healed", "exit-block", "feature-block", "heads", "streams"],
+        Literal["healed", "exit-block", "feature-block", "heads", "streams", "assistant"],
         typer.Option(
             help="What is trained: what corrects low precision, a layer behind an early exit, one "
             "over the last hidden state and the token, or four tokens at once from those: by "
-            "heads, or by such a layer with streams that look ahead."
+            "heads, or by such a layer with streams that look ahead; or an assistant of Gemma 4, "
+            "further."
         ),
     ] = "healed",
     skip: Annotated[
@@ -66,6 +67,10 @@ def train(
         typer.Option(
             min=1, metavar="E", help="Layers before an exit block.  [default: a quarter of them]"
         ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The assistant to train further: a folder or a Hub id."),
     ] = None,
     loss: Annotated[
         Literal["lk", "kl", "tvd++", "ce"], typer.Option(help="What training lowers.")
@@ -110,9 +115,12 @@ def train(
         ("--skip", skip, "healed"),
         ("--rank", rank, "healed"),
         ("--exit-layer", exit_layer, "exit-block"),
+        ("--start", start, "assistant"),
     ):
         if value is not None and draft != kind:
             raise ValueError(f"{flag} is of --draft {kind}; leave it out with {draft}")
+    if draft == "assistant" and (start is None or loss != "lk"):
+        raise ValueError("--draft assistant needs --start NAME, and lowers --loss lk")
     file = prompts or texts
     given = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
@@ -123,7 +131,9 @@ def train(
     make_folder(output)
     import torch
 
+    from layerskip.checkpoints import load_official
     from layerskip.training import processes
+    from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
     from layerskip.training.drafts import Recipe, Training
     from layerskip.training.judging import judge, read_record
@@ -155,14 +165,23 @@ def train(
             seed=seed,
         )
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
-            training = Training(
-                opened,
-                corpus,
-                recipe,
-                output,
-                progress=lambda what, share: talk.progress(f"{what} ({share:.0%})"),
-                say=talk.say,
-            )
+            said: dict[str, Any] = {
+                "progress": lambda what, share: talk.progress(f"{what} ({share:.0%})"),
+                "say": talk.say,
+            }
+            if start is not None:
+                official = load_official(start, loaded)
+                if official is None:
+                    raise ValueError(f"--start must name an assistant of Gemma 4, got {start}")
+                place = str(official.folder or start)
+                found = AssistantTraining(place, opened, corpus, recipe, output, **said).further()
+                talk.progress("")
+                if processes.first():
+                    print(_overlaps(found))
+                    if as_json:
+                        print(to_json(found))
+                return
+            training = Training(opened, corpus, recipe, output, **said)
             record = read_record(output)
             if record is None:
                 training.run()
@@ -175,6 +194,15 @@ def train(
     print(_table(record))
     if as_json:
         print(to_json(record))
+
+
+def _overlaps(record: dict[str, Any]) -> str:
+    """What an assistant's further training brought, in words."""
+    lines = [["drafted token is accepted", "1st", "2nd", "3rd", "4th"]]
+    for name, shares in record["overlap"].items():
+        lines.append([name, *(f"{share:.3f}" for share in shares)])
+    notes = [("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}")]
+    return f"{aligned(lines)}\n{two_columns(notes)}"
 
 
 def _table(record: dict[str, Any]) -> str:

@@ -8,16 +8,33 @@ Letters: B texts, T tokens of one, S steps, P = T - S places, H the target's wid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from layerskip.decoding.sources.official import Official
+from layerskip.files.schema import parse
+from layerskip.files.writing import replace_folder, write_text
+from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
+from layerskip.training import data, features, processes
+from layerskip.training.drafts import APART, FOR_JUDGING, SAVE_SECONDS, Recipe, Training
+from layerskip.training.loop import optimizers_for, schedule, train, windows_of
 from layerskip.training.losses import DEEPER, lk, overlap
+
+AHEAD = 4
+"""Steps of a draft in training."""
+RECORD, CHECKPOINT = "assistant.json", "assistant"
+"""In the folder of a training: what came of it, and the assistant."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +154,126 @@ def overlaps(drafted: list[Tensor], reading: TargetReading, temperature: float) 
 def _ahead(reading: TargetReading, step: int, like: Tensor) -> Tensor:
     """The target's logits for the tokens that a step drafts, (B, P, V)."""
     return reading.logits[:, step + 1 : step + 1 + like.shape[1]]
+
+
+def save_assistant(assistant: Any, output: Path) -> None:
+    """Write an assistant's checkpoint to a folder, whole or not at all, after loading it back.
+
+    Raises:
+        ValueError: what was written is not what it is.
+    """
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    assistant.save_pretrained(partial)
+    loaded = load_assistant(partial).state_dict()
+    for name, weight in assistant.state_dict().items():
+        if not torch.equal(weight.cpu(), loaded[name]):
+            raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
+    replace_folder(partial, output)
+
+
+class AssistantTraining(Training):
+    """Training an assistant further in a folder, on the target's answers or on texts as they are.
+
+    Args:
+        start: the assistant's checkpoint: a folder or a Hub id.
+        opened, corpus, recipe, folder, said: as for `Training`.
+
+    Raises:
+        ValueError: the folder holds another training, or the assistant is another model's.
+    """
+
+    def __init__(
+        self,
+        start: str,
+        opened: Sublayers,
+        corpus: data.Corpus,
+        recipe: Recipe,
+        folder: Path,
+        **said: Any,
+    ) -> None:
+        self.start = start
+        loaded = load_assistant(start, dtype=opened.dtype).to(opened.device)
+        Official(opened, Sublayers(loaded, "modules"))  # refuses a wrong one now, not in an hour
+        super().__init__(opened, corpus, replace(recipe, kind="assistant"), folder, **said)
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"start": self.start}
+
+    def further(self) -> dict[str, Any]:
+        """Run all stages; returns the record, which is kept in the folder beside the assistant."""
+        path = self.folder / RECORD
+        if not path.exists():
+            if processes.first():
+                self._make_texts()
+            processes.wait()
+            texts = data.all_texts(self.work / "texts")
+            self._train_on(features.windows([text.ids for text in texts], self.recipe.window))
+            processes.wait()
+        record: dict[str, Any] = parse(path.read_bytes())
+        return record
+
+    def _train_on(self, ids: Tensor) -> None:
+        """Train on windows (N, T), and write the assistant and its record."""
+        recipe, device = self.recipe, self.opened.device
+        if len(ids) <= recipe.rows:
+            raise ValueError(
+                f"the texts hold {len(ids)} windows of {recipe.window} tokens, too few for a step "
+                f"of {recipe.rows} and a window kept apart; give more prompts or texts"
+            )
+        assistant = load_assistant(self.start)
+        dtype, assistant = assistant.dtype, assistant.to(device).float()
+        count = max(recipe.rows, len(ids) - max(1, min(APART, len(ids) // 16)))  # trained on
+        before = self._judged(assistant, ids, range(count, len(ids)))
+
+        def step_loss(step: int) -> Tensor:
+            numbers = windows_of(count, recipe.rows, step, recipe.seed)
+            numbers = numbers[processes.rank() :: processes.count()]
+            return distance(*self._unrolled(assistant, ids, numbers), recipe.temperature)
+
+        a_step, budget = recipe.rows * recipe.window, math.inf
+        if recipe.minutes is not None:
+            budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - self.seconds["texts"])
+        steps = train(
+            assistant,
+            optimizers_for(recipe.optimizer, assistant, recipe.rate or 0.0),
+            step_loss,
+            math.ceil((recipe.tokens or 1 << 50) / a_step),
+            schedule=schedule,
+            checkpoint=self.work / "checkpoint.pt",
+            total_seconds=budget,
+            save_seconds=SAVE_SECONDS,
+        )
+        for step, loss, share in self._timed("training", steps):
+            self.progress(f"training: {step * a_step:,} tokens, loss {loss:.3f}", share)
+        after = self._judged(assistant, ids, range(count, len(ids)))
+        if not processes.first():
+            return
+        save_assistant(assistant.to(dtype), self.folder / CHECKPOINT)
+        record = {
+            "recipe": recipe.to_dict(),
+            "start": self.start,
+            "model": getattr(self.opened.model, "name_or_path", None) or None,
+            "tokens": step * a_step,
+            "text_tokens": ids.numel(),
+            "seconds": self.seconds,
+            "overlap": {"before": before, "after": after},
+        }
+        write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        self.clear()
+
+    def _unrolled(
+        self, assistant: Any, ids: Tensor, numbers: list[int]
+    ) -> tuple[list[Tensor], TargetReading]:
+        device = self.opened.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.half):
+            reading = read(self.opened, ids[numbers].to(device))
+            return unrolled(assistant, reading, AHEAD), reading
+
+    @torch.no_grad()
+    def _judged(self, assistant: Any, ids: Tensor, apart: Iterable[int]) -> list[float]:
+        """The overlap of each step on held-out windows."""
+        found = []
+        for number in apart:
+            drafted, reading = self._unrolled(assistant, ids, [number])
+            found.append(overlaps(drafted, reading, self.recipe.temperature))
+        return [sum(step) / len(found) for step in zip(*found, strict=True)]

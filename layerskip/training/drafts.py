@@ -157,8 +157,7 @@ class Training:
 
     def _check_same(self) -> None:
         """Refuse a folder that holds another training."""
-        path, prompts = self.work / "recipe.json", len(self.corpus.known) + len(self.corpus.apart)
-        of = self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
+        path, of = self.work / "recipe.json", self._identity()
         now = json.loads(json.dumps(of))
         if not path.exists():
             if processes.first():
@@ -171,6 +170,11 @@ class Training:
                 f"{self.folder} holds a training with another {other[0]} "
                 f"({before.get(other[0])}, now {now[other[0]]}); name another folder"
             )
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes a training this one."""
+        prompts = len(self.corpus.known) + len(self.corpus.apart)
+        return self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
 
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""

@@ -22,7 +22,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
 RATES = dict.fromkeys(("feature-block", "heads", "streams"), 5e-3)
-RATES |= {"healed": 1e-3, "exit-block": 3e-3}
+RATES |= {"healed": 1e-3, "exit-block": 3e-3, "assistant": 1e-3}
 """Learning rates: on demo-gemma2 modules need 150,000 tokens for what took 240,000 to 470,000 at a
 fifth or a tenth of them."""
 RANK = 16
