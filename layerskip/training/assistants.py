@@ -63,7 +63,12 @@ def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int)
     from transformers import Gemma4AssistantConfig, Gemma4TextConfig
 
     widths = target.per_layer_config
+    of_full_layers: dict[str, Any] = {
+        "num_global_key_value_heads": widths["full_attention"].num_key_value_heads,
+        "global_head_dim": widths["full_attention"].head_dim,
+    }
     text = Gemma4TextConfig(
+        **of_full_layers,
         vocab_size=target.vocab_size,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -72,10 +77,8 @@ def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int)
         num_kv_shared_layers=4,
         num_attention_heads=heads,
         num_key_value_heads=widths["sliding_attention"].num_key_value_heads,
-        num_global_key_value_heads=widths["full_attention"].num_key_value_heads,
         attention_k_eq_v=target.attention_k_eq_v,
         head_dim=widths["sliding_attention"].head_dim,
-        global_head_dim=widths["full_attention"].head_dim,
         rope_parameters=target.rope_parameters,
         sliding_window=target.sliding_window,
         max_position_embeddings=target.max_position_embeddings,
@@ -91,7 +94,7 @@ def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int)
 @torch.no_grad()
 def read(target: Sublayers, ids: Tensor) -> TargetReading:
     """One pass of a Gemma 4 over texts (B, T)."""
-    cache = DynamicCache()  # without a config every layer keeps all keys
+    cache: Any = DynamicCache()  # without a config every layer keeps all keys
     out = target.decoder(ids, past_key_values=cache, use_cache=True)
     states: Tensor = out.last_hidden_state
     with torch.autocast(ids.device.type, enabled=False):  # laws need more than half precision
@@ -134,12 +137,12 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
 
 def distance(drafted: list[Tensor], reading: TargetReading, temperature: float) -> Tensor:
     """The loss of the unrolled steps, a scalar: their weighted mean (see `losses.DEEPER`)."""
-    weights = [DEEPER**step for step in range(len(drafted))]
     losses = [
         lk(logits, _ahead(reading, step, logits), logits, temperature)
         for step, logits in enumerate(drafted)
     ]
-    return sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    weights = losses[0].new_tensor([DEEPER**step for step in range(len(losses))])
+    return (weights * torch.stack(losses)).sum() / weights.sum()
 
 
 @torch.no_grad()
