@@ -28,7 +28,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import MADE, SHIPPED, made, shipped
+from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, made, shipped
 from layerskip.prompts import Prompt
 
 # What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
@@ -98,7 +98,7 @@ def load(
     place = _device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if dtype == "auto" and place.type == "cpu" and name in SHIPPED:
+    if dtype == "auto" and place.type == "cpu" and name in SHIPPED + SHIPPED_ASSISTANTS:
         dtype = "float32"
     folder = _folder(name)
     source = name if folder is None else str(folder)
@@ -211,7 +211,7 @@ def _folder(name: str) -> Path | None:
     if not name.strip():
         raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
     folder = Path(name)
-    if name in SHIPPED:
+    if name in SHIPPED + SHIPPED_ASSISTANTS:
         folder = shipped(name)
     elif name in MADE and not folder.is_dir():
         folder = made(name)

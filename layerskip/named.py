@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SHIPPED = ("demo-llama", "demo-gemma2")
+SHIPPED = ("demo-llama", "demo-gemma2", "demo-gemma4")
 """Models that come with the package."""
+SHIPPED_ASSISTANTS = ("demo-gemma4-assistant",)
+"""Official assistants that come with the package, for `--assistant`."""
 
 MADE = ("smollm2", "gemma3-270m")
 """Real checkpoints that `make checkpoints` puts into the folder `checkpoints`."""
@@ -22,13 +24,14 @@ NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
 
 
 def shipped(name: str) -> Path:
-    """The folder of a model that comes with the package, for `from_pretrained()`.
+    """The folder of a model, or of an assistant, that comes with the package.
 
     Raises:
         ValueError: there is no such model, or this installation lacks it.
     """
-    if name not in SHIPPED:
-        raise ValueError(f"a shipped model is one of {', '.join(SHIPPED)}, got {name!r}")
+    known = SHIPPED + SHIPPED_ASSISTANTS
+    if name not in known:
+        raise ValueError(f"a shipped model is one of {', '.join(known)}, got {name!r}")
     folder = _MODELS / name
     if not folder.is_dir():
         raise ValueError(f"the shipped model {name} is missing from this installation")

@@ -192,6 +192,7 @@ SHIPPED = Path(layerskip.__file__).parent / "models"
 SHIPPED_SKIPS = {
     "demo-llama": SkipConfig.early_exit(3),
     "demo-gemma2": SkipConfig(attention=(3, 5), mlp=(4, 7)),
+    "demo-gemma4": SkipConfig(attention=(3, 10), mlp=(4, 12)),
 }
 TEMPERATURE = 0.8
 RESOLUTION = 1e-4  # of scores, which float32 kernels of different shapes do not agree within

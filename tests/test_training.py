@@ -16,7 +16,7 @@ from layerskip.training import loop, losses
 from layerskip.training import recipes as training
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
-FAMILIES = ["llama", "gemma", "gemma2"]
+FAMILIES = ["llama", "gemma", "gemma2", "gemma4"]
 
 
 # The forward pass
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 # What ships
 
 
-@pytest.mark.parametrize("name", ["demo-llama", "demo-gemma2"])
+@pytest.mark.parametrize("name", ["demo-llama", "demo-gemma2", "demo-gemma4"])
 def test_a_shipped_model_is_small_and_its_depth_pays(name):
     files = list((SHIPPED / name).iterdir())
     assert max(file.stat().st_size for file in files) <= 14e6

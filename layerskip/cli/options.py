@@ -59,8 +59,8 @@ class Loading:
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id, local folder, a shipped model (demo-llama, demo-gemma2), or one of `make "
-            "checkpoints` (smollm2, gemma3-270m)."
+            help="Hub id, local folder, a shipped model (demo-llama, demo-gemma2, demo-gemma4), or "
+            "one of `make checkpoints` (smollm2, gemma3-270m)."
         ),
     ] = "demo-llama"
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")] = (
