@@ -37,7 +37,7 @@ from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.official import Official
-from layerskip.defaults import automatic_draft, in_words, warn_of_loading
+from layerskip.defaults import AutomaticDraft, automatic_draft, in_words, warn_of_loading
 from layerskip.model.assistants import load_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
@@ -45,6 +45,7 @@ from layerskip.model.wrappers import unwrapped
 from layerskip.requests import (
     check_ids,
     checked_mask,
+    dropped_by_the_call,
     end_tokens,
     ending,
     padded,
@@ -52,10 +53,10 @@ from layerskip.requests import (
     pictures_of,
     sampling_of,
     stop_of,
-    streamer_of_the_call,
     warpers,
 )
 from layerskip.timing.tables import analytic, cost_tables, stored
+from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # the default of `max_draft_length`
@@ -97,8 +98,9 @@ class LayerSkipDecoding:
         lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
             other texts, too).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
-            same vocabulary: `layerskip.check_vocabularies` compares tokenizers. Or the official
-            assistant of a Gemma 4, or a folder or Hub id to load one from.
+            same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
+            alone where prompts have pictures. Or the official assistant of a Gemma 4, or a folder
+            or Hub id to load one from.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
             "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
@@ -205,7 +207,13 @@ class LayerSkipDecoding:
         Raises:
             ValueError: an argument cannot be served; the message names it.
         """
-        streamer = streamer or streamer_of_the_call(self)  # the library gave it the prompt
+        streamer = streamer or dropped_by_the_call(self, "streamer")  # it has the prompt
+        if dropped_by_the_call(self, "assistant_model") is not None:
+            warnings.warn(
+                "assistant_model has no effect beside custom_generate: give the second model to "
+                "LayerSkipDecoding(assistant=...)",
+                stacklevel=2,
+            )
         with ending(streamer):
             return self._decode(
                 model,
@@ -302,14 +310,11 @@ class LayerSkipDecoding:
         sources += self.sources
         if self.assistant is not None:
             sources.append(self._assistant(opened))
-        own = self.skip
-        if self.automatic:
-            found = automatic_draft(opened, self.draft_memory, by_memory=not rejection)
-            if sources == [self.lookup]:
-                warn_of_loading(opened, found)
-            own = found.skip
-        if own is not None:
-            skip = own.resolve(opened.num_layers)
+        own = self._own(opened, by_memory=not rejection)
+        if sources == [self.lookup]:
+            warn_of_loading(opened, own)
+        if own.skip is not None:
+            skip = own.skip.resolve(opened.num_layers)
             own_hash = opened.weights.fingerprint() if skip.model_hash else None
             skip.warn_if_foreign(getattr(opened.model, "name_or_path", None) or None, own_hash)
             if self.draft_vocabulary is not None:
@@ -317,6 +322,12 @@ class LayerSkipDecoding:
             opened.weights.blocks(skip)  # raises here, before anything is decoded
             sources.append(source_of(opened, skip))
         return opened, sources
+
+    def _own(self, opened: Sublayers, *, by_memory: bool) -> AutomaticDraft:
+        """The model's own draft, or why it has none."""
+        if not self.automatic:
+            return AutomaticDraft(self.skip, None)
+        return automatic_draft(opened, self.draft_memory, by_memory=by_memory)
 
     def explain(self, model: Any) -> str:
         """The sources of drafts for a model, and why there are no better ones; a line each."""
@@ -331,17 +342,12 @@ class LayerSkipDecoding:
             official = isinstance(self._assistant(opened), Official)
             what = "the model's official assistant" if official else "a second model"
             lines.append(f"drafts: by {what}")
-        own, reason = self.skip, None
-        if self.automatic:
-            found = automatic_draft(
-                opened, self.draft_memory, by_memory=self.acceptance == "coupled"
-            )
-            own, reason = found.skip, found.reason
-        if own is not None:
-            nbytes = in_words(opened.weights.nbytes(own))
-            lines.append(f"drafts: by the model itself, {own!r}, whose weights take {nbytes}")
-        elif reason is not None:
-            lines.append(f"no drafts by the model in 8 bits: {reason}")
+        own = self._own(opened, by_memory=self.acceptance == "coupled")
+        if own.skip is not None:
+            nbytes = in_words(opened.weights.nbytes(own.skip))
+            lines.append(f"drafts: by the model itself, {own.skip!r}, whose weights take {nbytes}")
+        elif own.reason is not None:
+            lines.append(f"no drafts by the model in 8 bits: {own.reason}")
         if not opened.exact:
             lines.append(
                 "texts equal plain decoding's up to near-ties: passes are not native, and "
@@ -374,7 +380,10 @@ class LayerSkipDecoding:
             found = load_assistant(self.assistant, dtype=target.dtype)
             self.assistant = found.to(target.device)
         opened = sublayers_of(self.assistant, self.execution)
-        return second_model(target, opened, self.draft_vocabulary)
+        found = second_model(target, opened, self.draft_vocabulary)
+        if isinstance(found, Assistant):
+            warn_of_vocabularies(target.model, opened.model)
+        return found
 
     @staticmethod
     def _plain(model: Sublayers, request: Request) -> Decoder:
@@ -420,6 +429,7 @@ def generate(
     skip: SkipConfig | str | os.PathLike[str] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
     **kwargs: Any,
@@ -428,16 +438,22 @@ def generate(
 
     Args:
         model: a supported causal language model.
-        inputs: token ids (B, W), left-padded, or a tokenizer's output.
+        inputs: token ids (B, W), left-padded, or what comes out of a tokenizer or, with pictures,
+            of a processor.
         skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
         streamer: gets the prompt, then new tokens as 1-D tensors, a round at a time; one row only.
             It is ended whatever happens.
         tokenizer: needed for `stop_strings`.
+        assistant_tokenizer: that of the second model, which is then compared with `tokenizer`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
     with ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
         decoding = LayerSkipDecoding(skip, **settings)
+        if assistant_tokenizer is not None:
+            if tokenizer is None:
+                raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
+            check_vocabularies(tokenizer, assistant_tokenizer)
         ends = StoppingCriteriaList(stopping_criteria or [])
         if stop_strings is not None:
             if tokenizer is None:
@@ -479,7 +495,9 @@ def decode(
     keep_scores: bool = False,
     **settings: Any,
 ) -> Iterator[Round]:
-    """Decode round by round, in token ids; the engine without `generate()`.
+    """Decode text round by round, in token ids; the engine without `generate()`.
+
+    Prompts with pictures need `generate()`, which runs the vision tower.
 
     Args:
         input_ids: (B, W), left-padded where attention_mask (B, W) is 0.

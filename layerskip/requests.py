@@ -187,10 +187,10 @@ def ending(streamer: Any) -> Iterator[None]:
             streamer.end()
 
 
-def streamer_of_the_call(decoding: Any) -> Any:
-    """The `streamer` given to the `model.generate()` that is calling this decoding.
+def dropped_by_the_call(decoding: Any, name: str) -> Any:
+    """An argument that the `model.generate()` calling this decoding was given and did not pass on.
 
-    transformers 5.23 does not pass it on, and its readers would wait for ever.
+    transformers 5.23 drops `streamer`, whose readers would wait for ever, and `assistant_model`.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -198,7 +198,7 @@ def streamer_of_the_call(decoding: Any) -> Any:
         frame.f_code is code and frame.f_locals.get("custom_generate") is decoding
     ):
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("streamer")
+    return None if frame is None else frame.f_locals.get(name)
 
 
 def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:

@@ -6,11 +6,15 @@ proposes nearly the same (FR-Spec, arXiv 2502.14856).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+PADDING = 0.01
+"""The share of a vocabulary by which heads of one tokenizer differ at most, when padded."""
 
 
 def ranked(
@@ -69,3 +73,36 @@ def check_vocabularies(tokenizer: Any, other: Any) -> None:
             f"the first is {first}, {ours.get(first)!r} here and {theirs.get(first)!r} there; "
             "an assistant needs the same tokenizer"
         )
+
+
+def warn_of_vocabularies(model: Any, other: Any) -> None:
+    """Warn if the configurations of two models tell of different vocabularies.
+
+    Models do not carry their tokenizers, without which nothing is sure: heads may be padded, and
+    a chat model may have further ends of text.
+
+    Args:
+        model, other: of `transformers`, the target and the second model.
+    """
+    ours, theirs = model.config.get_text_config(), other.config.get_text_config()
+    sizes = sorted((ours.vocab_size, theirs.vocab_size))
+    signs = []
+    if sizes[1] - sizes[0] > PADDING * sizes[1]:
+        signs.append(f"it has {theirs.vocab_size} tokens, not {ours.vocab_size}")
+    for name in ("bos_token_id", "eos_token_id"):
+        here, there = (_ids(each, name) for each in (model, other))
+        if here and there and not here & there:
+            signs.append(f"its {name} is {min(there)}, not {min(here)}")
+    if signs:
+        warnings.warn(
+            f"the second model may have another vocabulary, and would draft badly: "
+            f"{'; '.join(signs)}; layerskip.check_vocabularies compares the tokenizers",
+            stacklevel=2,
+        )
+
+
+def _ids(model: Any, name: str) -> set[int]:
+    """A special token of a model, or the several that it has."""
+    found = getattr(getattr(model, "generation_config", None), name, None)
+    found = getattr(model.config.get_text_config(), name, None) if found is None else found
+    return set() if found is None else {found} if isinstance(found, int) else {*found}
