@@ -29,7 +29,7 @@ from layerskip.replay.chains import Chains
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
 from layerskip.timing.tables import analytic, cost_tables
-from layerskip.vocabulary import check_vocabularies
+from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 LENGTHS = (13, 3, 6)
@@ -229,3 +229,46 @@ def test_vocabularies_are_compared_token_by_token() -> None:
     check_vocabularies(Words("a", "b", "c", "<pad>"), Words("a", "b", "c"))
     with pytest.raises(ValueError, match=r"2 of 3 tokens differ, the first is 1, 'b' here and 'c'"):
         check_vocabularies(Words("a", "b", "c"), Words("a", "c", "b", "d"))
+
+
+def test_tokenizers_that_are_given_are_compared() -> None:
+    model, (ids, mask) = model_of(), prompts(model_of())
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    how: dict[str, Any] = {"assistant": second_of(), "max_new_tokens": 2, "costs": COSTS}
+    words = Words("a", "b", "c")
+    layerskip.generate(model, inputs, tokenizer=words, assistant_tokenizer=words, **how)
+    with pytest.raises(ValueError, match="the second model has another vocabulary"):
+        layerskip.generate(
+            model, inputs, tokenizer=words, assistant_tokenizer=Words("a", "c", "b"), **how
+        )
+    with pytest.raises(ValueError, match="needs the model's own; pass tokenizer="):
+        layerskip.generate(model, inputs, assistant_tokenizer=words, **how)
+
+
+def test_models_whose_numbers_tell_of_other_vocabularies_warn() -> None:
+    model = model_of(vocab_size=300)
+    padded, ends = second_of(vocab_size=302), copy.deepcopy(second_of(vocab_size=300))
+    warn_of_vocabularies(model, padded)
+    ends.generation_config.eos_token_id = [3, 4]
+    warn_of_vocabularies(model, ends)  # the model has no end
+    model = copy.deepcopy(model)
+    model.generation_config.eos_token_id = 4
+    warn_of_vocabularies(model, ends)
+    model.generation_config.eos_token_id = 2
+    with pytest.warns(UserWarning, match="its eos_token_id is 3, not 2; layerskip.check_vocab"):
+        warn_of_vocabularies(model, ends)
+    other = second_of(vocab_size=320)
+    with pytest.warns(UserWarning, match=r"would draft badly: it has 320 tokens, not 300;"):
+        layerskip.generate(
+            model, prompts(model)[0][:1], assistant=other, max_new_tokens=2, costs=COSTS
+        )
+
+
+def test_an_assistant_that_the_library_drops_is_named() -> None:
+    model = model_of()
+    ids, mask = prompts(model)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    decoding = layerskip.LayerSkipDecoding(EXIT, costs=COSTS)
+    with pytest.warns(UserWarning, match=r"give the second model to LayerSkipDecoding\(assist"):
+        got = model.generate(ids, custom_generate=decoding, assistant_model=second_of(), **how)
+    assert got.tolist() == model.generate(ids, **how).tolist()
