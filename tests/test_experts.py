@@ -439,7 +439,7 @@ def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
         few, all_ = (opened.weight_bytes(experts=n)["sublayers"][1::2] for n in (count, None))
         shares = [some / whole for some, whole in zip(few, all_, strict=True)]
         assert measured["experts"][str(count)] == shares
-        assert min(shares) < 0.8
+        assert min(shares) < 0.85
     cost = cost_record() | {"experts": measured["experts"]}
     one = cost_table(cost, SkipConfig(experts=1))
     saved = 1e-3 * sum(1 - share for share in measured["experts"]["1"])

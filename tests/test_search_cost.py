@@ -68,7 +68,7 @@ class Machine:
         self.model.head = slow_head
         weights = self.model.weights
         weights._exact, weights._head = list(self.model.blocks), slow_head
-        exact = weights._rounded
+        exact = weights._changed
 
         def slow_low(sublayer: int | None, skip: SkipConfig) -> Any:
             """A third of the exact one's time, of the head a quarter."""
@@ -83,7 +83,7 @@ class Machine:
 
             return slow
 
-        weights._rounded = slow_low  # type: ignore[method-assign]
+        weights._changed = slow_low  # type: ignore[method-assign]
         self.law = Law([slow_warper(self)], do_sample=True, rows=1)
 
     def seconds(self, index: int, count: int, context: float) -> float:
@@ -265,13 +265,13 @@ def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
     trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", machine.model.model)
     whole = SkipConfig(low=head, trained=trained)
     asked: list[Any] = []
-    rounded = machine.model.weights._rounded
+    rounded = machine.model.weights._changed
 
     def noted(sublayer: int | None, skip: SkipConfig) -> Any:
         asked.append(skip.trained)
         return rounded(sublayer, skip)
 
-    machine.model.weights._rounded = noted  # type: ignore[method-assign]
+    machine.model.weights._changed = noted  # type: ignore[method-assign]
     record = machine.measure(low=whole)
     assert set(asked) == {trained}  # timed as they will run
     facts = {"low_bits": 4, "low_head_bits": 8, "healed": trained.hash}
