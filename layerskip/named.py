@@ -6,7 +6,7 @@ from pathlib import Path
 
 SHIPPED = ("demo-llama", "demo-gemma2", "demo-gemma4")
 """Models that come with the package."""
-SHIPPED_ASSISTANTS = ("demo-gemma4-assistant",)
+SHIPPED_ASSISTANTS: tuple[str, ...] = ()
 """Official assistants that come with the package, for `--assistant`."""
 
 MADE = ("smollm2", "gemma3-270m")
