@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
-from layerskip.model.families import CONDITIONAL
+from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.pictures import Pictures
 
 # The library's defaults of sampling.
@@ -121,46 +121,50 @@ def pictures_of(
                 "custom_generate"
             )
     outer: Any = model.config
-    kind, text = outer.model_type, outer.get_text_config()
-    types = None
-    if kind == "gemma3":
-        types = model_kwargs.pop("token_type_ids", None)  # (B, W)
-    elif kind in CONDITIONAL:
-        types = model_kwargs.pop("mm_token_type_ids", None)  # (B, W)
-        if getattr(text, "use_bidirectional_attention", None) != "vision":
-            types = None  # pictures are causal
-    found = encoded.get("image")
-    if found is None and (types is None or not bool(types.any())):
+    text, found = outer.get_text_config(), encoded.get("image")
+    two_way = _two_way(outer, model_kwargs)
+    if found is None and two_way is None:
         return None
-    if kind not in CONDITIONAL:
+    if unopened(outer) is not None or outer.model_type not in CONDITIONAL:
         raise ValueError(
-            f"pictures are not supported with {kind!r}; supported are {', '.join(CONDITIONAL)}"
+            f"pictures are not supported with {outer.model_type!r}; supported are "
+            f"{', '.join(CONDITIONAL)}"
         )
     if getattr(config, "prefill_chunk_size", None) is not None:
         raise ValueError("prefill_chunk_size is not supported with pictures; leave it out")
-    parts = () if found is None else found.pooler_output
-    parts = [parts] if isinstance(parts, Tensor) else parts  # (..., H) each
-    width: int = text.hidden_size
-    rows = [part.reshape(-1, width) for part in parts] or [torch.empty(0, width)]
-    features = torch.cat(rows).to(input_ids.device, model.dtype)  # (N, H)
-    placeholders = input_ids == outer.image_token_id  # (B, W)
-    if found is None:
-        placeholders = torch.zeros_like(placeholders)
+    token: int = outer.image_token_id
+    if token >= text.vocab_size:
+        raise ValueError(
+            f"the placeholder of pictures must be one of {text.vocab_size} tokens, it is {token}"
+        )
+    placeholders, features = torch.zeros_like(input_ids).bool(), torch.empty(0, text.hidden_size)
+    if found is not None:
+        parts = found.pooler_output  # (..., H), or one for each picture
+        parts = [parts] if isinstance(parts, Tensor) else parts
+        features = torch.cat([part.flatten(0, -2) for part in parts])  # (N, H)
+        placeholders = input_ids == token  # (B, W)
     if len(features) != int(placeholders.sum()):
         raise ValueError(
-            f"prompts have {int(placeholders.sum())} placeholders (token {outer.image_token_id}) "
-            f"for {len(features)} features of pictures; take both from one call of the processor"
-        )
-    if outer.image_token_id >= text.vocab_size:
-        raise ValueError(
-            f"the placeholder of pictures, token {outer.image_token_id}, must lie in the "
-            f"vocabulary of {text.vocab_size} tokens"
+            f"prompts have {int(placeholders.sum())} placeholders (token {token}) for "
+            f"{len(features)} features of pictures; take both from one call of the processor"
         )
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
-    if types is not None:
-        types = (types == 1) | (types == 2) if kind != "gemma3" else types == 1  # (B, W) bool
-    return Pictures.of(features, placeholders, mask, types)
+    return Pictures.of(features, placeholders, mask, two_way)
+
+
+def _two_way(config: Any, model_kwargs: dict[str, Any]) -> Tensor | None:
+    """The tokens of pictures that see each other, (B, W) bool, out of the arguments."""
+    if config.model_type not in CONDITIONAL:
+        return None
+    if config.model_type == "gemma3":
+        types = model_kwargs.pop("token_type_ids", None)  # (B, W)
+        found = None if types is None else types == 1
+    else:
+        types = model_kwargs.pop("mm_token_type_ids", None)  # (B, W)
+        causal = getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision"
+        found = None if types is None or causal else (types == 1) | (types == 2)
+    return found if found is not None and bool(found.any()) else None
 
 
 def check_ids(input_ids: Any) -> None:

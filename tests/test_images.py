@@ -295,12 +295,15 @@ def test_placeholders_without_pictures(kind: str) -> None:
     model = conditional(kind)
     ids = prompt(12, rows=2).clamp(max=89)
     ids[0, 3:6] = ids[1, 7:9] = PLACEHOLDER
-    with torch.no_grad():  # an image token is drawn often
-        model.lm_head.weight[PLACEHOLDER] = model.lm_head.weight[:90].mean(0) * 3
+    with torch.no_grad():  # drawn often
+        model.lm_head.weight[PLACEHOLDER] = model.lm_head.weight[[7, 30, 60]].sum(0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    want = run(model, inputs)
-    got = run(model, inputs, drafting(DRAFTS["mixture"][0], lookup=True))
-    assert got.sequences.tolist() == want.sequences.tolist()
+    types = {"gemma3": "token_type_ids", "llava": None}.get(kind, "mm_token_type_ids")
+    for own in ({}, {types: (ids == PLACEHOLDER).long()} if types else {}):
+        want = run(model, inputs | own)
+        got = run(model, inputs | own, drafting(DRAFTS["mixture"][0], lookup=True))
+        assert got.sequences.tolist() == want.sequences.tolist()
+        assert PLACEHOLDER in want.sequences[:, 12:-1]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Session:
         pictures: Pictures | None = None,
     ) -> None:
         self.model = model
-        self.pictures = pictures
+        self.pictures = None if pictures is None else pictures.to(model.device)
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted

@@ -88,6 +88,7 @@ def release(model: Any) -> int:
 def _state(model: Any) -> list[Any]:
     """What an opening depends on, as far as it can be checked cheaply."""
     config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
     found: list[Any] = [getattr(config, name, None) for name in _CONFIG]
     found += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks

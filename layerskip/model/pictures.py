@@ -32,7 +32,7 @@ class Pictures:
 
     @classmethod
     def of(
-        cls, features: Tensor, placeholders: Tensor, mask: Tensor, types: Tensor | None
+        cls, features: Tensor, placeholders: Tensor, mask: Tensor, two_way: Tensor | None
     ) -> Pictures:
         """Pictures in left-padded prompts.
 
@@ -40,22 +40,27 @@ class Pictures:
             features: of all placeholders, (N, H).
             placeholders: which tokens they are, (B, W) bool.
             mask: 0 at pads, (B, W).
-            types: true in pictures whose tokens see each other, (B, W) bool.
+            two_way: which tokens of pictures see each other, (B, W) bool; None: none.
         """
         numbers = (placeholders.flatten().cumsum(0) - 1).view_as(placeholders)
         numbers = numbers.masked_fill(~placeholders, -1)  # (B, W)
         blocks = None
-        if types is not None and bool(types.any()):
-            begins = types & ~F.pad(types, (1, 0))[:, :-1]
-            blocks = (begins.cumsum(1) - 1).masked_fill(~types, -1)  # (B, W)
+        if two_way is not None:
+            begins = two_way & ~F.pad(two_way, (1, 0))[:, :-1]
+            blocks = (begins.cumsum(1) - 1).masked_fill(~two_way, -1)  # (B, W)
             blocks = _by_slot(blocks, mask)
         return cls(features, _by_slot(numbers, mask), blocks)
+
+    def to(self, device: torch.device) -> Pictures:
+        """The same on a device."""
+        blocks = None if self.blocks is None else self.blocks.to(device)
+        return Pictures(self.features.to(device), self.numbers.to(device), blocks)
 
     def over(self, hidden: Tensor, slots: Tensor) -> Tensor:
         """Embedded tokens (B, T, H) at slots (B, T), with features in place of placeholders."""
         numbers = self.numbers.gather(1, slots)  # (B, T)
         there = numbers >= 0
-        return hidden.masked_scatter(there[..., None], self.features[numbers[there]])
+        return hidden.masked_scatter(there[..., None], self.features[numbers[there]].to(hidden))
 
     def blocks_of(self, slots: Tensor) -> Tensor | None:
         """The blocks, if any of the slots (B, T) of a pass are in one."""
