@@ -6,6 +6,8 @@ import os
 import platform
 import shutil
 import subprocess
+import textwrap
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -63,7 +65,8 @@ def hardware(device: Any) -> str:
 def render(found: dict[str, Any]) -> str:
     """The result of `environment()` as lines to read or to paste into an issue.
 
-    If it has a `native` entry, that says whether native passes are built.
+    If it has a `native` entry, that says whether native passes are built; an `architectures` entry
+    is the table of `layerskip.model.architectures`.
     """
     rows = [("layerskip", found["layerskip"]), ("python", found["python"])]
     rows += [(name, version or "not installed") for name, version in found["packages"].items()]
@@ -81,7 +84,21 @@ def render(found: dict[str, Any]) -> str:
     if git is not None:
         rows.append(("git", git["revision"] + (" with changes" if git["dirty"] else "")))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*lines, *_architectures(found.get("architectures"))])
+
+
+def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
+    """A paragraph for each level and each refusal, as wide as the terminal."""
+    if table is None:
+        return
+    yield f"\nserved of transformers {table['transformers']}, and what may draft:"
+    wide = {"width": shutil.get_terminal_size().columns, "break_on_hyphens": False}
+    for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
+        drafts = table["drafts"].get(how)
+        yield from textwrap.wrap(how if drafts is None else f"{how}: {drafts}", **wide)
+        names = " ".join(kind for kind, own in table["served"].items() if own == how)
+        yield from textwrap.wrap(names, initial_indent="  ", subsequent_indent="  ", **wide)
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:

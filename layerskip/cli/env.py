@@ -1,4 +1,4 @@
-"""The env command: what this machine is, to paste into an issue."""
+"""The env command: what this machine is and which models are served, to paste into an issue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def env(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, processors and devices, to paste into a bug report."""
+    """Versions, processors, devices and architectures, to paste into a bug report."""
     from layerskip.environment import environment, render
     from layerskip.model import extension
+    from layerskip.model.architectures import TABLE
 
     if rebuild:
         try:
             extension.rebuild()
         except extension.Unavailable as reason:
             raise ValueError(str(reason)) from reason
-    found = {**environment(), "native": extension.status()}
+    found = {**environment(), "native": extension.status(), "architectures": TABLE}
     print(render(found))
     if as_json:
         print(to_json(found))

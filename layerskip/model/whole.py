@@ -42,6 +42,8 @@ _ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _NAMED = {
     "blt": "it works on patches of bytes, whose borders move with the text",
     "cpmant": "it puts virtual tokens in front of the prompt",
+    **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), "it decodes sound, not text alone"),
+    "prophetnet": "it predicts in several streams",
 }
 _NO_LIMIT = 1 << 40
 
@@ -56,9 +58,9 @@ def level(model: Any) -> tuple[str, str]:
     """
     config = getattr(model, "config", model)
     kind = str(getattr(config, "model_type", type(model).__name__))
-    if unopened(config) is None:
+    if kind not in _NAMED and unopened(config) is None:
         return "opened", "its sublayers are known"
-    refused = _refusal(model, config)
+    refused = _NAMED.get(kind) or _refusal(model, config)
     if refused is not None:
         return "refused", f"architecture {kind!r} is not supported: {refused}"
     return "whole", f"the sublayers of {kind!r} are not known"
@@ -71,8 +73,6 @@ def _refusal(model: Any, config: Any) -> str | None:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
         return "it is not a causal language model of transformers"
-    if config.model_type in _NAMED:
-        return _NAMED[config.model_type]
     if getattr(kind, "_is_stateful", False):
         return "it has a recurrent state, which cannot be rolled back"
     encoder = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False

@@ -1,0 +1,78 @@
+"""The table of architectures: how every causal language model of transformers is served here.
+
+scripts/architectures.py makes it. A test compares it with the installed library.
+"""
+
+from __future__ import annotations
+
+TRANSFORMERS = "5.23.0"
+"""The version of transformers whose models are listed."""
+DRAFTS = {
+    "opened": (
+        "sublayers left out, early exits, 8 and 4 bits, trained drafts, lookups, a second model, "
+        "sources of your own"
+    ),
+    "opened, with pictures": "the same, behind prompts with pictures, too",
+    "whole": "lookups, a second model, sources of your own, all linears in 8 or 4 bits",
+    "assistant": "none: it drafts for its Gemma 4",
+}
+"""By level, what may draft there."""
+_GROUPS = {
+    "opened": """
+        gemma gemma2 gemma3_text gemma4_text gemma4_unified_text granite llama ministral ministral3
+        mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3
+    """,
+    "opened, with pictures": """
+        gemma3 gemma4 gemma4_unified llava llava_next mistral3
+    """,
+    "whole": """
+        afmoe apertus arcee aria_text axk1 bart beam bigbird_pegasus biogpt bitnet blenderbot
+        blenderbot-small bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx
+        deepseek_v2 deepseek_v3 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe
+        falcon flex_olmo flint fuyu gemma3n gemma3n_text git glm glm4 glm4_moe glm4_moe_lite
+        got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
+        granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+        hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama4
+        llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3 minimax_m2
+        minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt mvp nanochat
+        nemotron olmo olmoe opt pegasus persimmon phi phi4_multimodal phimoe plbart qwen2_moe
+        seed_oss solar_open stablelm starcoder2 vaultgemma whisper xglm youtu
+    """,
+    "assistant": """
+        gemma4_assistant gemma4_unified_assistant
+    """,
+    "refused: it decodes sound, not text alone": """
+        moshi musicgen musicgen_melody
+    """,
+    "refused: it has a recurrent state, which cannot be rolled back": """
+        bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear
+        mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+        qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    """,
+    "refused: it predicts in several streams": """
+        prophetnet
+    """,
+    "refused: it puts virtual tokens in front of the prompt": """
+        cpmant
+    """,
+    "refused: it reads text in both directions (its config says is_decoder=False)": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
+        rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm-roberta xlm-roberta-xl xmod
+    """,
+    "refused: it works on patches of bytes, whose borders move with the text": """
+        blt
+    """,
+    "refused: its cache cannot be rolled back": """
+        axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text
+        lfm2 lfm2_moe lfm3 minimax
+    """,
+    "refused: its forward keeps no keys and values (it has no past_key_values)": """
+        openai-gpt xlm xlnet
+    """,
+}
+SERVED = {kind: how for how, kinds in _GROUPS.items() for kind in kinds.split()}
+"""By `model_type`, its level, or why it is refused.
+
+It is that of a default configuration. A checkpoint is judged by its own, and by its class.
+"""
+TABLE = {"transformers": TRANSFORMERS, "drafts": DRAFTS, "served": SERVED}

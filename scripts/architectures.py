@@ -1,0 +1,65 @@
+"""Writes the table of layerskip/model/architectures.py anew, for the installed transformers.
+
+    python scripts/architectures.py
+
+Every model type that the library lists as a causal language model is in it, and the opened ones of
+its other lists. Models are judged by class and default configuration; none is built.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from layerskip.model import architectures
+from layerskip.model.families import ASSISTANTS, CONDITIONAL
+from layerskip.model.whole import level
+
+_HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {"lfm2": _HYBRID, "lfm2_moe": _HYBRID}
+"""What their checkpoints have, where the default configuration has something else."""
+
+
+def served() -> dict[str, str]:
+    """By model type of the installed library, its level, or why it is refused."""
+    kinds = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *CONDITIONAL, *ASSISTANTS}
+    return {kind: _served(kind) for kind in sorted(kinds & {*CONFIG_MAPPING})}
+
+
+def _served(kind: str) -> str:
+    if kind in ASSISTANTS:
+        return "assistant"
+    how, why = level(CONFIG_MAPPING[kind](**_AS_PUBLISHED.get(kind, {})))
+    if how == "opened" and kind in CONDITIONAL:
+        return "opened, with pictures"
+    if how != "refused":
+        return how
+    reason = why.partition(" is not supported: ")[2]
+    return "refused: " + re.sub(r"its cache \(.*?\)", "its cache", reason)
+
+
+def main() -> None:
+    found = served()
+    known = [*architectures.DRAFTS, *sorted({*found.values()} - architectures.DRAFTS.keys())]
+    groups = ""
+    for how in known:
+        names = " ".join(kind for kind, own in found.items() if own == how)
+        lines = textwrap.wrap(names, 92, break_on_hyphens=False, break_long_words=False)
+        inside = "\n".join("        " + line for line in lines)
+        groups += f'    "{how}": """\n{inside}\n    """,\n'
+    path = Path(architectures.__file__)
+    text = re.sub(
+        r"(?s)\n_GROUPS = \{.*?\n\}\n", "\n_GROUPS = {\n" + groups + "}\n", path.read_text()
+    )
+    text = re.sub('TRANSFORMERS = ".*"', f'TRANSFORMERS = "{transformers.__version__}"', text)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
