@@ -102,8 +102,9 @@ def test_texts_across_windows_are_those_of_transformers(
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
     want = model.generate(ids, **how)
     skip = SkipConfig.early_exit(4)
-    out = generate(model, ids, skip=skip, execution=execution, max_draft_length=3, **how)
-    assert torch.equal(getattr(out, "sequences", out), want)
+    how |= {"skip": skip, "execution": execution, "max_draft_length": 3}
+    out: Any = generate(model, ids, return_dict_in_generate=True, **how)
+    assert torch.equal(out.sequences, want)
     held = max((session.cache for session in sessions), key=lambda each: each.base)
     assert held.base > 2 * WINDOW
     assert held.keys[0].shape[2] < held.slots

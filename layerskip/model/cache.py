@@ -162,7 +162,7 @@ class RowCache:
     ) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
-        base, _ = self.held(layer_idx)
+        base = self.held(layer_idx)[0]
         if self.in_step:
             all_keys.narrow(2, self.start - base, self.count).copy_(keys)
             all_values.narrow(2, self.start - base, self.count).copy_(values)
