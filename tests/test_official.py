@@ -18,7 +18,7 @@ from covering import covering
 from kinds import Several
 from models import VOCABULARY as WORDS
 from models import WINDOW, Erratic, Fickle, lively_model, ragged
-from test_cli import PROMPT, bench, document, refused, run
+from test_cli import PROMPT, document, refused, run
 from test_sampling import (
     LEVEL,
     PROCESSORS,
@@ -487,7 +487,7 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> Non
         for few in (None, [3, 5, 7, 8, 9, 11, 14]):
             got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=few, **how)
             assert got.sequences.tolist() == plain.sequences.tolist()
-            assert {tokens for r in got.rounds for tokens in map(len, r.tokens)} > {1}
+            assert {tokens for r in got.rounds or () for tokens in map(len, r.tokens)} > {1}
     words = LayerSkipDecoding(assistant=tmp_path).explain(model)
     assert "drafts: by the model's official assistant" in words
 
@@ -567,7 +567,9 @@ def test_the_command_line_takes_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json")
     plain = document(run("generate", folder, *flags, "--no-draft"))
     drafts = ("--assistant", second, "--controller", "fixed")
-    alone = document(run("generate", folder, *flags, *drafts, "--no-lookup", "--draft-memory", 0))
+    result = run("generate", folder, *flags, *drafts, "--no-lookup", "--draft-memory", 0)
+    assert f"drafts: the model's official assistant, {second}" in result.stderr
+    alone = document(result)
     assert alone["token_ids"] == plain["token_ids"]
     assert [each["name"] for each in alone["sources"]] == ["assistant"]
     assert alone["num_draft_tokens"]
@@ -576,7 +578,9 @@ def test_the_command_line_takes_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert [each["name"] for each in beside["sources"]][:2] == ["lookup", "assistant"]
     output = tmp_path / "run.jsonl"
     methods = ("--method", "self-assistant", "--method", "generate-assistant")
-    result = bench(folder, prompts, output, *methods, "--assistant", second)
+    few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0, "--output", output)
+    asked = ("--prompts", prompts, *few, *methods, "--assistant", second)
+    result = run("benchmark", folder, *asked)
     assert result.exit_code == 0, result.output
     _, ours, theirs = read_run(output).header["methods"]
     assert ours["assistant"] == theirs["assistant"] == str(second)

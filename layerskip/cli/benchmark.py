@@ -166,8 +166,7 @@ def benchmark(
             threshold,
         )
         for each in engines[:: len(controllers)]:
-            assisted = each.assistant is not None
-            told = sources.words(each.skip, bool(each.lookup), assisted, opened, talk)
+            told = sources.words(each.skip, bool(each.lookup), each.assistant, opened, talk)
             talk.say(f"{each.name.partition(':')[0]} drafts: {told}")
         methods = plan.methods(kinds, engines, second)
         header = {

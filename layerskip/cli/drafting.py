@@ -151,20 +151,23 @@ class Sources:
         self,
         skip: SkipConfig | None,
         lookup: bool,
-        assistant: bool,
+        assistant: Sublayers | None,
         opened: Sublayers,
         talk: Talk,
     ) -> str:
         """What drafts come from, in words; copies of weights are made, where a person sees it."""
         from layerskip.bench.methods import skip_label
         from layerskip.defaults import in_words
+        from layerskip.model.assistants import is_assistant
 
         found = []
         if lookup:
             also = "" if self.lookup_file is None else f" and in {self.lookup_file}"
             found.append(f"looked up in the text so far{also}")
-        if assistant:
-            found.append(f"a second model, {self.assistant}")
+        if assistant is not None:
+            official = is_assistant(assistant.model.config)
+            what = "the model's official assistant" if official else "a second model"
+            found.append(f"{what}, {self.assistant}")
         if skip is not None:
             resolved = skip.resolve(opened.num_layers)
             found.append(skip_label(skip, resolved))
@@ -244,7 +247,7 @@ def choose(
         lookup = stored if lookup is None else lookup
         if sources.draft_memory is not None:
             warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
-    words = sources.words(skip, bool(lookup), second is not None, opened, talk)
+    words = sources.words(skip, bool(lookup), second, opened, talk)
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
     return ChosenDrafts(skip, lookup or False, second, words)
