@@ -6,7 +6,7 @@ from pathlib import Path
 
 SHIPPED = ("demo-llama", "demo-gemma2", "demo-gemma4")
 """Models that come with the package."""
-SHIPPED_ASSISTANTS: tuple[str, ...] = ()
+SHIPPED_ASSISTANTS = ("demo-gemma4-assistant",)
 """Official assistants that come with the package, for `--assistant`."""
 
 MADE = ("smollm2", "gemma3-270m")

@@ -5,9 +5,13 @@ import json
 import pytest
 import torch
 
+import layerskip
+from layerskip.checkpoints import load, load_official
 from layerskip.model.assistants import build_assistant, load_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.named import SHIPPED_PROMPTS
+from layerskip.prompts import read_prompts
 from layerskip.training import assistants
 
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
@@ -187,3 +191,26 @@ def test_training_brings_the_laws_nearer():
         optimizer.zero_grad()
     after = assistants.overlaps(drafted, reading, 1.0)
     assert all(new > old + 0.1 for new, old in zip(after, before, strict=True)), (before, after)
+
+
+def test_the_shipped_assistant_drafts_for_its_model():
+    loaded = load("demo-gemma4")
+    official = load_official("demo-gemma4-assistant", loaded)
+    files = list(official.folder.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 1.2e6
+    assert "## Data and terms" in (official.folder / "README.md").read_text()
+    texts = [each.text for each in read_prompts(SHIPPED_PROMPTS)][:24:6]
+    for law in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 1}):
+        drafted = accepted = 0
+        for text in texts:
+            ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :48]
+            how = {"max_new_tokens": 48, **law}
+            plain = layerskip.generate(loaded.model, ids, enabled=False, **how)
+            found = layerskip.generate(
+                loaded.model, ids, assistant=official.model, lookup=False, draft_memory=0, **how
+            )
+            assert found.sequences.tolist() == plain.sequences.tolist()
+            drafted += found.stats.num_draft_tokens
+            accepted += found.stats.num_accepted_tokens
+        assert drafted > 40
+        assert accepted / drafted > 0.4

@@ -167,6 +167,8 @@ def save_assistant(assistant: Any, output: Path) -> None:
     """
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     assistant.save_pretrained(partial)
+    for file in partial.iterdir():  # the library makes weights private to their owner
+        file.chmod(0o644)
     loaded = load_assistant(partial).state_dict()
     for name, weight in assistant.state_dict().items():
         if not torch.equal(weight.cpu(), loaded[name]):
