@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
 )
@@ -114,6 +115,7 @@ def load(
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
         loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model, report = loading

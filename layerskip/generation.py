@@ -41,11 +41,13 @@ from layerskip.defaults import AutomaticDraft, automatic_draft, in_words, warn_o
 from layerskip.model.assistants import load_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import Whole
 from layerskip.model.wrappers import unwrapped
 from layerskip.requests import (
     check_ids,
     checked_mask,
     dropped_by_the_call,
+    encoded_of,
     end_tokens,
     ending,
     padded,
@@ -200,6 +202,7 @@ class LayerSkipDecoding:
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig | None = None,
         streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
@@ -222,6 +225,7 @@ class LayerSkipDecoding:
                 stopping_criteria,
                 generation_config or model.generation_config,
                 streamer,
+                inputs_tensor,
                 **model_kwargs,
             )
 
@@ -233,9 +237,11 @@ class LayerSkipDecoding:
         stopping_criteria: StoppingCriteriaList | None,
         generation_config: GenerationConfig,
         streamer: Any,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         config = generation_config  # the library's name for it, as of the others
+        encoded = encoded_of(input_ids, inputs_tensor, model_kwargs)
         pictures = pictures_of(model, input_ids, config, model_kwargs)
         attention_mask = checked_mask(input_ids, config, model_kwargs)
         rows, width = input_ids.shape
@@ -257,6 +263,7 @@ class LayerSkipDecoding:
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             pictures=pictures,
+            encoded=encoded,
             clock=self.clock,
         )
         decoder, costs = self.decoder(model, request)
@@ -281,6 +288,8 @@ class LayerSkipDecoding:
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
         opened = sublayers_of(model, self.execution)
+        if isinstance(opened, Whole) and request.encoded is not None:
+            opened = opened.reading(request.encoded)
         sampling = request.law.do_sample
         if not self.enabled:
             return self._plain(opened, request), None
@@ -380,6 +389,8 @@ class LayerSkipDecoding:
             found = load_assistant(self.assistant, dtype=target.dtype)
             self.assistant = found.to(target.device)
         opened = sublayers_of(self.assistant, self.execution)
+        if isinstance(opened, Whole) and opened.both:
+            opened = opened.reading_of(target)
         found = second_model(target, opened, self.draft_vocabulary)
         if isinstance(found, Assistant):
             warn_of_vocabularies(target.model, opened.model)

@@ -26,6 +26,7 @@ from transformers.generation.utils import GenerationMixin
 from layerskip.decoding.rounds import Round
 from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.pictures import Pictures
+from layerskip.model.whole import Encoded
 
 # The library's defaults of sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
@@ -103,6 +104,29 @@ def checked_mask(
 def _empty(name: str, value: Any) -> bool:
     """Whether an argument says nothing: token types that are all text."""
     return name in ("token_type_ids", "mm_token_type_ids") and not bool(value.any())
+
+
+def encoded_of(
+    input_ids: Tensor, read: Tensor | None, model_kwargs: dict[str, Any]
+) -> Encoded | None:
+    """What an encoder has read, taken out of the arguments; None of a model without an encoder.
+
+    Args:
+        input_ids: the decoder's, (B, W).
+        read: what was given to `model.generate()`, (rows, E).
+    """
+    outputs = model_kwargs.pop("encoder_outputs", None)
+    if outputs is None:
+        return None
+    states = outputs[0]  # (B, E, H)
+    mask = model_kwargs.pop("attention_mask", None)
+    mask = states.new_ones(states.shape[:2], dtype=torch.long) if mask is None else mask  # (B, E)
+    tokens = None
+    if read is not None and not read.is_floating_point():
+        tokens = read.repeat_interleave(len(input_ids) // len(read), dim=0)  # (B, E)
+        tokens = tokens if tokens.shape == mask.shape else None
+    model_kwargs["attention_mask"] = model_kwargs.pop("decoder_attention_mask", None)
+    return Encoded(states, mask, tokens)
 
 
 def pictures_of(

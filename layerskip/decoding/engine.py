@@ -30,6 +30,7 @@ from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import Encoded
 
 DraftOrSkip = SkipConfig | Source
 """A source of drafts, or a skip config, which stands for the source of its sublayers."""
@@ -54,6 +55,7 @@ class Request:
         keep_scores, keep_logits: keep processed scores, raw logits of every emitted token in the
             rounds.
         pictures: in the prompts, if there are any.
+        encoded: what an encoder has read; the prompts are then its decoder's.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
@@ -68,6 +70,7 @@ class Request:
     keep_scores: bool = False
     keep_logits: bool = False
     pictures: Pictures | None = None
+    encoded: Encoded | None = None
     clock: Callable[[], float] | None = None
 
 

@@ -101,6 +101,7 @@ class Sublayers(Architecture):
         reason: why it is not a faster one; None where it is the fastest.
         blocks: the sublayers.
         head: final norm, head and softcap.
+        read: token ids of the texts that an encoder has read for a batch, a row each, if there are.
         drawn: draws tokens in one native call, where there is one (see `Backend`).
         weights: what drafts compute with.
 
@@ -109,6 +110,8 @@ class Sublayers(Architecture):
         ValueError: "fused", "native" or "compiled" was asked for and the model's modules must be
             called; or training mode.
     """
+
+    read: Sequence[Tensor] = ()
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         super().__init__(model)

@@ -2,8 +2,10 @@
 
 A family whose sublayers are not opened (see `families`) is served this way: its decoder is called
 whole, and its head is the library's own, too. Drafts need nothing from inside: lookups, a second
-model, sources of a user's own, and the model itself with its linears in 8 or 4 bits.
-Letters: B rows, T tokens of a pass, H hidden width, D head width, V vocabulary.
+model, sources of a user's own, and the model itself with its linears in 8 or 4 bits. So are the
+decoders of encoder-decoders: what their encoder made of a text is part of the cache.
+Letters: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
+from transformers.modeling_outputs import BaseModelOutput
 
 from layerskip.config import SkipConfig
 from layerskip.model.backend import Backend, Block, Rotary, Step
@@ -44,8 +53,28 @@ _NAMED = {
     "cpmant": "it puts virtual tokens in front of the prompt",
     **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), "it decodes sound, not text alone"),
     "prophetnet": "it predicts in several streams",
+    "switch_transformers": "its head reads its encoder's routers",
+    "encoder-decoder": "its decoder is a model of its own, with a head",
 }
 _NO_LIMIT = 1 << 40
+
+
+class Encoded(NamedTuple):
+    """What an encoder made of its texts, a row each.
+
+    Attributes:
+        states: (B, E, H).
+        mask: 1 at real tokens, 0 at pads, (B, E).
+        tokens: the token ids, (B, E), if they are known: drafts are looked up there.
+    """
+
+    states: Tensor
+    mask: Tensor
+    tokens: Tensor | None = None
+
+    def of(self, rows: Any) -> Encoded:
+        """Some of the rows."""
+        return Encoded(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
 
 
 def level(model: Any) -> tuple[str, str]:
@@ -54,7 +83,7 @@ def level(model: Any) -> tuple[str, str]:
     Nothing is run. A model may still be refused when it is opened (its hooks, say), or decodes.
 
     Args:
-        model: a model, or the config of a causal language model.
+        model: a model, or the config of a causal language model or an encoder-decoder.
     """
     config = getattr(model, "config", model)
     kind = str(getattr(config, "model_type", type(model).__name__))
@@ -69,17 +98,22 @@ def level(model: Any) -> tuple[str, str]:
 def _refusal(model: Any, config: Any) -> str | None:
     """Why a model cannot be served even whole; None if it can."""
     kind: Any = type(model) if isinstance(model, nn.Module) else None
-    if kind is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    both = getattr(config, "is_encoder_decoder", False)
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both else MODEL_FOR_CAUSAL_LM_MAPPING
+    if kind is None and type(config) in known:
+        kind = known[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
-        return "it is not a causal language model of transformers"
+        return "it is not a language model of transformers that generates text"
+    if config.model_type in _NAMED:
+        return _NAMED[config.model_type]
     if getattr(kind, "_is_stateful", False):
         return "it has a recurrent state, which cannot be rolled back"
-    encoder = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    encoder = not both and getattr(config, "is_decoder", None) is False
     documented = "config.is_decoder = True"  # also where nothing reads it
     if encoder and "config.is_decoder" in _source(kind).replace(documented, ""):
         return "it reads text in both directions (its config says is_decoder=False)"
-    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return "it reads text in both directions (use_bidirectional_attention)"
     if "past_key_values" not in inspect.signature(kind.forward).parameters:
         return "its forward keeps no keys and values (it has no past_key_values)"
@@ -100,10 +134,12 @@ class Whole(Sublayers):
     the decoder returns. It counts as 2L sublayers all the same, all or none of which are run.
 
     Args:
-        model: a causal language model of `transformers`, or PEFT's wrapper.
+        model: a causal language model or encoder-decoder of `transformers`, or PEFT's wrapper.
 
     Attributes:
         base: the decoder, without the head.
+        inner: the part of the model that is the decoder, or holds it and an encoder.
+        encoded: what the encoder made of the texts of a batch (see `reading`).
         window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
             where a config names no types.
         together: whether rows of different lengths run in one pass; else those of equal length do.
@@ -129,14 +165,17 @@ class Whole(Sublayers):
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
         self._held = model
         self._known = weakref.ref(model)
-        self.config = text = config.get_text_config()
         self.parts = ()
-        self.base: Any = self._decoder(model)
+        self.both = bool(config.is_encoder_decoder)
+        self.encoded: Encoded | None = None
+        self.inner, self.base = self._decoder(model)
+        text: Any = (self.base.config if self.both else config).get_text_config()
+        self.config = text
         self._check_rope()
         self.eager = text._attn_implementation == "eager"
         self.num_layers = text.num_hidden_layers
         self.num_sublayers = 2 * self.num_layers
-        layers = DynamicCache(config=config).layers
+        layers = DynamicCache(config=self.base.config if self.both else config).layers
         self.windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
         types = getattr(text, "layer_types", None)
         self.window_by_type = {"": self.windows[0]} if types is None else dict.fromkeys(types)
@@ -156,7 +195,34 @@ class Whole(Sublayers):
         self.weights = _Weights(self, self.backend, [*self.blocks, self.head])
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
-        return WholeCache(rows, slots, len(self.windows))
+        """An empty cache for a batch; of an encoder-decoder, for the first rows that it has read.
+
+        Raises:
+            ValueError: an encoder-decoder has read nothing.
+        """
+        if not self.both:
+            return WholeCache(rows, slots, len(self.windows))
+        if self.encoded is None:
+            raise ValueError(
+                "an encoder-decoder reads a text before it decodes: call layerskip.generate or "
+                "model.generate(..., custom_generate=), or encode the text (see Whole.encode)"
+            )
+        return WholeCache(rows, slots, len(self.windows), self.encoded.of(slice(rows)))
+
+    def encode(self, tokens: Tensor, mask: Tensor) -> Encoded:
+        """What the encoder makes of texts (B, E), padded where the mask (B, E) is 0."""
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        states = self.model.get_encoder()(input_ids=tokens, attention_mask=mask)[0]  # (B, E, H)
+        return Encoded(states, mask, tokens)
+
+    def reading(self, encoded: Encoded) -> Whole:
+        """The same model for a batch whose texts an encoder has read."""
+        other = copy(self)
+        other.encoded = encoded
+        if encoded.tokens is not None:
+            pairs = zip(encoded.tokens, encoded.mask.bool(), strict=True)
+            other.read = [tokens[real] for tokens, real in pairs]
+        return other
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
         return Places(total, self.device)
@@ -186,7 +252,7 @@ class Whole(Sublayers):
         """As of an opened model, with the decoder as one entry under "sublayers"."""
         tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
         body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
-        head = sum(read_bytes(part, bits) for _, part in _around(self.model, self.base))
+        head = sum(read_bytes(part, bits) for part in self.head_parts().values())
         return {"sublayers": [body], "head": head}
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
@@ -199,13 +265,37 @@ class Whole(Sublayers):
                     f"by the tokens of a pass; this model serves up to {switch}, got {total}"
                 )
 
-    @staticmethod
-    def _decoder(model: Any) -> Any:
-        """The decoder of a model, which must be callable apart from the head."""
+    def reading_of(self, target: Sublayers) -> Whole:
+        """The same model for what another one's encoder has read.
+
+        Raises:
+            ValueError: those texts are not known as tokens.
+        """
+        encoded = target.encoded if isinstance(target, Whole) else None
+        if encoded is None or encoded.tokens is None:
+            raise ValueError(
+                "an encoder-decoder can draft for another one only, whose encoder was given tokens"
+            )
+        return self.reading(self.encode(encoded.tokens, encoded.mask))
+
+    def head_parts(self) -> dict[str, Any]:
+        """The parts of the model behind its decoder, by name."""
+        beside = [self.inner, *([self.model.get_encoder()] if self.both else [])]
+        return {
+            name: part
+            for name, part in self.model._modules.items()
+            if part is not None
+            and not isinstance(part, nn.Embedding)
+            and not any(part is each for each in beside)
+        }
+
+    def _decoder(self, model: Any) -> tuple[Any, Any]:
+        """`inner` and `base` of a model, which must be callable apart from the head."""
         own = [part for part in model._modules.values() if part is not None]
         named = [model.base_model, getattr(model, "model", None)]
-        base = next((each for each in named if any(each is part for part in own)), None)
-        if base is None:
+        named += [model.get_decoder()] if self.both else []
+        inner = next((each for each in named if any(each is part for part in own)), None)
+        if inner is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its decoder is no module of its own"
             )
@@ -216,7 +306,7 @@ class Whole(Sublayers):
                 f"{'a forward of its own' if patched else 'forward hooks'}, which is not supported "
                 "there: decoder and head are called one by one; hook these, or remove it"
             )
-        return base
+        return inner, model.get_decoder() if self.both else inner
 
     def _rope_types(self) -> Iterator[dict[str, Any]]:
         parameters = getattr(self.config, "rope_parameters", None) or {}
@@ -239,10 +329,26 @@ class Places:
 
 
 class WholeCache(RowCache):
-    """Keys and values as `RowCache`, of any widths; windows are left to masks."""
+    """Keys and values as `RowCache`, of any widths; windows are left to masks.
 
-    def __init__(self, rows: int, slots: int, layers: int) -> None:
+    Args:
+        encoded: what an encoder made of the rows' texts.
+
+    Attributes:
+        crossed: of an encoder-decoder, by layer the keys and values of `encoded`, (B, H, E, D).
+    """
+
+    def __init__(self, rows: int, slots: int, layers: int, encoded: Encoded | None = None) -> None:
         super().__init__(rows, slots, (None,) * layers)
+        self.encoded = encoded
+        self.crossed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        if self.encoded is not None:
+            self.encoded = self.encoded.of(list(places))
+        for layer, (keys, values) in self.crossed.items():
+            self.crossed[layer] = keys[list(places)], values[list(places)]
+        return super().keep(places, length)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -269,8 +375,11 @@ class WholeCache(RowCache):
 
     def handed(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
         """This cache, or some of its rows, as the library's class for one pass."""
-        layers = (_Layer(self, i, rows, count or self.count) for i in range(len(self.windows)))
-        return Cache(layers=[*layers])
+        numbers = range(len(self.windows))
+        own = Cache(layers=[_Layer(self, i, rows, count or self.count) for i in numbers])
+        if self.encoded is None:
+            return own
+        return EncoderDecoderCache(own, Cache(layers=[_Crossed(self, i, rows) for i in numbers]))
 
 
 class _Layer(CacheLayerMixin):
@@ -309,6 +418,26 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
 
+class _Crossed(DynamicLayer):
+    """One layer's keys and values of an encoder's states, made once for all rows of a batch."""
+
+    def __init__(self, cache: WholeCache, layer: int, rows: list[int] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache, self.layer, self.rows = cache, layer, rows
+        if layer in cache.crossed:
+            chosen = slice(None) if rows is None else rows
+            self.keys, self.values = (each[chosen] for each in cache.crossed[layer])
+            self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        if self.rows is None:
+            self.cache.crossed[self.layer] = key_states, value_states
+        return key_states, value_states
+
+
 class _Forward(Backend):
     """The "whole" backend: the library's forward as one block."""
 
@@ -326,10 +455,17 @@ class _Forward(Backend):
 
         placed = "position_ids" in inspect.signature(type(base).forward).parameters
 
-        def states(tokens: Tensor, cache: Cache, places: Tensor, **more: Any) -> Tensor:
+        def states(
+            tokens: Tensor, places: Tensor, cache: WholeCache, rows: Any = None, **more: Any
+        ) -> Tensor:
             if placed:
                 more["position_ids"] = places
-            return base(input_ids=tokens, past_key_values=cache, use_cache=True, **more)[0]  # type: ignore[no-any-return]
+            if cache.encoded is not None:
+                encoded = cache.encoded if rows is None else cache.encoded.of(rows)
+                more["encoder_hidden_states"] = encoded.states
+                more["encoder_attention_mask"] = encoded.mask
+            handed = cache.handed(rows, tokens.shape[1])
+            return base(input_ids=tokens, past_key_values=handed, use_cache=True, **more)[0]  # type: ignore[no-any-return]
 
         def masks(cache: RowCache) -> Any:
             """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
@@ -342,16 +478,15 @@ class _Forward(Backend):
         def block(hidden: Tensor, step: Step) -> Tensor:
             tokens, cache, places = hidden[..., 0], step.cache, step.rope["places"]
             if cache.in_step:
-                return states(tokens, cache.handed(), places)
+                return states(tokens, places, cache)
             if together:
-                return states(tokens, cache.handed(), places, attention_mask=masks(cache))
+                return states(tokens, places, cache, attention_mask=masks(cache))
             starts, total, out = cache.firsts, step.rotary.total, None
             for start in dict.fromkeys(starts):
                 rows = [row for row, first in enumerate(starts) if first == start]
                 count = min(tokens.shape[1], total - start)  # the rest are pads
                 if count > 0:
-                    here = (tokens[rows, :count], cache.handed(rows, count), places[rows, :count])
-                    part = states(*here)
+                    part = states(tokens[rows, :count], places[rows, :count], cache, rows)
                     if out is None:
                         out = part.new_zeros(*tokens.shape, part.shape[-1])  # (B, T, H)
                     out[rows, :count] = part
@@ -377,18 +512,21 @@ class _Forward(Backend):
         """What the library's forward makes of a decoder's states: it is given them."""
         whole = self.model.model
         parts = {
-            name: _Handing() if part is self.model.base else part
+            name: _Handing(self.model.base.config) if part is self.model.inner else part
             for name, part in whole._modules.items()
         }
         if bits is not None:
-            for name, part in _around(whole, self.model.base):
+            for name, part in self.model.head_parts().items():
                 parts[name] = twin(part, self._low(bits), name)
         made = copy(whole)
         made._modules = parts
-        forward, device = type(whole).forward, self.model.device
+        forward, device, both = type(whole).forward, self.model.device, self.model.both
 
         def head(hidden: Tensor, _: Step | None) -> Tensor:
-            logits: Tensor = forward(made, inputs_embeds=hidden)[0]  # (B, T, V)
+            given: dict[str, Any] = {"decoder_inputs_embeds" if both else "inputs_embeds": hidden}
+            if both:
+                given["encoder_outputs"] = BaseModelOutput(hidden)  # which nobody reads
+            logits: Tensor = forward(made, **given)[0]  # (B, T, V)
             return logits.to(device)
 
         return head
@@ -400,15 +538,19 @@ class _Forward(Backend):
 
 
 class _Handing:
-    """Stands for a decoder where its states are given."""
+    """Stands for a decoder where its states are given.
 
-    @property
-    def decoder(self) -> _Handing:
-        """Some families call the decoder inside of their decoder (OPT, BART)."""
+    Some families call the decoder inside of their decoder (OPT), or read its config (T5Gemma).
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.decoder = config, self
+
+    def get_decoder(self) -> _Handing:
         return self
 
-    def __call__(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Handed:
-        return _Handed([inputs_embeds])
+    def __call__(self, *_: Any, **given: Any) -> _Handed:
+        return _Handed([given.get("decoder_inputs_embeds", given.get("inputs_embeds"))])
 
 
 class _Handed(tuple[Any, ...]):
@@ -468,7 +610,7 @@ class _Weights(DraftWeights):
         body = [each.weight for _, each in self.linears(skip.rounded())]
         nbytes = sum(rounded_bytes(weight, skip.low.bits) for weight in body)
         if skip.head_bits is not None:
-            heads = [linears(part) for _, part in _around(self.model.model, self.model.base)]
+            heads = map(linears, self.model.head_parts().values())
             weights = [each.weight for found in heads for _, each in found]
             nbytes += sum(rounded_bytes(weight, skip.head_bits) for weight in weights)
         return nbytes
@@ -476,13 +618,6 @@ class _Weights(DraftWeights):
     def read_by(self, skip: SkipConfig) -> list[float]:
         bits = skip.low.bits if skip.low is not None and skip.rounded() else None
         return [*self.model.weight_bytes(bits)["sublayers"], self.head_bytes(skip)]
-
-
-def _around(model: Any, base: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a model beside its decoder, and their names: the head."""
-    for name, part in model._modules.items():
-        if part is not None and part is not base:
-            yield name, part
 
 
 def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:

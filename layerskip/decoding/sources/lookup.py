@@ -94,7 +94,11 @@ class Lookup(Source):
     key = "lookup"
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, [self.row(prompt.tolist()) for prompt in batch.prompts])
+        texts = [prompt.tolist() for prompt in batch.prompts]
+        # what a row's encoder has read comes first, in its place
+        for row, read in enumerate(batch.model.read[: len(texts)]):
+            texts[row] = [*read.tolist(), *texts[row]]
+        return _State(batch, [self.row(text) for text in texts])
 
     def row(self, prompt: Sequence[int]) -> LookupRow:
         """The history of a row, which begins with its prompt."""

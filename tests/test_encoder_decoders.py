@@ -1,0 +1,260 @@
+"""Encoder-decoders: the same tokens as `transformers`, with drafts from what the encoder read."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import VOCABULARY, Erratic, prompt, ragged, tiny_model
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+import layerskip
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.model.opening import sublayers_of
+from layerskip.model.whole import Whole, level
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+NEW_TOKENS = 12
+EIGHT = SkipConfig.low_precision(8)
+_GEMMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+    "vision_use_head": False,
+}
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "relative_attention_num_buckets": 8,  # so that distances beyond are told apart by their log
+    "relative_attention_max_distance": 16,
+}
+_BART = {
+    "d_model": 32,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "decoder_start_token_id": 2,
+}
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+_IMAGE = {"image_token_index": 95, "eoi_token_index": 94}
+
+
+def _config(family: str) -> Any:
+    more: dict[str, Any]
+    encoder: Any
+    if family == "t5gemma":
+        decoder = transformers.T5GemmaModuleConfig(**_GEMMA, **_CAPS)
+        # eager attention in float64 makes NaN of pads that see no token
+        encoder = transformers.T5GemmaModuleConfig(**{**_GEMMA, "sliding_window": 32}, **_CAPS)
+        more = {"encoder": encoder, "decoder": decoder, "decoder_start_token_id": 2}
+    elif family == "t5gemma2":
+        encoder = {"text_config": _GEMMA, "vision_config": _VISION, "mm_tokens_per_image": 4}
+        encoder |= {"boi_token_index": 93, **_IMAGE}
+        more = {"encoder": encoder, "decoder": _GEMMA, "decoder_start_token_id": 2, **_IMAGE}
+    else:
+        more = _T5 if "t5" in family else _BART
+        if family == "t5":
+            more = {**more, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    return AutoConfig.for_model(family, vocab_size=VOCABULARY, **more, **ends)
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """A seeded random model in float64 whose text varies."""
+    config = _config(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForSeq2SeqLM.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                shift = torch.randn_like(weight)
+                weight.copy_(0.3 * shift) if weight.dim() > 1 else weight.add_(0.2 * shift)
+    model = model.double().eval()
+    model.generation_config = transformers.GenerationConfig(
+        pad_token_id=0, decoder_start_token_id=config.decoder_start_token_id
+    )
+    return model
+
+
+_SLOW = ("umt5", "mbart", "pegasus", "marian")
+FAMILIES: list[Any] = ["t5", "t5gemma", "t5gemma2", "bart"]
+FAMILIES += [pytest.param(family, marks=pytest.mark.slow) for family in _SLOW]
+BATCHES = {"one": (13,), "ragged": (13, 5, 9)}
+
+
+def texts(batch: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What encoders read, padded on the right, as their tokenizers pad."""
+    ids, mask = ragged(BATCHES[batch], seed=3)
+    lengths = mask.sum(-1).tolist()
+    for row, length in enumerate(lengths):
+        ids[row] = ids[row].roll(length)
+        mask[row] = mask[row].roll(length)
+    return ids, mask
+
+
+@functools.cache
+def reference(family: str, batch: str) -> list[list[int]]:
+    """New tokens of the library's own greedy decoding."""
+    ids, mask = texts(batch)
+    how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model_of(family).generate(ids, **how)[:, 1:].tolist()  # type: ignore[no-any-return]
+
+
+def decode(family: str, batch: str, *, sample: bool = False, **settings: Any) -> Any:
+    ids, mask = texts(batch)
+    return model_of(family).generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=sample,
+        return_dict_in_generate=True,
+    )
+
+
+def new_tokens(out: Any) -> list[list[int]]:
+    return out.sequences[:, 1:].tolist()  # type: ignore[no-any-return]
+
+
+def drafts_of(family: str) -> list[dict[str, Any]]:
+    erratic = {"max_draft_length": 5, "lookup": False}
+    return [
+        {"lookup": True},
+        {**erratic, "controller": Erratic(), "assistant": model_of(family)},
+        {**erratic, "controller": Erratic(1), "skip": EIGHT},
+    ]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -> None:
+    expected = reference(family, batch)
+    assert isinstance(sublayers_of(model_of(family)), Whole)
+    assert new_tokens(decode(family, batch, enabled=False)) == expected
+    for settings in drafts_of(family):
+        out = decode(family, batch, **settings)
+        assert new_tokens(out) == expected
+        assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> None:
+    how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
+    expected = new_tokens(decode(family, "ragged", enabled=False, **how))
+    assert len({*map(tuple, expected)}) == 3
+    for settings in drafts_of(family):
+        assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
+
+
+def test_drafts_are_looked_up_in_what_the_encoder_read() -> None:
+    read = [torch.tensor([7, 8, 9, 10, 11]), torch.tensor([5, 6])]
+    emitted: list[list[int]] = [[], []]
+    batch: Any = type("Batch", (), {"prompts": torch.zeros(2, 1, dtype=torch.long)})()
+    batch.model = SimpleNamespace(read=read)
+    state = Lookup().open(batch)
+    for row in range(2):
+        emitted[row] += [20, 8]
+        state.commit(row, emitted[row], 0)
+    assert state.offer(0, 2).tokens == [9, 10]
+    assert state.offer(1, 2).tokens == []
+    assert new_tokens(decode("t5", "one", lookup=Lookup())) == reference("t5", "one")
+
+
+def test_rows_end_and_leave_with_what_their_encoder_read() -> None:
+    """Rows that have ended are dropped, and with them their row of the encoder's states."""
+    ids, mask = texts("ragged")
+    model, expected = model_of("t5"), reference("t5", "ragged")
+    ends = sorted({tokens[3] for tokens in expected[:2]})
+    how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "eos_token_id": ends}
+    want = model.generate(ids, **how)
+    for settings in ({"enabled": False}, {"assistant": model, "controller": Erratic()}):
+        decoding = LayerSkipDecoding(costs=COSTS, **settings)
+        out = model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **how)
+        assert out.sequences.tolist() == want[:, : out.sequences.shape[1]].tolist()
+        assert out.stats.num_compactions > 0
+
+
+def test_several_texts_may_be_drawn_for_what_was_read_once() -> None:
+    ids, mask = texts("ragged")
+    how = {"attention_mask": mask, "do_sample": True, "num_return_sequences": 2}
+    decoding = LayerSkipDecoding(costs=COSTS, seed=5)
+    out = model_of("t5").generate(ids, custom_generate=decoding, max_new_tokens=8, **how)
+    assert len(out) == 6
+    plain = LayerSkipDecoding(enabled=False, seed=5)
+    assert (
+        model_of("t5").generate(ids, custom_generate=plain, max_new_tokens=8, **how).tolist()
+        == out.tolist()
+    )
+
+
+def test_a_decoder_may_begin_with_tokens_of_the_callers() -> None:
+    ids, mask = texts("ragged")
+    begin = torch.tensor([[2, 11, 12]]).repeat(3, 1)
+    how = {"attention_mask": mask, "decoder_input_ids": begin, "max_new_tokens": 8}
+    expected = model_of("bart").generate(ids, **how)
+    decoding = LayerSkipDecoding(costs=COSTS)
+    assert model_of("bart").generate(ids, custom_generate=decoding, **how).tolist() == (
+        expected.tolist()
+    )
+
+
+def test_what_an_encoder_decoder_needs_is_said() -> None:
+    model = model_of("t5")
+    assert level(model) == level(model.config) == ("whole", "the sublayers of 't5' are not known")
+    with pytest.raises(ValueError, match="an encoder-decoder reads a text before it decodes"):
+        next(layerskip.decode(model, prompt(5), max_new_tokens=4))
+    decoding = LayerSkipDecoding(assistant=model, lookup=False)
+    with pytest.raises(ValueError, match="an encoder-decoder can draft for another one only"):
+        tiny_model("llama").generate(prompt(5), custom_generate=decoding, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"served whole.*cannot leave sublayers out"):
+        decode("t5", "one", skip=SkipConfig.early_exit(1))
+    how, why = level(AutoConfig.for_model("switch_transformers"))
+    assert how == "refused"
+    assert "routers" in why
+
+
+def test_a_decoder_alone_may_draft_for_an_encoder_decoder() -> None:
+    decoding = {"assistant": tiny_model("llama"), "lookup": False, "controller": Erratic()}
+    out = decode("t5", "ragged", max_draft_length=4, **decoding)
+    assert new_tokens(out) == reference("t5", "ragged")
+    assert out.stats.num_draft_tokens > 0
+
+
+def test_costs_are_measured_with_what_the_first_row_read() -> None:
+    ids, mask = texts("ragged")
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8}
+    expected = model_of("t5").generate(ids, **how)
+    out: Any = layerskip.generate(model_of("t5"), {"input_ids": ids}, **how)
+    assert out.sequences.tolist() == expected.tolist()
+    assert out.costs.source in ("measured", "analytic")
