@@ -87,7 +87,9 @@ def weights_of(kind: str, model: Any, folder: Path) -> Trained:
     """Deltas ("healed") or a module for a model, written to a folder."""
     weights = deltas(model) if kind == "healed" else block_of(kind, model).state_dict()
     if kind in ("heads", "streams"):  # told few tokens apart: a sixth they may not draft
-        weights[TOKENS] = torch.tensor([n for n in range(model.config.vocab_size) if n % 6 != 2])
+        weights[TOKENS] = torch.tensor(
+            [n for n in range(model.config.get_text_config().vocab_size) if n % 6 != 2]
+        )
     return save_trained(folder / f"{kind}.{id(model)}.safetensors", weights, kind, model)
 
 

@@ -10,7 +10,9 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from kinds import BLOCKS, weights_of
 from models import VOCABULARY, WINDOW, Erratic, lively_model, near, prompt
+from test_official import assistant_of
 from torch import Tensor
 
 import layerskip
@@ -287,6 +289,27 @@ def test_a_second_model_drafts_without_the_pictures() -> None:
         got = run(model, inputs, drafting(SkipConfig(), assistant=assistant, lookup=True))
         assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
         assert got.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_trained_modules_draft_behind_pictures(block: str, tmp_path: Path) -> None:
+    model = conditional("gemma3")
+    inputs = inputs_of(model, "gemma3")
+    exit_layer = 4 if block == "exit-block" else None
+    skip = SkipConfig(exit_layer=exit_layer, trained=weights_of(block, model, tmp_path))
+    got = run(model, inputs, drafting(skip, controller=Erratic(), lookup=True))
+    assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
+    assert got.stats.sources[-1].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4 two-way"])
+def test_official_assistants_read_pictures_keys(kind: str) -> None:
+    model = conditional(kind)
+    inputs = inputs_of(model, kind)
+    assistant = assistant_of(KINDS[kind][1], tokens=VOCABULARY)
+    got = run(model, inputs, drafting(SkipConfig(), assistant=assistant, lookup=False))
+    assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
+    assert got.stats.sources[0].num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "llava"])
