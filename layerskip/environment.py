@@ -93,7 +93,8 @@ def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
     if table is None:
         return
     yield f"\nserved of transformers {table['transformers']}, and what may draft:"
-    wide = {"width": shutil.get_terminal_size().columns, "break_on_hyphens": False}
+    wide: dict[str, Any] = {"break_on_hyphens": False}
+    wide["width"] = shutil.get_terminal_size().columns
     for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
         drafts = table["drafts"].get(how)
         yield from textwrap.wrap(how if drafts is None else f"{how}: {drafts}", **wide)

@@ -77,7 +77,8 @@ class Space:
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
         """Parameter names, and by choice the bits of each, in layer order; none for `exit`."""
-        last, found = self.num_layers - 1, {}
+        last = self.num_layers - 1
+        found: dict[str, dict[Any, int]] = {}
         for layer in range(self.num_layers if self.kind != "exit" else 0):
             attention, mlp = 1 << 2 * layer, 2 << 2 * layer
             parts = {f"attention.{layer}": attention, f"mlp.{layer}": mlp}

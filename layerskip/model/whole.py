@@ -104,8 +104,6 @@ def _refusal(model: Any, config: Any) -> str | None:
         kind = known[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
         return "it is not a language model of transformers that generates text"
-    if config.model_type in _NAMED:
-        return _NAMED[config.model_type]
     if getattr(kind, "_is_stateful", False):
         return "it has a recurrent state, which cannot be rolled back"
     encoder = not both and getattr(config, "is_decoder", None) is False
