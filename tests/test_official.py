@@ -44,7 +44,7 @@ from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.official import Official
 from layerskip.environment import _compiler
 from layerskip.files.records import read_run
-from layerskip.model import native
+from layerskip.model import cache, native
 from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import follow, replay
@@ -334,6 +334,31 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
         assert torch.equal(out.sequences, plain), (family, centroids, law, beside)
         accepted += out.stats.sources[0].num_accepted_tokens
     assert accepted > 10
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("family", "execution", "dtype"),
+    [
+        ("gemma4", "fused", torch.float64),
+        ("gemma4_dense", "modules", torch.float64),
+        ("gemma4", "native", torch.float32),
+    ],
+)
+def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
+    family: str, execution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (ids, mask) = target_of(family, dtype=dtype), prompts()
+    second = assistant_of(family, dtype=dtype)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 90, "lookup": False}
+    how |= {"do_sample": True, "seed": 3, "top_k": 0, "execution": execution, "draft_memory": 0}
+    found = []
+    for more in (256, 4):
+        monkeypatch.setattr(cache, "_MORE", more)
+        out = layerskip.generate(model, ids, assistant=second, controller=Fickle(3), **how)
+        found.append((out.sequences.tolist(), out.rounds))
+    assert found[0] == found[1]
+    assert any(sum(round_.accepted) for round_ in found[0][1] or ())
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ class Plan:
             second = {"assistant_model": assistant.model}
             named = {"assistant": assistant.name}
             if is_assistant(assistant.model.config) and not hands_over_keys(model.config):
-                self.talk.say(f"{name} is left out: this version of transformers fails there")
+                self.talk.say(f"{name} is left out: transformers hands over no keys of this model")
             else:
                 methods.append(Peer(model, task, name, options=second, details=named))
         alone = [m.name for m in methods if m.one_row]
