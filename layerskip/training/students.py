@@ -112,8 +112,9 @@ class Healing(Student):
             self.outer[key] = nn.Parameter(outer.float().clone())
             self._names[id(linear.weight)] = key
             self._weights[key] = rounded(linear.weight, skip.low.bits).widened(dtype)
+        as_low = {"linear": self._linear, "bits": skip.low.bits}
         self.blocks = [
-            model.backend.block(index, self._linear if index in low else None)
+            model.backend.block(index, **(as_low if index in low else {}), experts=skip.experts)
             for index in skip.kept()
         ]
 
