@@ -95,8 +95,8 @@ class Space:
         if self.bits and found:
             found["head"] = {EXACT: 0, LOW: self._low_head}
         if self.experts and found:
-            names = map(str, self.experts)
-            found["experts"] = {ALL: 0} | dict(zip(names, self.fewer_experts, strict=True))
+            fewer = zip(self.experts, self.fewer_experts, strict=True)
+            found["experts"] = {ALL: 0, **{str(count): bit for count, bit in fewer}}
         return found
 
     @property

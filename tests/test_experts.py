@@ -16,6 +16,7 @@ from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_m
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
+from layerskip.bench.methods import Task
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import key_of
@@ -23,7 +24,7 @@ from layerskip.model.experts import exact, fewer, low, routing, summed
 from layerskip.model.fused import refusal, rms_norm
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.pipeline import Search, Task, space_for
+from layerskip.search.pipeline import Search, space_for
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 from layerskip.timing.sublayers import measure
@@ -88,7 +89,7 @@ def with_top(model: Any, top: int) -> Any:
 def test_routers_are_the_library_s_bit_by_bit(
     family: str, dtype: torch.dtype, top: int, normalised: bool
 ) -> None:
-    more = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
+    more: dict[str, Any] = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
     library = fewer(mixture.router, top)
@@ -127,7 +128,7 @@ def test_experts_add_up_as_the_library_s(
         want, got = experts(x, chosen, weights), ours(x, chosen, weights)
         assert got.dtype is dtype
         # its eager experts round every addend, ours the sum
-        loose = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
+        loose: dict[str, Any] = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(got, want, **loose)
         # the order of a token's experts is its own: whatever else is in the pass
         alone = ours(x[:1], chosen[:1], weights[:1])
@@ -419,7 +420,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind: str, bits: A
         if len(skip.mlp) < 2:  # else no experts run, and no number of them is left
             assert space.mask(skip) == mask
     assert space.mask(SkipConfig(experts=1)) == space.fewer_experts[1]
-    assert space.distributions["experts"].choices == ("all", "2", "1", "0")
+    assert tuple(space.switches["experts"]) == ("all", "2", "1", "0")
     assert Space(**space.to_dict()).size == space.size
     with pytest.raises(ValueError, match="it runs 5 experts, and the space has 2, 1, 0 or all"):
         space.mask(SkipConfig(experts=5))

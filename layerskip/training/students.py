@@ -112,11 +112,10 @@ class Healing(Student):
             self.outer[key] = nn.Parameter(outer.float().clone())
             self._names[id(linear.weight)] = key
             self._weights[key] = rounded(linear.weight, skip.low.bits).widened(dtype)
-        as_low = {"linear": self._linear, "bits": skip.low.bits}
-        self.blocks = [
-            model.backend.block(index, **(as_low if index in low else {}), experts=skip.experts)
-            for index in skip.kept()
-        ]
+        self.blocks = []
+        for index in skip.kept():
+            linear, bits = (self._linear, skip.low.bits) if index in low else (None, None)
+            self.blocks.append(model.backend.block(index, linear, bits, skip.experts))
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         key, bias = self._names[id(module.weight)], module.bias
