@@ -114,8 +114,8 @@ class Healing(Student):
             self._weights[key] = rounded(linear.weight, skip.low.bits).widened(dtype)
         self.blocks = []
         for index in skip.kept():
-            linear, bits = (self._linear, skip.low.bits) if index in low else (None, None)
-            self.blocks.append(model.backend.block(index, linear, bits, skip.experts))
+            own, bits = (self._linear, skip.low.bits) if index in low else (None, None)
+            self.blocks.append(model.backend.block(index, own, bits, skip.experts))
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         key, bias = self._names[id(module.weight)], module.bias
