@@ -21,7 +21,8 @@ from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.experts import exact, fewer, low, routing, summed
-from layerskip.model.fused import refusal, rms_norm
+from layerskip.model.norms import rms_norm
+from layerskip.model.plain import refusal
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.pipeline import Search, space_for

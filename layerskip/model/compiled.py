@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from layerskip.model.backend import Block, Step
 from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
 from layerskip.model.families import Architecture
-from layerskip.model.fused import Attention, Fused, gathered
+from layerskip.model.fused import Attention, Fused
+from layerskip.model.norms import gathered
 from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]

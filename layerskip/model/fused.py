@@ -3,7 +3,7 @@
 It does the arithmetic of the library's modules in the same order and dtypes, but without module
 calls: on a small model most of a decoding step is launches and Python. Nothing is copied or
 patched. The weights are the model's own, joined where `joined` has joined them. Models with hooks,
-adapters, quantised weights, several devices or patched forwards are refused (see `refusal`); the
+adapters, quantised weights, several devices or patched forwards are refused (see `plain`); the
 "modules" backend serves them.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
 D head width, R rotary width (R <= D).
@@ -11,27 +11,23 @@ D head width, R rotary width (R <= D).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
-from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
-from layerskip.model.families import Architecture, LayerParts, foreign_hooks
+from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.joined import together
+from layerskip.model.norms import Angles, FusedRotary, rms_norm, rotated
 from layerskip.model.products import Function, Linear, best_linear, matrices
 from layerskip.model.rounded import copies_of
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
 # times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
@@ -167,263 +163,6 @@ class Fused(Backend):
         return {part.kind: part.attention.head_dim for part in self.model.parts}
 
 
-# ---------------------------------------------------------------------------------------------
-# The guard.
-
-
-def refusal(model: Architecture) -> str | None:
-    """Why a model must keep the module path, or None where this path computes the same.
-
-    Hooks and weights are looked at now: open the model again after changing its modules.
-    """
-    if _global_hooks():
-        return "global module hooks are registered"
-    if model.family.positions:
-        return "queries are scaled by their positions"
-    for name, module, home, expected in _involved(model):
-        if reason := _not_plain(module, home, expected):
-            return f"{name} {reason}"
-    norm = model.decoder.norm.weight
-    if torch.is_autocast_enabled(norm.device.type):
-        return "autocast is on, whose rules follow the library's own calls"
-    parameters = [p for layer in model.layers for p in layer.parameters()]
-    places = {(p.device, p.dtype) for p in [*parameters, norm]}
-    if len(places) > 1 or model.spread:
-        return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
-    if norm.dtype not in _DTYPES:
-        return f"dtype {norm.dtype} is not among {', '.join(map(str, _DTYPES))}"
-    capped = getattr(model.layers[0].self_attn, "attn_logit_softcapping", None) is not None
-    if model.family.prefix == "Gemma2" and capped and not model.eager:
-        return "softcapped attention needs attn_implementation='eager'"
-    return None
-
-
-def head_refusal(head: Any) -> str | None:
-    """Why a head must be called whole, or None where its rows are those of a plain weight."""
-    if _global_hooks():
-        return "global module hooks are registered"
-    return _not_plain(head, *_LINEAR)
-
-
-_LINEAR = ("torch.nn.modules.linear", "Linear")
-
-
-def _global_hooks() -> bool:
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-
-
-def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
-    """Every module whose call this path replaces, and the module and name of its expected class.
-
-    Classes are compared by name, as the library's own class may have been replaced.
-    """
-    home, prefix = model.family.home, model.family.prefix
-    inner = prefix + model.family.inner
-    yield "model.norm", model.decoder.norm, home, f"{prefix}RMSNorm"
-    yield "lm_head", model.unembedding, *_LINEAR
-    if model.inputs_width:
-        decoder = model.decoder
-        yield "the layers' inputs", decoder.per_layer_model_projection, *_LINEAR
-        yield "their norm", decoder.per_layer_projection_norm, home, f"{prefix}RMSNorm"
-    for index, layer in enumerate(model.layers):
-        for name, module in layer.named_modules():
-            where = f"layer {index} {name}"
-            if name == "self_attn":
-                yield where, module, home, f"{inner}Attention"
-            elif name == "mlp":
-                sparse = hasattr(module, "experts")
-                yield where, module, home, f"{inner}{'SparseMoeBlock' if sparse else 'MLP'}"
-            elif name == "mlp.gate":
-                yield where, module, home, f"{inner}TopKRouter"
-            elif name == "router":
-                yield where, module, home, f"{inner}Router"
-            elif name in ("experts", "mlp.experts"):
-                yield where, module, home, f"{inner}Experts"
-            elif name.rstrip("_12").endswith("norm"):
-                yield where, module, home, f"{prefix}RMSNorm"
-            elif name.endswith(("_proj", "_gate", "_projection", "router.proj")):
-                yield where, module, *_LINEAR
-            elif name and name.startswith(("self_attn.", "mlp.", "act_fn", "experts.")):
-                # an activation: any function of one tensor will do, so any class
-                yield where, module, type(module).__module__, type(module).__qualname__
-
-
-def _not_plain(module: Any, home: str, expected: str) -> str | None:
-    found = type(module)
-    if (found.__module__, found.__qualname__) != (home, expected):
-        return f"is a {found.__name__} of {found.__module__}, not a plain {expected}"
-    if module.training:
-        return "is in training mode"
-    if foreign_hooks(module):
-        return "has forward hooks"
-    if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
-        return "is hooked by accelerate"
-    owner: Any = next(each for each in found.__mro__ if "forward" in vars(each))
-    own = _written_in(owner.forward, owner.__module__, f"{owner.__qualname__}.forward")
-    if "forward" in vars(module) or not own:
-        return "has a patched forward"
-    for name, weight in module.named_parameters(recurse=False):
-        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-            return f"has a {name} of class {type(weight).__name__}, not a plain parameter"
-        if weight.is_meta:
-            return f"has its {name} offloaded"
-    return None
-
-
-@cache
-def _written_in(function: Any, module: str, name: str) -> bool:
-    """Whether a method is the one of that name in a module's source.
-
-    Its package may have decorated it. `functools.wraps` copies `__module__` to a patch, so that
-    proves nothing: the globals and the code are compared.
-    """
-    package, home = module.partition(".")[0], sys.modules.get(module)
-    while hasattr(function, "__wrapped__"):
-        decorator = getattr(function, "__globals__", {}).get("__name__", "")
-        if decorator.partition(".")[0] != package:
-            return False
-        function = function.__wrapped__
-    if home is None or getattr(function, "__globals__", None) is not vars(home):
-        return False
-    return bool(function.__code__.co_qualname == name)
-
-
-# ---------------------------------------------------------------------------------------------
-# Norms and rotations.
-
-
-def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Function:
-    """The function of an RMSNorm module; it computes in float32, whatever the model's dtype.
-
-    Args:
-        style: see `Family.norm`.
-        device: where it computes, if it has no weight (then it only normalises).
-    """
-    weight: Tensor | None = getattr(module, "weight", None)
-    number = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    epsilon = torch.tensor(number, device=device if weight is None else weight.device)
-    vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
-
-    # x / sqrt(mean(x^2) + epsilon) in four small kernels, where F.rms_norm has six on a CPU
-    def normalised(x: Tensor) -> Tensor:
-        norm = vector_norm(x, 2, -1, True)  # (..., 1)
-        return x * addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-
-    def bare(x: Tensor) -> Tensor:
-        return normalised(x.float()).to(x.dtype)
-
-    if weight is None:
-        return bare
-
-    def llama(x: Tensor) -> Tensor:
-        return normalised(x).mul_(weight)
-
-    def llama_cast(x: Tensor) -> Tensor:
-        return normalised(x.float()).to(x.dtype).mul_(weight)
-
-    def one_plus(x: Tensor) -> Tensor:
-        out = normalised(x.float())
-        return addcmul(out, out, weight.float()).to(x.dtype)
-
-    def wide(x: Tensor) -> Tensor:
-        return normalised(x.float()).mul_(weight.float()).to(x.dtype)
-
-    if style == "llama":
-        return llama if weight.dtype is torch.float32 else llama_cast
-    return one_plus if style == "one plus" else wide
-
-
-class Angles(NamedTuple):
-    """Rotary angles of one pass.
-
-    Attributes:
-        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None if cos is (D, D).
-    """
-
-    cos: Tensor
-    sin: Tensor | None
-
-
-class FusedRotary:
-    """Rotary tables of a call in the layout of this path.
-
-    Args:
-        tables: layer type -> (cos, sin) of every position, each (1, S, R).
-        widths: layer type -> head width D.
-    """
-
-    def __init__(self, tables: Tables, widths: Mapping[str, int]) -> None:
-        self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
-        cos = next(iter(self.tables.values()))[0]
-        # One matrix product rotates faster than four kernels; below float32 it would round
-        # once where the library rounds three times, and on a GPU it might run in TF32.
-        self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
-        # by kind (S, D) each, and the exchange of halves and the identity, (D, D) each
-        self._wide = (
-            {kind: _as_matrix(*table, widths[kind]) for kind, table in self.tables.items()}
-            if self._as_matrix
-            else {}
-        )
-
-    @staticmethod
-    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        half = sin.shape[-1] // 2
-        return cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-
-    def at(self, cache: RowCache) -> dict[str, Angles]:
-        """The angles at the positions of the pass the cache is placed for."""
-        if not cache.in_step:
-            return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
-        if self._as_matrix and cache.count == 1:
-            return {
-                kind: Angles(torch.addcmul(eye * cos[cache.start], swap, sin[cache.start]), None)
-                for kind, (cos, sin, swap, eye) in self._wide.items()
-            }
-        window = slice(cache.start, cache.end)
-        return {
-            kind: Angles(cos[:, :, window], sin[:, :, window])
-            for kind, (cos, sin) in self.tables.items()
-        }
-
-
-def _as_matrix(cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What makes the rotation (D, D) of a place, from angles (1, 1, S, R)."""
-    rotary = cos.shape[-1]
-    places, rest = torch.arange(rotary), width - rotary  # dimensions that do not turn
-    swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
-    swap[places.roll(rotary // 2), places] = 1
-    eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
-    return F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)), swap, eye
-
-
-def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
-    """The angles at slots (B, T), (B, 1, T, R), from tables of all positions, (1, 1, S, R)."""
-    return {
-        kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
-        for kind, (cos, sin) in tables.items()
-    }
-
-
-def _rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate queries or keys (B, N or K, T, D)."""
-    cos, sin = angles
-    if cos.dtype is not x.dtype:  # OLMo's angles are float32
-        return _rotate(x.to(cos.dtype), angles).to(x.dtype)
-    if sin is None:
-        return x @ cos
-    rotary = cos.shape[-1]
-    if rotary == x.shape[-1]:
-        return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))
-    turned = x[..., :rotary]
-    turned = (turned * cos).add_(turned.roll(rotary // 2, -1).mul_(sin))
-    return torch.cat((turned, x[..., rotary:]), -1)
-
-
-# ---------------------------------------------------------------------------------------------
-# Blocks.
-
-
 def _sdpa(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
@@ -541,13 +280,13 @@ def attention(
             heads = torch.cat((q_norm(q), k_norm(k), v), -1)
         heads = heads.view(rows, count, -1, width).transpose(1, 2)  # (B, N + 2K, T, D)
         if q_norm is None or whole:
-            turned = _rotate(heads[:, :turning], angles)  # (B, N + K, T, D)
+            turned = rotated(heads[:, :turning], angles)  # (B, N + K, T, D)
             return turned[:, :queries], turned[:, queries:], heads[:, turning:]
-        q = _rotate(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
+        q = rotated(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
         k, v = heads[:, queries:turning], heads[:, turning:]  # (B, K, T, D)
         if k_norm is not None:  # it has keys of its own
             v = v if v.shape[1] else k  # keys and values of one projection
-            k, v = _rotate(k_norm(k), angles), v if v_norm is None else v_norm(v)
+            k, v = rotated(k_norm(k), angles), v if v_norm is None else v_norm(v)
         return q, k, v
 
     def outputs(

@@ -29,6 +29,7 @@ from layerskip.model.extension import extension
 from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.fused import Fused
 from layerskip.model.healed import Deltas
+from layerskip.model.norms import FusedRotary
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
@@ -95,7 +96,7 @@ class NativeBlock:
         return self.backend.run(hidden, step, [self])
 
 
-class NativeRotary(fused.FusedRotary):
+class NativeRotary(FusedRotary):
     """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
     def __init__(self, tables: Tables, widths: Mapping[str, int], make: Any) -> None:

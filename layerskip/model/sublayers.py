@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model import compiled, extension, fused, native
+from layerskip.model import compiled, extension, native, plain
 from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.compiled import Compiled
@@ -259,7 +259,7 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     if execution == "modules":
         return Modules(model), ASKED
-    reason = fused.refusal(model)
+    reason = plain.refusal(model)
     if reason is not None:
         if execution == "auto":
             return Modules(model), reason

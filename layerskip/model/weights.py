@@ -21,8 +21,8 @@ from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.families import Architecture, read_bytes
 from layerskip.model.fingerprint import fingerprint
-from layerskip.model.fused import head_refusal
 from layerskip.model.healed import Deltas, paired
+from layerskip.model.plain import head_refusal
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 

@@ -29,8 +29,8 @@ from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.backend import Backend, Block
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.fused import head_refusal
 from layerskip.model.opening import opened_of
+from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import Stopwatch, machine, typical
 
