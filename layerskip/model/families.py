@@ -433,8 +433,9 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
 
 def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
     """Bytes of all experts, as `_bytes`."""
-    whole, weights = read_bytes(mixture.experts, None), mixture.weights
-    if bits is None or not weights:
+    whole = read_bytes(mixture.experts, None)
+    weights = list(mixture.experts.parameters())
+    if bits is None or any(type(weight) is not nn.Parameter for weight in weights):
         return whole
     return min(whole, sum(rounded_bytes(weight, bits) for weight in weights))
 
