@@ -6,7 +6,7 @@
 // between products the team waits for its last thread.
 // Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
 // width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's own
-// inputs, V vocabulary.
+// inputs, E experts, V vocabulary.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -145,7 +145,7 @@ inline Range share(int64_t rows, int thread, int threads) {
 // What a model is made of.
 
 struct Matrix {
-  Tensor weight;  // (rows, columns); packed numbers of a rounded one
+  Tensor weight;  // (rows, columns), or (E, rows, columns); packed numbers of a rounded one
   std::optional<Tensor> bias;
   int bits = 0;  // of a rounded one
   int64_t rounded_rows = 0, rounded_columns = 0;
@@ -155,8 +155,9 @@ struct Matrix {
   std::optional<Tensor> inner, outer;
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
-  int64_t rows() const { return bits ? rounded_rows : weight.size(0); }
-  int64_t columns() const { return bits ? rounded_columns : weight.size(1); }
+  // of several experts those of all
+  int64_t rows() const { return bits ? rounded_rows : weight.numel() / weight.size(-1); }
+  int64_t columns() const { return bits ? rounded_columns : weight.size(-1); }
   int64_t row_bytes() const {
     return bits ? integers::row_bytes(bits, rounded_columns) : columns() * weight.element_size();
   }
@@ -184,6 +185,25 @@ struct Tail {
   bool gelu = false;
 };
 
+// Experts, of which every token takes those with the highest scores, beside a dense MLP or in its
+// place.
+struct Mixture {
+  Matrix router;                 // (E, H)
+  std::optional<Norm> norm;      // before the router
+  std::optional<Tensor> scale;   // (H,) what the normed states are multiplied by, and then
+  double number = 1;             // by this
+  std::optional<Tensor> factors; // (E,) of the experts' weights
+  bool whole = true;             // weights of a token's experts add up to 1 before that
+  bool cast = false;             // they are rounded to the model's dtype
+  Matrix expand, shrink;         // (E, 2 I, H) and (E, H, I)
+  std::optional<Norm> before, after, dense;  // around the experts, and behind the dense MLP
+  int64_t top = 0;               // experts of a token
+  bool gelu = false;
+
+  int64_t inner() const { return shrink.columns(); }
+  int64_t count() const { return router.rows(); }
+};
+
 enum class Kind { attention, mlp, tail, head, layer_inputs };
 
 struct Sublayer {
@@ -192,6 +212,7 @@ struct Sublayer {
   std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; else the only one
   std::optional<Matrix> output;
   std::optional<Tail> tail;
+  std::optional<Mixture> mixture;
   int64_t heads = 0, kv_heads = 0, width = 0;
   bool writes = true;   // keys and values are its own, not those of another layer
   bool alike = false;   // values are made of what keys are made of
@@ -538,6 +559,14 @@ class Pass {
     for (const Sublayer* each : sublayers) {
       int64_t outputs = 0;
       for (const Matrix& matrix : each->inputs) outputs += matrix.rows();
+      if (each->mixture && each->mixture->top) {
+        const Mixture& mixture = *each->mixture;
+        pieces_.push_back({&mixture.router, 0, mixture.count()});
+        wide_ = std::max(wide_, mixture.top * std::max(mixture.inner(), width_));
+        wide_ = std::max(wide_, mixture.count());
+        deep_ = std::max(deep_, mixture.inner());
+        mixes_ = true;
+      }
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
         // gate and up lie one behind the other
         pieces_.push_back({&each->inputs[0], 0, outputs / 2});
@@ -576,7 +605,7 @@ class Pass {
     reach_ = lines(longest() + LANES);  // behind the last one come zeros
     // shared: the wide products of all tokens, what attention gives, and a sublayer's output
     const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_);
-    const int64_t own = 2 * lines(tokens_ * width_) + QUERIES * reach_ +
+    const int64_t own = (mixes_ ? 3 : 2) * lines(tokens_ * width_) + QUERIES * reach_ +
                         lines(tokens_ * packed_width(deep_));
     // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
     static thread_local std::vector<float> room;
@@ -592,7 +621,8 @@ class Pass {
       float* normed = hidden + lines(tokens_ * width_);
       float* scores = normed + lines(tokens_ * width_);
       float* packed = scores + QUERIES * reach_;
-      Worker me{number, of, meeting, hidden, normed, scores, packed};
+      float* gathered = packed + lines(tokens_ * packed_width(deep_));
+      Worker me{number, of, meeting, hidden, normed, scores, packed, gathered};
       work(me);
       me.meet();  // here, and not at the end of OpenMP's team, where threads spin
     };
@@ -622,9 +652,14 @@ class Pass {
     float *hidden, *normed;  // (n, H) each: every thread's own copy
     float* scores;           // (QUERIES, reach)
     float* packed;           // inputs of a product
+    float* gathered;         // (n, H) inputs of an expert
     const float* taken = nullptr;  // the same as they were
     std::vector<float> small;      // what a delta's inner part makes of them
     size_t done = 0;         // products
+    std::vector<int64_t> chosen;   // (n, top) experts
+    std::vector<float> weights;    // (n, top)
+    std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
+    std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
 
     void meet() const { meeting.wait(of); }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
@@ -667,9 +702,10 @@ class Pass {
         ++attentions;
         check_matrix(*each->output, width_, own);
       } else if (each->kind == Kind::mlp) {
-        require(each->inputs.size() == 1 || each->inputs[0].rows() == outputs / 2,
+        if (each->mixture) check_mixture(*each->mixture);
+        require(each->inputs.size() != 2 || each->inputs[0].rows() == outputs / 2,
                 "gate and up differ in size");
-        check_matrix(*each->output, width_, outputs / 2);
+        if (each->output) check_matrix(*each->output, width_, outputs / 2);
       }
       if (each->tail) check_tail(*each->tail);
     }
@@ -697,6 +733,25 @@ class Pass {
       ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
     }
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
+  }
+
+  void check_mixture(const Mixture& mixture) const {
+    const int64_t count = mixture.count(), inner = mixture.inner();
+    require(mixture.top >= 0 && mixture.top <= count, "a token takes ", mixture.top, " of ", count,
+            " experts");
+    check_matrix(mixture.router, count, width_);
+    if (mixture.scale) ::check<S>(*mixture.scale, {width_}, "a router's scale");
+    if (mixture.factors) ::check<S>(*mixture.factors, {count}, "the factors of experts");
+    check_experts(mixture.expand, count, 2 * inner, width_);
+    check_experts(mixture.shrink, count, width_, inner);
+    for (const auto& norm : {mixture.norm, mixture.before, mixture.after, mixture.dense})
+      check(norm, width_);
+  }
+
+  static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
+    if (!matrix.bits) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
+    check_matrix(matrix, count * outputs, inputs);
+    require(outputs % integers::BLOCK == 0, "rounded experts have whole blocks of rows");
   }
 
   void check_layer_inputs(int64_t layer) const {
@@ -760,6 +815,10 @@ class Pass {
     // below that waiting for each other costs more than it saves
     int64_t bytes = 0;
     for (const Piece& piece : pieces_) bytes += piece.rows * piece.matrix->row_bytes();
+    for (const Sublayer* each : sublayers_)
+      if (each->mixture)
+        bytes += each->mixture->top * each->mixture->expand.rows() / each->mixture->count() *
+                 each->mixture->expand.row_bytes();
     return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
   }
 
@@ -777,13 +836,15 @@ class Pass {
   }
 
   // Make x (n, columns) the inputs of the products that are next in `pieces_`.
-  void take(Worker& me, const float* x) const {
-    const Matrix& matrix = *pieces_[me.done].matrix;
+  void take(Worker& me, const float* x) const { take(me, *pieces_[me.done].matrix, x, tokens_); }
+
+  // Make x (tokens, columns) the inputs of products with a matrix.
+  void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
     me.taken = x;
     if (matrix.bits) {
-      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens_, me.packed);
+      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed);
     } else {
-      pack_inputs<S>(x, matrix.columns(), tokens_, me.packed);
+      pack_inputs<S>(x, matrix.columns(), tokens, me.packed);
     }
   }
 
@@ -791,26 +852,37 @@ class Pass {
   template <typename O>
   void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
+    multiply(me, piece, upcoming(me, piece), tokens_, out, stride);
+  }
+
+  // What is read behind a piece, if nothing but `pieces_` is.
+  const uint8_t* upcoming(const Worker& me, const Piece& piece) const {
+    if (me.done < pieces_.size()) return begins(me, pieces_[me.done]);
+    const Range mine = me.share(piece.rows);
+    return begins(me, piece) + (mine.last - mine.first) * piece.matrix->row_bytes();
+  }
+
+  // The worker's rows of a product; `then` is what is read after them.
+  template <typename O>
+  void multiply(Worker& me, const Piece& piece, const uint8_t* then, int64_t tokens, O* out,
+                int64_t stride) const {
     const Matrix& matrix = *piece.matrix;
     const Range mine = me.share(piece.rows);
     const int64_t columns = matrix.columns();
     const uint8_t* weight = begins(me, piece);
-    const bool more = me.done < pieces_.size();
-    const uint8_t* then = more ? begins(me, pieces_[me.done])
-                               : weight + (mine.last - mine.first) * matrix.row_bytes();
     if (!matrix.bits) {
       const S* bias = numbers<S>(matrix.bias);
       if (bias) bias += piece.first;
       const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
-      product(rows, bias, mine.first, mine.last, columns, me.packed, tokens_, out, stride,
+      product(rows, bias, mine.first, mine.last, columns, me.packed, tokens, out, stride,
               reinterpret_cast<const S*>(then));
       return;
     }
     if (matrix.rank()) {
-      me.small.resize(tokens_ * matrix.rank());
-      shrink(matrix, me.taken, tokens_, me.small.data());
+      me.small.resize(tokens * matrix.rank());
+      shrink(matrix, me.taken, tokens, me.small.data());
     }
-    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(), tokens_, then,
+    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(), tokens, then,
                        out, stride);
   }
 
@@ -830,6 +902,8 @@ class Pass {
       if (each->kind == Kind::attention) {
         attend_all(me, *each, x, attention++);
         add(me, second_, each->after, each->times);
+      } else if (each->mixture) {
+        mix(me, *each, x);
       } else if (each->kind == Kind::mlp) {
         expand(me, *each, x);
         add(me, first_, each->after, each->times);
@@ -846,15 +920,24 @@ class Pass {
       normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
 
-  // Add to the hidden states what the product that is next makes of x.
-  void add(Worker& me, const float* x, const std::optional<Norm>& after, double times) const {
+  // All of what the product that is next makes of x: `result_`.
+  void finish_product(Worker& me, const float* x) const {
     me.meet();
     take(me, x);
     multiply(me, result_, width_);
     me.meet();
-    const float* result = result_;
+  }
+
+  // Add to the hidden states what the product that is next makes of x.
+  void add(Worker& me, const float* x, const std::optional<Norm>& after, double times) const {
+    finish_product(me, x);
+    add_result(me, result_, after, times);
+  }
+
+  void add_result(Worker& me, const float* result, const std::optional<Norm>& after,
+                  double times) const {
     if (after) {
-      norm_all(*after, result_, me.normed);
+      norm_all(*after, result, me.normed);
       result = me.normed;
     }
     const float by = static_cast<float>(times);
@@ -864,6 +947,129 @@ class Pass {
     else
       for (int64_t i = 0; i < tokens_ * width_; ++i)
         hidden[i] = rounded<S>(hidden[i] + rounded<S>(result[i] * by));
+  }
+
+  // The experts of every token and their weights, from what the router is given.
+  void choose(Worker& me, const Mixture& mixture, const float* x) const {
+    if (mixture.norm) {
+      norm_all(*mixture.norm, x, me.gathered);
+      const S* scale = numbers<S>(mixture.scale);
+      const float number = static_cast<float>(mixture.number);
+      for (int64_t i = 0; i < tokens_ * width_; ++i) {
+        const float by = static_cast<float>(scale[i % width_]);
+        me.gathered[i] = rounded<S>(rounded<S>(me.gathered[i] * by) * number);
+      }
+      x = me.gathered;
+    }
+    const int64_t count = mixture.count(), top = mixture.top;
+    take(me, x);
+    multiply(me, first_, count);
+    me.meet();
+    me.chosen.assign(tokens_ * top, 0);
+    me.weights.assign(tokens_ * top, 0.0f);
+    std::vector<float> law(count);
+    const S* factors = numbers<S>(mixture.factors);
+    for (int64_t t = 0; t < tokens_; ++t) {
+      const float* scores = first_ + t * count;
+      const float most = *std::max_element(scores, scores + count);
+      float total = 0;
+      for (int64_t e = 0; e < count; ++e) total += law[e] = std::exp(scores[e] - most);
+      for (float& each : law) each /= total;
+      float taken = 0;
+      for (int64_t k = 0; k < top; ++k) {
+        const int64_t best = std::max_element(law.begin(), law.end()) - law.begin();
+        me.chosen[t * top + k] = best;
+        taken += me.weights[t * top + k] = law[best];
+        law[best] = -1.0f;  // below all that are left
+      }
+      for (int64_t i = t * top; i < (t + 1) * top; ++i) {
+        if (mixture.whole) me.weights[i] /= taken;
+        if (factors) me.weights[i] *= static_cast<float>(factors[me.chosen[i]]);
+        if (mixture.cast) me.weights[i] = rounded<S>(me.weights[i]);
+      }
+    }
+    me.begins.assign(count + 1, 0);
+    for (int64_t expert : me.chosen) ++me.begins[expert + 1];
+    for (int64_t e = 0; e < count; ++e) me.begins[e + 1] += me.begins[e];
+    std::vector<int64_t> next(me.begins.begin(), me.begins.end() - 1);
+    me.pairs.resize(tokens_ * top);
+    for (int64_t i = 0; i < tokens_ * top; ++i) me.pairs[next[me.chosen[i]]++] = i;
+    me.meet();  // all have read the scores
+  }
+
+  // What a token's experts make of x, (n, top, H) by expert, in `second_`. Tokens of an expert are
+  // multiplied together; what a token has does not depend on them.
+  void run_experts(Worker& me, const Mixture& mixture, const float* x) const {
+    const int64_t inner = mixture.inner(), top = mixture.top;
+    const Range mine = me.share(inner);
+    for (int64_t e = 0; e < mixture.count(); ++e) {
+      const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
+      if (!tokens) continue;
+      for (int64_t i = 0; i < tokens; ++i)
+        std::copy_n(x + me.pairs[first + i] / top * width_, width_, me.gathered + i * width_);
+      const Piece gate{&mixture.expand, 2 * e * inner, inner};
+      const Piece up{&mixture.expand, (2 * e + 1) * inner, inner};
+      float *gates = first_ + first * inner, *ups = second_ + first * inner;
+      take(me, mixture.expand, me.gathered, tokens);
+      multiply(me, gate, begins(me, up), tokens, gates, inner);
+      multiply(me, up, upcoming(me, up), tokens, ups, inner);
+      for (int64_t i = 0; i < tokens; ++i)
+        activate<S>(mixture.gelu, gates + i * inner + mine.first, ups + i * inner + mine.first,
+                    mine.last - mine.first);
+    }
+    me.meet();
+    for (int64_t e = 0; e < mixture.count(); ++e) {
+      const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
+      if (!tokens) continue;
+      const Piece down{&mixture.shrink, e * width_, width_};
+      take(me, mixture.shrink, first_ + first * inner, tokens);
+      multiply(me, down, upcoming(me, down), tokens, second_ + first * width_, width_);
+    }
+    me.meet();
+  }
+
+  // A mixture of experts, with the dense MLP beside it if there is one.
+  void mix(Worker& me, const Sublayer& layer, const float* x) const {
+    const Mixture& mixture = *layer.mixture;
+    const int64_t top = mixture.top;
+    if (top) choose(me, mixture, mixture.dense ? me.hidden : x);
+    if (layer.output) {
+      expand(me, layer, x);
+      finish_product(me, first_);
+    }
+    if (top) {
+      if (mixture.before) {
+        norm_all(*mixture.before, me.hidden, me.normed);
+        x = me.normed;
+      }
+      run_experts(me, mixture, x);
+      std::vector<int64_t> places(tokens_ * top);  // in `second_`
+      for (int64_t i = 0; i < tokens_ * top; ++i) places[me.pairs[i]] = i;
+      for (int64_t t = 0; t < tokens_; ++t) {
+        float* out = me.normed + t * width_;
+        std::fill_n(out, width_, 0.0f);
+        for (int64_t k = t * top; k < (t + 1) * top; ++k) {
+          const float *from = second_ + places[k] * width_, by = me.weights[k];
+          if (mixture.cast)
+            for (int64_t i = 0; i < width_; ++i) out[i] += rounded<S>(from[i] * by);
+          else
+            for (int64_t i = 0; i < width_; ++i) out[i] += from[i] * by;
+        }
+        for (int64_t i = 0; i < width_; ++i) out[i] = rounded<S>(out[i]);
+      }
+      me.meet();  // all have read what the next sublayer writes
+      if (mixture.after) norm_all(*mixture.after, me.normed, me.normed);
+    }
+    if (mixture.dense) {
+      me.small.resize(width_);
+      for (int64_t t = 0; t < tokens_; ++t) {
+        float* out = me.normed + t * width_;
+        normalise<S>(*mixture.dense, result_ + t * width_, width_, me.small.data());
+        for (int64_t i = 0; i < width_; ++i)
+          out[i] = top ? rounded<S>(me.small[i] + out[i]) : me.small[i];
+      }
+    }
+    add_result(me, me.normed, layer.after, layer.times);
   }
 
   // A layer's tail.
@@ -1037,6 +1243,7 @@ class Pass {
   std::vector<Piece> pieces_;  // products of the pass, in order
   Tensor out_;
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
+  bool mixes_ = false;            // there are experts
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
   int64_t reach_ = 0;             // room for the scores of a query
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
@@ -1114,6 +1321,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            }),
            py::kw_only(), py::arg("gate"), py::arg("projection"), py::arg("norm"),
            py::arg("scalar"), py::arg("layer"), py::arg("gelu"));
+  py::class_<Mixture>(module, "Mixture")
+      .def(py::init([](Matrix router, std::optional<Norm> norm, std::optional<Tensor> scale,
+                       double number, std::optional<Tensor> factors, bool whole, bool cast,
+                       Matrix expand, Matrix shrink, std::optional<Norm> before,
+                       std::optional<Norm> after, std::optional<Norm> dense, int64_t top,
+                       bool gelu) {
+             require(norm.has_value() == scale.has_value(), "a router's norm has a scale");
+             return Mixture{router, norm, scale, number, factors, whole, cast, expand, shrink,
+                            before, after, dense, top, gelu};
+           }),
+           py::kw_only(), py::arg("router"), py::arg("norm"), py::arg("scale"), py::arg("number"),
+           py::arg("factors"), py::arg("whole"), py::arg("cast"), py::arg("expand"),
+           py::arg("shrink"), py::arg("before"), py::arg("after"), py::arg("dense"),
+           py::arg("top"), py::arg("gelu"));
   py::class_<Angles>(module, "Angles")
       .def(py::init<Tensor, Tensor, std::optional<Tensor>>(), py::arg("cos"), py::arg("sin"),
            py::arg("scales") = std::nullopt);
@@ -1142,15 +1363,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("softcap"), py::arg("eager"), py::arg("times") = 1.0)
       .def("mlp",
            [](Plan& plan, std::optional<Norm> before, std::optional<Norm> after,
-              std::vector<Matrix> inputs, Matrix output, bool gelu, double times,
-              std::optional<Tail> tail) {
-             Sublayer layer{Kind::mlp, before, after, {}, {}, {}, inputs, output, tail};
+              std::vector<Matrix> inputs, std::optional<Matrix> output, bool gelu, double times,
+              std::optional<Tail> tail, std::optional<Mixture> mixture) {
+             require(output.has_value() == !inputs.empty() && (output || mixture),
+                     "an MLP has inputs and an output, or a mixture of experts");
+             Sublayer layer{Kind::mlp, before, after, {}, {}, {}, inputs, output, tail, mixture};
              layer.gelu = gelu, layer.times = times;
              return plan.add(std::move(layer));
            },
            py::kw_only(), py::arg("before"), py::arg("after"), py::arg("inputs"),
            py::arg("output"), py::arg("gelu"), py::arg("times") = 1.0,
-           py::arg("tail") = std::nullopt)
+           py::arg("tail") = std::nullopt, py::arg("mixture") = std::nullopt)
       .def("tail",
            [](Plan& plan, Tail tail) {
              return plan.add({Kind::tail, {}, {}, {}, {}, {}, {}, {}, tail});

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from layerskip.model import fused
 from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.experts import Mixture
 from layerskip.model.extension import extension
 from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.fused import Fused
@@ -43,8 +45,6 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path serves has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
-    if model.mixtures:
-        return "there are no native passes of mixtures yet"
     modules = [*model.layers, model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
     weights = [w for each in modules for w in (*each.parameters(), *each.buffers())]
@@ -54,7 +54,11 @@ def refusal(model: Architecture) -> str | None:
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for part in model.parts:
-        for module in (_activation(part.mlp), getattr(part.module, "act_fn", nn.SiLU())):
+        mixture = part.mixture
+        acting = [getattr(part.module, "act_fn", nn.SiLU())]
+        acting += [_activation(part.mlp)] if mixture is None or mixture.beside else []
+        acting += [] if mixture is None else [mixture.experts.act_fn]
+        for module in acting:
             function = fused.activation(module)
             if function is not F.silu and not isinstance(function, partial):
                 return f"there are no native passes with {type(function).__name__}"
@@ -131,12 +135,11 @@ class Native(Fused):
     ) -> Block:
         fused = super().low(sublayer, bits, deltas, experts)
         part = self.model.parts[sublayer // 2]
-        if bits is None:  # fewer experts, of which there are no native passes
+        if bits is not None and sublayer % 2 and not _in_blocks(part):
             return fused
-        if sublayer % 2 and not _in_blocks(part.mlp):
-            return fused
-        matrix = partial(self._low, bits=bits, deltas=deltas)
-        return self._native(part, bool(sublayer % 2), fused, matrix)
+        exact = bits is None
+        matrix = self._exact if exact else partial(self._low, bits=bits, deltas=deltas)
+        return self._native(part, bool(sublayer % 2), fused, matrix, experts)
 
     def tail(self, layer: int) -> Block:
         return NativeBlock(
@@ -168,7 +171,7 @@ class Native(Fused):
         attention, mlp = super().extra_layer(layer, bits)
         matrix = self._exact if bits is None else partial(self._low, bits=bits)
         attention = self._native(layer, False, attention, matrix)
-        if bits is None or _in_blocks(layer.mlp):
+        if bits is None or _in_blocks(layer):
             mlp = self._native(layer, True, mlp, matrix)
         return attention, mlp
 
@@ -254,9 +257,16 @@ class Native(Fused):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(self, part: LayerParts, second: bool, fused: Block, matrix: Matrix) -> NativeBlock:
+    def _native(
+        self,
+        part: LayerParts,
+        second: bool,
+        fused: Block,
+        matrix: Matrix,
+        experts: int | None = None,
+    ) -> NativeBlock:
         if second:
-            return NativeBlock(self, self._mlp(part, matrix), fused)
+            return NativeBlock(self, self._mlp(part, matrix, experts), fused)
         heads = (_kv_heads(part.attention), part.attention.head_dim)
         return NativeBlock(self, self._attention(part, matrix), fused, part.keys, heads)
 
@@ -285,20 +295,48 @@ class Native(Fused):
         )
         return number
 
-    def _mlp(self, part: LayerParts, matrix: Matrix) -> int:
-        module = part.mlp
+    def _mlp(self, part: LayerParts, matrix: Matrix, experts: int | None = None) -> int:
+        module, mixture = part.mlp, part.mixture
+        dense = mixture is None or mixture.beside
         one = hasattr(module, "gate_up_proj")
         names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
         number: int = self.plan.mlp(
             before=self._norm(part.pre),
             after=self._norm(part.post),
-            inputs=[matrix(getattr(module, name)) for name in names],
-            output=matrix(module.down_proj),
-            gelu=_gelu(_activation(module)),
+            inputs=[matrix(getattr(module, name)) for name in names] if dense else [],
+            output=matrix(module.down_proj) if dense else None,
+            gelu=dense and _gelu(_activation(module)),
             times=part.residual,
             tail=self._tail(part) if part.tail else None,
+            mixture=None if mixture is None else self._mixture(mixture, matrix, experts),
         )
         return number
+
+    def _mixture(self, mixture: Mixture, matrix: Matrix, experts: int | None) -> Any:
+        router, norm, own = mixture.router, getattr(mixture.router, "norm", None), mixture.experts
+        expand, shrink = (
+            matrix(SimpleNamespace(weight=weight, bias=None))
+            for weight in (own.gate_up_proj, own.down_proj)
+        )
+        return self.extension.Mixture(
+            # the router stays exact, as on the fused path
+            router=self.extension.Matrix(
+                router.weight if norm is None else router.proj.weight, None
+            ),
+            norm=self._norm(norm),
+            scale=getattr(router, "scale", None),
+            number=getattr(router, "scalar_root_size", 1.0),
+            factors=getattr(router, "per_expert_scale", None),
+            whole=getattr(router, "norm_topk_prob", True),
+            cast=hasattr(router, "norm_topk_prob"),
+            expand=expand,
+            shrink=shrink,
+            before=self._norm(mixture.before),
+            after=self._norm(mixture.after),
+            dense=self._norm(mixture.dense),
+            top=mixture.taken(experts),
+            gelu=_gelu(own.act_fn),
+        )
 
     def _tail(self, part: LayerParts) -> Any:
         layer = part.module  # its linears stay exact, as on the fused path
@@ -345,10 +383,15 @@ def _kv_heads(attention: Any) -> int:
     return heads // int(attention.num_key_value_groups)
 
 
-def _in_blocks(mlp: Any) -> bool:
-    """Whether up begins with a block of rows where gate and up are rounded together."""
-    both = getattr(mlp, "gate_up_proj", None)
-    return both is None or both.weight.shape[0] // 2 % ROWS == 0
+def _in_blocks(part: LayerParts) -> bool:
+    """Whether up begins with a block of rows where gate and up are rounded together.
+
+    So must every expert of a mixture, in both of its weights.
+    """
+    both, mixture = getattr(part.mlp, "gate_up_proj", None), part.mixture
+    sizes = [] if both is None else [both.weight.shape[0] // 2]
+    sizes += [] if mixture is None else [*mixture.experts.down_proj.shape[1:]]
+    return not any(size % ROWS for size in sizes)
 
 
 def _activation(mlp: Any) -> Any:
