@@ -223,7 +223,7 @@ OFF = 0.03
 @pytest.mark.parametrize(
     ("family", "bits", "dtype"),
     [
-        *product((*FAMILIES, "gemma4", "olmo3"), (8,), (torch.float32,)),
+        *product((*FAMILIES, "gemma4", "olmo3", "mixtral"), (8,), (torch.float32,)),
         *(("phi3", 4, torch.bfloat16), ("gemma4_dense", 4, torch.bfloat16)),
     ],
 )
