@@ -39,14 +39,15 @@ def pairs(
     tokens = prompt(sum(passes), rows=rows)
     slots = sum(passes) + 21
     both = [
-        (path, path.new_cache(rows, slots), path.rotary(slots, slots)) for path in (modules, other)
+        (path, (path.new_cache(rows, slots), path.rotary(slots, slots)))
+        for path in (modules, other)
     ]
     starts = [0] * rows
     for number, count in enumerate(passes):
-        for _, cache, _ in both:
+        for _, (cache, _) in both:
             cache.place(starts, count)
         fed = torch.stack([tokens[row, start : start + count] for row, start in enumerate(starts)])
-        (hidden, want_step), (_, got_step) = (path.feed(fed, *more) for path, *more in both)
+        (hidden, want_step), (_, got_step) = (path.feed(fed, *more) for path, more in both)
         if want_step.inputs is not None and got_step.inputs is not None:
             yield want_step.inputs, got_step.inputs
             got_step.inputs = want_step.inputs

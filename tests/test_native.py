@@ -480,7 +480,8 @@ def wide_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-6) -> Tensor
 @torch.inference_mode()
 def test_a_layers_tail(gated: bool, dtype: torch.dtype) -> None:
     """The steps of `Gemma4TextDecoderLayer`; the same bits for any number of tokens."""
-    tools, how = extension.extension(), {"dtype": dtype}
+    tools = extension.extension()
+    how: dict[str, Any] = {"dtype": dtype}
     gate, project, weight = drawn(24, 40, **how), drawn(40, 24, **how), drawn(40, **how)
     scalar, given = torch.tensor([0.7], **how), drawn(2, 7, 3, 24, **how)
     hidden = drawn(2, 7, 40, **how)
@@ -516,7 +517,8 @@ def test_a_layers_tail(gated: bool, dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def test_inputs_of_layers(dtype: torch.dtype) -> None:
     """`Gemma4TextModel.project_per_layer_inputs`, in the same bits for 1 token or 16."""
-    tools, how = extension.extension(), {"dtype": dtype}
+    tools = extension.extension()
+    how: dict[str, Any] = {"dtype": dtype}
     weight, norm, rows = drawn(15, 40, **how), drawn(5, **how), drawn(1, 16, 3, 5, **how)
     embedded = drawn(1, 16, 40, **how)
     plan = tools.Plan()
@@ -541,7 +543,8 @@ def test_inputs_of_layers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_buffers_that_begin_later_give_the_same_bits(dtype: torch.dtype) -> None:
-    tools, how, window = extension.extension(), {"dtype": dtype}, 11
+    tools, window = extension.extension(), 11
+    how: dict[str, Any] = {"dtype": dtype}
     q, kv, out = (
         tools.Matrix(drawn(*shape, **how), None) for shape in ((96, 40), (48, 40), (40, 96))
     )

@@ -71,8 +71,8 @@ def warn_refusal(reason: str) -> None:
     warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 
-Matrix = Callable[[nn.Linear], Any]
-"""Makes what the native passes read of a linear: its weight, exact or rounded."""
+Matrix = Callable[[Any], Any]
+"""Makes what the native passes read of a linear, or anything with a weight: exact or rounded."""
 
 
 class NativeBlock:
@@ -137,8 +137,7 @@ class Native(Fused):
         part = self.model.parts[sublayer // 2]
         if bits is not None and sublayer % 2 and not _in_blocks(part):
             return fused
-        exact = bits is None
-        matrix = self._exact if exact else partial(self._low, bits=bits, deltas=deltas)
+        matrix = self._exact if bits is None else partial(self._low, bits=bits, deltas=deltas)
         return self._native(part, bool(sublayer % 2), fused, matrix, experts)
 
     def tail(self, layer: int) -> Block:
