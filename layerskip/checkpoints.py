@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
 )
@@ -110,12 +109,13 @@ def load(
         if config.model_type in ASSISTANTS:
             how = "refused"
             reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
+        elif config.is_encoder_decoder and how != "refused":
+            how, reason = "refused", "encoder-decoders are served in Python: layerskip.generate"
         if how == "refused":
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
         loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model, report = loading

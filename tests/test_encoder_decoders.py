@@ -14,9 +14,12 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.config import LowPrecision
 from layerskip.costs.speculation import CostTable
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import Whole, level
+from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.replay.trace import take_trace
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 NEW_TOKENS = 12
@@ -82,9 +85,10 @@ def _config(family: str) -> Any:
         encoder |= {"boi_token_index": 93, **_IMAGE}
         more = {"encoder": encoder, "decoder": _GEMMA, "decoder_start_token_id": 2, **_IMAGE}
     else:
-        more = _T5 if "t5" in family else _BART
+        more = {**(_T5 if "t5" in family else _BART)}
         if family == "t5":
-            more = {**more, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+            more["feed_forward_proj"] = "gated-gelu"
+    more["tie_word_embeddings"] = False  # tied heads tend to repeat the last token
     ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     return AutoConfig.for_model(family, vocab_size=VOCABULARY, **more, **ends)
 
@@ -97,9 +101,13 @@ def model_of(family: str) -> Any:
         torch.manual_seed(0)
         model = AutoModelForSeq2SeqLM.from_config(config)
         with torch.no_grad():
-            for weight in model.parameters():
+            for name, weight in model.named_parameters():
                 shift = torch.randn_like(weight)
-                weight.copy_(0.3 * shift) if weight.dim() > 1 else weight.add_(0.2 * shift)
+                table = "embed" in name or "shared" in name
+                size = 1.0 if table else 0.15
+                if family in ("t5", "umt5"):  # whose head is tied in any case
+                    size = 0.5
+                weight.copy_(size * shift) if weight.dim() > 1 else weight.add_(0.1 * shift)
     model = model.double().eval()
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=0, decoder_start_token_id=config.decoder_start_token_id
@@ -161,6 +169,7 @@ def drafts_of(family: str) -> list[dict[str, Any]]:
 def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -> None:
     expected = reference(family, batch)
     assert isinstance(sublayers_of(model_of(family)), Whole)
+    assert max(len({*tokens}) for tokens in expected) > 2
     assert new_tokens(decode(family, batch, enabled=False)) == expected
     for settings in drafts_of(family):
         out = decode(family, batch, **settings)
@@ -244,8 +253,59 @@ def test_what_an_encoder_decoder_needs_is_said() -> None:
     assert "routers" in why
 
 
+SKIPS = {
+    "early exit": SkipConfig.early_exit(1),
+    "attention": SkipConfig(attention=(1,)),
+    "mlp": SkipConfig(mlp=(0,)),
+    "in 4 bits": SkipConfig(low=LowPrecision(bits=4)),
+    "one attention in 8 bits": SkipConfig(low=LowPrecision(attention=(1,), mlp=())),
+    "few of the head": SkipConfig.early_exit(1),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("draft", SKIPS)
+def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft: str, batch: str) -> None:
+    few = {"draft_vocabulary": range(2, 70)} if draft == "few of the head" else {}
+    settings = {"skip": SKIPS[draft], "controller": Erratic(), "max_draft_length": 5, **few}
+    out = decode("t5gemma", batch, **settings)
+    assert new_tokens(out) == reference("t5gemma", batch)
+    assert out.stats.num_draft_tokens > 0
+
+
+def test_a_t5gemma_is_opened_and_counts_its_cross_attention() -> None:
+    model = model_of("t5gemma")
+    assert level(model) == ("opened", "its decoder's sublayers are known")
+    opened = sublayers_of(model)
+    assert opened.describe() == "modules: its decoder's sublayers are known"
+    found = opened.weight_bytes()
+    layer = model.model.decoder.layers[0]
+    parts = (
+        *(layer.self_attn, layer.pre_self_attn_layernorm, layer.post_self_attn_layernorm),
+        *(layer.cross_attn, layer.pre_cross_attn_layernorm, layer.post_cross_attn_layernorm),
+    )
+    assert found["sublayers"][0] == sum(w.nbytes for part in parts for w in part.parameters())
+    assert sum(found["sublayers"][:2]) == sum(w.nbytes for w in layer.parameters())
+    every = [*model.model.decoder.parameters(), *model.lm_head.parameters()]
+    table = model.model.decoder.embed_tokens.weight
+    assert sum(found["sublayers"]) + found["head"] == sum(w.nbytes for w in every) - table.nbytes
+    layerskip.release(model)
+    decode("t5gemma", "one", skip=EIGHT)
+    assert layerskip.release(model) == opened.weights.nbytes(EIGHT)
+    hook = layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="T5GemmaDecoderLayer has forward hooks"):
+        sublayers_of(model)
+    hook.remove()
+    with pytest.raises(ValueError, match="this is an encoder-decoder: it has no states"):
+        take_trace(model, [prompt(9)], max_new_tokens=4)
+
+
 def test_a_decoder_alone_may_draft_for_an_encoder_decoder() -> None:
-    decoding = {"assistant": tiny_model("llama"), "lookup": False, "controller": Erratic()}
+    decoding = {
+        "assistant": tiny_model("llama", bos_token_id=2, eos_token_id=1),
+        "lookup": False,
+        "controller": Erratic(),
+    }
     out = decode("t5", "ragged", max_draft_length=4, **decoding)
     assert new_tokens(out) == reference("t5", "ragged")
     assert out.stats.num_draft_tokens > 0

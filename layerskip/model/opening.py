@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.t5gemma import T5Gemma
 from layerskip.model.whole import Whole, level
 from layerskip.model.wrappers import unwrapped
 
@@ -36,7 +37,8 @@ def open_model(model: Any, execution: str = "auto") -> Sublayers:
         UnsupportedModelError: it can be served in neither way.
     """
     if level(unwrapped(model))[0] == "opened":
-        return Sublayers(model, execution)
+        kind = unwrapped(model).config.model_type
+        return T5Gemma(model, execution) if kind == "t5gemma" else Sublayers(model, execution)
     return Whole(model, execution)
 
 

@@ -89,6 +89,8 @@ def level(model: Any) -> tuple[str, str]:
     kind = str(getattr(config, "model_type", type(model).__name__))
     if kind not in _NAMED and unopened(config) is None:
         return "opened", "its sublayers are known"
+    if kind == "t5gemma":
+        return "opened", "its decoder's sublayers are known"
     refused = _NAMED.get(kind) or _refusal(model, config)
     if refused is not None:
         return "refused", f"architecture {kind!r} is not supported: {refused}"
@@ -199,13 +201,18 @@ class Whole(Sublayers):
             ValueError: an encoder-decoder has read nothing.
         """
         if not self.both:
-            return WholeCache(rows, slots, len(self.windows))
+            return WholeCache(rows, slots, self.cached_windows)
         if self.encoded is None:
             raise ValueError(
                 "an encoder-decoder reads a text before it decodes: call layerskip.generate or "
                 "model.generate(..., custom_generate=), or encode the text (see Whole.encode)"
             )
-        return WholeCache(rows, slots, len(self.windows), self.encoded.of(slice(rows)))
+        return WholeCache(rows, slots, self.cached_windows, self.encoded.of(slice(rows)))
+
+    @property
+    def cached_windows(self) -> Sequence[int | None]:
+        """The windows that a cache leaves out by itself: none, as masks do."""
+        return (None,) * len(self.windows)
 
     def encode(self, tokens: Tensor, mask: Tensor) -> Encoded:
         """What the encoder makes of texts (B, E), padded where the mask (B, E) is 0."""
@@ -327,7 +334,7 @@ class Places:
 
 
 class WholeCache(RowCache):
-    """Keys and values as `RowCache`, of any widths; windows are left to masks.
+    """Keys and values as `RowCache`, of any widths.
 
     Args:
         encoded: what an encoder made of the rows' texts.
@@ -336,8 +343,14 @@ class WholeCache(RowCache):
         crossed: of an encoder-decoder, by layer the keys and values of `encoded`, (B, H, E, D).
     """
 
-    def __init__(self, rows: int, slots: int, layers: int, encoded: Encoded | None = None) -> None:
-        super().__init__(rows, slots, (None,) * layers)
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        windows: Sequence[int | None],
+        encoded: Encoded | None = None,
+    ) -> None:
+        super().__init__(rows, slots, windows)
         self.encoded = encoded
         self.crossed: dict[int, tuple[Tensor, Tensor]] = {}
 
