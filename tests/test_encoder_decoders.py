@@ -169,7 +169,7 @@ def drafts_of(family: str) -> list[dict[str, Any]]:
 def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -> None:
     expected = reference(family, batch)
     assert isinstance(sublayers_of(model_of(family)), Whole)
-    assert max(len({*tokens}) for tokens in expected) > 2
+    assert len({token for row in reference(family, "ragged") for token in row}) > 2
     assert new_tokens(decode(family, batch, enabled=False)) == expected
     for settings in drafts_of(family):
         out = decode(family, batch, **settings)
