@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from kinds import BLOCKS, weights_of
+from kinds import weights_of
 from models import VOCABULARY, WINDOW, Erratic, lively_model, near, prompt
 from test_official import assistant_of
 from torch import Tensor
@@ -57,6 +57,10 @@ KINDS = {
     "mistral3": ("Mistral3Config", "ministral3"),
 }
 TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
+
+
+def slow(*values: str) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _values(kind: str, size: int) -> dict[str, Any]:
@@ -195,7 +199,7 @@ def test_greedy_text_equals_the_librarys(kind: str, size: int) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma4", *slow(*(kind for kind in KINDS if kind != "gemma4"))])
 def test_a_picture_alone_and_at_the_end_of_a_prompt(kind: str) -> None:
     """The library computes layers that only read keys for the last token alone; so do we."""
     model = conditional(kind)
@@ -208,7 +212,7 @@ def test_a_picture_alone_and_at_the_end_of_a_prompt(kind: str) -> None:
         assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llava"])
+@pytest.mark.parametrize("kind", ["gemma3", *slow("gemma4", "llava")])
 def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
     model = conditional(kind)
     how = {"do_sample": True, "temperature": 0.8}
@@ -231,7 +235,7 @@ def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
         assert by_itself.sequences[0, length:].tolist() == want.sequences[row, 40:].tolist()
 
 
-@pytest.mark.parametrize("execution", ["auto", "modules"])
+@pytest.mark.parametrize("execution", ["auto", *slow("modules")])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
 def test_prompts_longer_than_a_pass(
     kind: str, execution: str, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +295,7 @@ def test_a_second_model_drafts_without_the_pictures() -> None:
         assert got.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", ["feature-block", *slow("exit-block", "heads", "streams")])
 def test_trained_modules_draft_behind_pictures(block: str, tmp_path: Path) -> None:
     model = conditional("gemma3")
     inputs = inputs_of(model, "gemma3")
@@ -356,6 +360,7 @@ def test_refusals_name_what_is_wrong() -> None:
     model = conditional("gemma4")
     inputs = inputs_of(model, "gemma4")
     decoding = LayerSkipDecoding(enabled=False)
+    placed = inputs["input_ids"] == PLACEHOLDER
     fewer = inputs | {"input_ids": inputs["input_ids"].clone()}
     fewer["input_ids"][0, -2:] = PLACEHOLDER
     with pytest.raises(ValueError, match=r"14 placeholders .* for 12 features"):
@@ -372,6 +377,10 @@ def test_refusals_name_what_is_wrong() -> None:
         run(model, text | frames, decoding)
     with pytest.raises(ValueError, match=r"audio \(input_features\) is not supported"):
         run(model, text | {"input_features": torch.zeros(1, 8, 4)}, decoding)
+    model.config.image_token_id = VOCABULARY
+    beyond = inputs | {"input_ids": inputs["input_ids"].masked_fill(placed, VOCABULARY)}
+    with pytest.raises(ValueError, match="must be one of 97 tokens, it is 97"):
+        run(model, beyond, decoding)
     model = conditional("llava")
     embedded = model.get_input_embeddings()(text["input_ids"])
     with pytest.raises(ValueError, match="inputs_embeds is not supported"):
@@ -382,7 +391,7 @@ def test_refusals_name_what_is_wrong() -> None:
 # Conditional checkpoints.
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 unified", "llava", "mistral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "llava", *slow("gemma4", "gemma4 unified", "mistral3")])
 def test_checkpoints_load_by_name(kind: str, tmp_path: Path) -> None:
     model = conditional(kind).float()
     model.save_pretrained(tmp_path)
