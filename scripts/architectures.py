@@ -2,8 +2,9 @@
 
     python scripts/architectures.py
 
-Every model type that the library lists as a causal language model is in it, and the opened ones of
-its other lists. Models are judged by class and default configuration; none is built.
+In it are the model types that the library lists as causal language models and encoder-decoders, and
+of its other lists the opened ones. Models are judged by class and default configuration; none is
+built.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from layerskip.model import architectures
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
@@ -29,13 +33,21 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {"lfm2": _HYBRID, "lfm2_moe": _HYBRID
 def served() -> dict[str, str]:
     """By model type of the installed library, its level, or why it is refused."""
     kinds = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *CONDITIONAL, *ASSISTANTS}
+    kinds |= {
+        kind
+        for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        if CONFIG_MAPPING[kind].is_encoder_decoder  # the others listen to sound
+    }
     return {kind: _served(kind) for kind in sorted(kinds & {*CONFIG_MAPPING})}
 
 
 def _served(kind: str) -> str:
     if kind in ASSISTANTS:
         return "assistant"
-    how, why = level(CONFIG_MAPPING[kind](**_AS_PUBLISHED.get(kind, {})))
+    config = CONFIG_MAPPING[kind](**_AS_PUBLISHED.get(kind, {}))
+    how, why = level(config)
+    if how == "whole" and config.is_encoder_decoder:
+        return "whole, with an encoder"
     if how == "opened" and kind in CONDITIONAL:
         return "opened, with pictures"
     if how != "refused":

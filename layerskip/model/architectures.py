@@ -1,4 +1,4 @@
-"""The table of architectures: how every causal language model of transformers is served here.
+"""The table of architectures: how every language model of transformers is served here.
 
 scripts/architectures.py makes it. A test compares it with the installed library.
 """
@@ -14,6 +14,7 @@ DRAFTS = {
     ),
     "opened, with pictures": "the same, behind prompts with pictures, too",
     "whole": "lookups, a second model, sources of your own, all linears in 8 or 4 bits",
+    "whole, with an encoder": "the same; lookups in what the encoder reads, too",
     "assistant": "none: it drafts for its Gemma 4",
 }
 """By level, what may draft there."""
@@ -26,17 +27,20 @@ _GROUPS = {
         gemma3 gemma4 gemma4_unified llava llava_next mistral3
     """,
     "whole": """
-        afmoe apertus arcee aria_text axk1 bart beam bigbird_pegasus biogpt bitnet blenderbot
-        blenderbot-small bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx
-        deepseek_v2 deepseek_v3 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-        falcon flex_olmo flint fuyu gemma3n gemma3n_text git glm glm4 glm4_moe glm4_moe_lite
-        got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
-        granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
-        hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama4
-        llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3 minimax_m2
-        minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt mvp nanochat
-        nemotron olmo olmoe opt pegasus persimmon phi phi4_multimodal phimoe plbart qwen2_moe
-        seed_oss solar_open stablelm starcoder2 vaultgemma whisper xglm youtu
+        afmoe apertus arcee aria_text axk1 beam biogpt bitnet bloom codegen cohere cohere2
+        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1
+        emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma3n
+        gemma3n_text git glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo
+        gpt_neox gpt_neox_japanese gpt_oss gptj granite_swa granitemoe granitemoe_swa
+        granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+        iquestcoder jais2 jetmoe kolibri1 laguna llama4 llama4_text longcat_flash mellum
+        mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text mllama modernbert-decoder
+        moss_transcribe_diarize mpt nanochat nemotron olmo olmoe opt persimmon phi phi4_multimodal
+        phimoe qwen2_moe seed_oss solar_open stablelm starcoder2 vaultgemma xglm youtu
+    """,
+    "whole, with an encoder": """
+        bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp
+        nllb-moe pegasus pegasus_x plbart seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
     """,
     "assistant": """
         gemma4_assistant gemma4_unified_assistant
@@ -48,6 +52,9 @@ _GROUPS = {
         bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear
         mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
         qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    """,
+    "refused: it is not a language model of transformers that generates text": """
+        whisper
     """,
     "refused: it predicts in several streams": """
         prophetnet
@@ -66,8 +73,17 @@ _GROUPS = {
         axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text
         lfm2 lfm2_moe lfm3 minimax
     """,
+    "refused: its decoder has no configuration": """
+        fsmt
+    """,
+    "refused: its decoder is a model of its own, with a head": """
+        encoder-decoder
+    """,
     "refused: its forward keeps no keys and values (it has no past_key_values)": """
         openai-gpt xlm xlnet
+    """,
+    "refused: its head reads its encoder's routers": """
+        switch_transformers
     """,
 }
 SERVED = {kind: how for how, kinds in _GROUPS.items() for kind in kinds.split()}

@@ -55,6 +55,7 @@ _NAMED = {
     "prophetnet": "it predicts in several streams",
     "switch_transformers": "its head reads its encoder's routers",
     "encoder-decoder": "its decoder is a model of its own, with a head",
+    "fsmt": "its decoder has no configuration",
 }
 _NO_LIMIT = 1 << 40
 
