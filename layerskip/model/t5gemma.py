@@ -141,13 +141,14 @@ class _Modules(Modules):
         def block(hidden: Tensor, step: Step) -> Tensor:
             hidden = own(hidden, step)
             states, mask, cache = step.rope["cross"]
-            out = attend(
+            out: Tensor = attend(
                 hidden_states=before(hidden),
                 encoder_hidden_states=states,
                 attention_mask=mask,
                 past_key_values=cache,
             )[0]  # (B, T, H)
-            return hidden + after(out)  # (B, T, H)
+            hidden = hidden + after(out)  # (B, T, H)
+            return hidden
 
         return block
 
