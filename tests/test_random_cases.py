@@ -218,6 +218,7 @@ def check(case: dict[str, Any], folder: Path) -> None:
         seen[case["drafts"], "accepted"] += out.stats.num_accepted_tokens
 
 
+@pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
 @pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_cases(count: int, tmp_path: Path) -> None:
     """So many of each kind of drafts: the same ones by default, others every time when slow."""
