@@ -102,7 +102,10 @@ def _refusal(model: Any, config: Any) -> str | None:
     """Why a model cannot be served even whole; None if it can."""
     kind: Any = type(model) if isinstance(model, nn.Module) else None
     both = getattr(config, "is_encoder_decoder", False)
-    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both else MODEL_FOR_CAUSAL_LM_MAPPING
+    text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if both and kind is not None and not text:
+        return "it is an encoder-decoder that reads something other than text"
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both and text else MODEL_FOR_CAUSAL_LM_MAPPING
     if kind is None and type(config) in known:
         kind = known[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
@@ -113,8 +116,8 @@ def _refusal(model: Any, config: Any) -> str | None:
     documented = "config.is_decoder = True"  # also where nothing reads it
     if encoder and "config.is_decoder" in _source(kind).replace(documented, ""):
         return "it reads text in both directions (its config says is_decoder=False)"
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+    inner = config.get_text_config(decoder=True)
+    if getattr(inner, "use_bidirectional_attention", None) in (True, "all"):
         return "it reads text in both directions (use_bidirectional_attention)"
     if "past_key_values" not in inspect.signature(kind.forward).parameters:
         return "its forward keeps no keys and values (it has no past_key_values)"
