@@ -59,8 +59,8 @@ _T5 = {
 }
 _BART = {
     "d_model": 32,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_layers": 1,
     "decoder_attention_heads": 4,
     "encoder_attention_heads": 4,
     "decoder_ffn_dim": 48,
@@ -68,6 +68,7 @@ _BART = {
     "max_position_embeddings": 128,
     "decoder_start_token_id": 2,
 }
+_ENDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 _IMAGE = {"image_token_index": 95, "eoi_token_index": 94}
 
@@ -89,8 +90,7 @@ def _config(family: str) -> Any:
         if family == "t5":
             more["feed_forward_proj"] = "gated-gelu"
     more["tie_word_embeddings"] = False  # tied heads tend to repeat the last token
-    ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    return AutoConfig.for_model(family, vocab_size=VOCABULARY, **more, **ends)
+    return AutoConfig.for_model(family, vocab_size=VOCABULARY, **more, **_ENDS)
 
 
 @functools.cache
@@ -251,6 +251,10 @@ def test_what_an_encoder_decoder_needs_is_said() -> None:
     how, why = level(AutoConfig.for_model("switch_transformers"))
     assert how == "refused"
     assert "routers" in why
+    small = {**_BART, "vocab_size": VOCABULARY, "max_target_positions": 16, **_ENDS}
+    speech = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**small))
+    with pytest.raises(UnsupportedModelError, match="reads something other than text"):
+        sublayers_of(speech.eval())
 
 
 SKIPS = {

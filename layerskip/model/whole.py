@@ -177,9 +177,9 @@ class Whole(Sublayers):
         self.config = text
         self._check_rope()
         self.eager = text._attn_implementation == "eager"
-        self.num_layers = text.num_hidden_layers
-        self.num_sublayers = 2 * self.num_layers
         layers = DynamicCache(config=self.base.config if self.both else config).layers
+        self.num_layers = len(layers)
+        self.num_sublayers = 2 * self.num_layers
         self.windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
         types = getattr(text, "layer_types", None)
         self.window_by_type = {"": self.windows[0]} if types is None else dict.fromkeys(types)
