@@ -96,6 +96,18 @@ def test_the_table_is_of_the_pinned_version() -> None:
     assert levels == {*DRAFTS}
 
 
+def test_the_readme_says_what_the_table_says() -> None:
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    groups = {how: [kind for kind, own in SERVED.items() if own == how] for how in DRAFTS}
+    refused = sum(how.startswith("refused: ") for how in SERVED.values())
+    assert f"transformers {TRANSFORMERS}" in page
+    opened, pictures = (" ".join(groups[how]) for how in ("opened", "opened, with pictures"))
+    assert f"left out): {opened}; with pictures {pictures}. - " in page
+    assert f"if asked): {len(groups['whole'])} others, such as " in page
+    assert f"with an encoder {len(groups['whole, with an encoder'])}, such as " in page
+    assert f"**Refused**: {refused}, for " in page
+
+
 def test_the_table_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     before = render(environment())
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
