@@ -46,8 +46,8 @@ def _served(kind: str) -> str:
         return "assistant"
     config = CONFIG_MAPPING[kind](**_AS_PUBLISHED.get(kind, {}))
     how, why = level(config)
-    if how == "whole" and config.is_encoder_decoder:
-        return "whole, with an encoder"
+    if how != "refused" and config.is_encoder_decoder:
+        return f"{how}, with an encoder"
     if how == "opened" and kind in CONDITIONAL:
         return "opened, with pictures"
     if how != "refused":

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
 from layerskip.model.families import Architecture, LayerParts, read_bytes
-from layerskip.model.rounded import rounded_bytes
 
 CONTEXT = 4096
 """Tokens before a pass. It reads their keys and values, in sliding layers those of the window."""
@@ -99,13 +98,7 @@ class Target:
     def read(self, tokens: int, rows: int = 1, bits: int = 16) -> float:
         """Bytes that a pass over so many tokens in all reads, perhaps of weights in fewer bits."""
         each = self.opened.weight_bytes(None if bits == 16 else bits, tokens=tokens)
-        found = math.fsum(each["sublayers"]) + each["head"] + rows * self.keys
-        mixtures = [part.mixture for part in self.opened.parts if part.mixture and bits < 16]
-        for mixture in mixtures:  # without memory they count as offloaded, and so as not rounded
-            weights = mixture.experts.parameters()
-            saved = sum(weight.nbytes - rounded_bytes(weight, bits) for weight in weights)
-            found -= mixture.share_read(tokens) * saved
-        return found
+        return math.fsum(each["sublayers"]) + each["head"] + rows * self.keys
 
     def costs(self, draft: float, rows: int = 1, bits: int = 16) -> CostTable:
         """c of a draft step that reads so many bytes, and v, of a model of so many bits."""

@@ -102,7 +102,8 @@ def test_the_readme_says_what_the_table_says() -> None:
     refused = sum(how.startswith("refused: ") for how in SERVED.values())
     assert f"transformers {TRANSFORMERS}" in page
     opened, pictures = (" ".join(groups[how]) for how in ("opened", "opened, with pictures"))
-    assert f"left out): {opened}; with pictures {pictures}. - " in page
+    assert f"left out): {opened}; with pictures {pictures}; with an encoder t5gemma. - " in page
+    assert groups["opened, with an encoder"] == ["t5gemma"]
     assert f"if asked): {len(groups['whole'])} others, such as " in page
     assert f"with an encoder {len(groups['whole, with an encoder'])}, such as " in page
     assert f"**Refused**: {refused}, for " in page

@@ -13,6 +13,7 @@ DRAFTS = {
         "sources of your own"
     ),
     "opened, with pictures": "the same, behind prompts with pictures, too",
+    "opened, with an encoder": "the same; lookups in what the encoder reads, too",
     "whole": "lookups, a second model, sources of your own, all linears in 8 or 4 bits",
     "whole, with an encoder": "the same; lookups in what the encoder reads, too",
     "assistant": "none: it drafts for its Gemma 4",
@@ -25,6 +26,9 @@ _GROUPS = {
     """,
     "opened, with pictures": """
         gemma3 gemma4 gemma4_unified llava llava_next mistral3
+    """,
+    "opened, with an encoder": """
+        t5gemma
     """,
     "whole": """
         afmoe apertus arcee aria_text axk1 beam biogpt bitnet bloom codegen cohere cohere2
@@ -40,7 +44,7 @@ _GROUPS = {
     """,
     "whole, with an encoder": """
         bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp
-        nllb-moe pegasus pegasus_x plbart seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
+        nllb-moe pegasus pegasus_x plbart seamless_m4t seamless_m4t_v2 t5 t5gemma2 umt5
     """,
     "assistant": """
         gemma4_assistant gemma4_unified_assistant
