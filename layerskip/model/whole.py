@@ -601,7 +601,7 @@ class _Weights(DraftWeights):
         if skip.trained is not None:
             raise ValueError(self.model.refusal("it cannot draft with trained weights"))
         if skip.experts is not None:
-            raise ValueError(self.model.refusal("it cannot run fewer experts"))
+            raise ValueError(self.model.refusal("it cannot take fewer experts"))
         if skip.skipped():
             raise ValueError(self.model.refusal("it cannot leave sublayers out or exit early"))
         low = len(skip.rounded())
