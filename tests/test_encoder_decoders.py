@@ -57,7 +57,7 @@ _T5 = {
     "relative_attention_num_buckets": 8,  # so that distances beyond are told apart by their log
     "relative_attention_max_distance": 16,
 }
-_BART = {
+_BART: dict[str, Any] = {
     "d_model": 32,
     "decoder_layers": 3,
     "encoder_layers": 1,
@@ -68,7 +68,7 @@ _BART = {
     "max_position_embeddings": 128,
     "decoder_start_token_id": 2,
 }
-_ENDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+_ENDS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 _IMAGE = {"image_token_index": 95, "eoi_token_index": 94}
 
@@ -251,7 +251,7 @@ def test_what_an_encoder_decoder_needs_is_said() -> None:
     how, why = level(AutoConfig.for_model("switch_transformers"))
     assert how == "refused"
     assert "routers" in why
-    small = {**_BART, "vocab_size": VOCABULARY, "max_target_positions": 16, **_ENDS}
+    small: dict[str, Any] = {**_BART, "vocab_size": VOCABULARY, "max_target_positions": 16, **_ENDS}
     speech = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**small))
     with pytest.raises(UnsupportedModelError, match="reads something other than text"):
         sublayers_of(speech.eval())

@@ -57,7 +57,7 @@ _GROUPS = {
         mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
         qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
-    "refused: it is not a language model of transformers that generates text": """
+    "refused: it is an encoder-decoder that reads something other than text": """
         whisper
     """,
     "refused: it predicts in several streams": """

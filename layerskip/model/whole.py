@@ -102,10 +102,9 @@ def _refusal(model: Any, config: Any) -> str | None:
     """Why a model cannot be served even whole; None if it can."""
     kind: Any = type(model) if isinstance(model, nn.Module) else None
     both = getattr(config, "is_encoder_decoder", False)
-    text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    if both and kind is not None and not text:
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both else MODEL_FOR_CAUSAL_LM_MAPPING
+    if both and type(config) not in known:
         return "it is an encoder-decoder that reads something other than text"
-    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both and text else MODEL_FOR_CAUSAL_LM_MAPPING
     if kind is None and type(config) in known:
         kind = known[type(config)]
     if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
