@@ -311,7 +311,7 @@ def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost() 
     [
         (SkipConfig.early_exit(2), "cannot leave sublayers out or exit early"),
         (SkipConfig(attention=(1,)), "cannot leave sublayers out or exit early"),
-        (SkipConfig(experts=1), "cannot run fewer experts"),
+        (SkipConfig(experts=1), "cannot take fewer experts"),
         (SkipConfig(low=LowPrecision(attention=(1,))), "cannot round some sublayers"),
     ],
 )
