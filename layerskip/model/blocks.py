@@ -156,8 +156,8 @@ class FeatureBlock(nn.Module):
         self.fuse = _linear(model, 2, 1)
         with torch.no_grad():
             self.fuse.weight.copy_(torch.cat([_eye(model), torch.zeros_like(_eye(model))], 1))
-            for linear in (self.layer.built.self_attn.o_proj, self.layer.built.mlp.down_proj):
-                for parameter in linear.parameters():
+            for name, parameter in self.layer.built.named_parameters():
+                if "o_proj" in name or "down_proj" in name:  # of experts, too
                     parameter.zero_()
 
     def join(self, features: Tensor, embedded: Tensor) -> Tensor:

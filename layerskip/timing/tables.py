@@ -43,6 +43,7 @@ _BUDGET = 0.3  # seconds that a call spends on costs, at most
 _PATIENCE = 4  # times the budget, if costs were asked for and times are disturbed
 _REPEATED = 1.25  # undisturbed, the second quickest time is at most so many times the quickest
 _DEAR = 2.0  # undisturbed, a draft step takes at most so many times what its weights suggest
+_SMALL = 0.5  # of a plain step: below that, launches and draws count for more than weights
 _CALLS = 4  # that measure at most, while times are disturbed
 _TRIES = 20  # calls that measure at most, while a kind of time is missing
 _VERIFIED = 16  # tokens of a row up to which an analytic v counts a mixture's experts
@@ -131,7 +132,7 @@ class _Times:
             return True
         plain = typical(self.rounds[self.base, 0])
         return any(
-            typical(times) > _DEAR * self.weights[draft] * plain
+            typical(times) > _DEAR * max(self.weights[draft], _SMALL) * plain
             for draft, times in self.steps.items()
             if times
         )
