@@ -183,6 +183,12 @@ _FAMILIES |= {
     ),
 }
 EVERY = tuple(_FAMILIES)
+# nothing in their wiring is theirs alone, or tests of their own look at it
+_ALIKE = ("gemma4_unified", "gemma4_mixture", "ministral", "ministral3", "olmo2", "qwen3_moe")
+MOST = [
+    pytest.param(family, marks=pytest.mark.slow) if family in _ALIKE else family for family in EVERY
+]
+"""`EVERY`, some of them slow."""
 MODULES_ONLY = ("ministral3",)
 """Families without fused passes."""
 # the wirings that differ most; the other families are marked slow where all of them take long
