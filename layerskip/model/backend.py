@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from layerskip.model.draft_head import TrimmedHead
@@ -163,6 +164,14 @@ def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
         return hidden
 
     return block
+
+
+def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
+    residual = part.residual
+    if residual != 1:
+        return lambda hidden, out: hidden + (out if after is None else after(out)) * residual
+    return torch.add if after is None else lambda hidden, out: hidden + after(out)
 
 
 def finishing(model: Architecture) -> Callable[[Tensor], Tensor] | None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
+from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.model.families import Architecture, LayerParts
@@ -231,14 +231,6 @@ class Attention(NamedTuple):
         cache = step.cache
         keys, values = cache.update(k, v, self.layer) if self.writes else cache.read(self.layer)
         return self.outputs(hidden, q, keys, values, step.masks[self.window])
-
-
-def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
-    residual = part.residual
-    if after is None:
-        return torch.add if residual == 1 else lambda hidden, out: hidden + out * residual
-    return lambda hidden, out: hidden + after(out)
 
 
 def attention(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.backend import Backend, Block, Step, Tables, finishing, in_turn
+from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
@@ -147,7 +147,7 @@ class Modules(Backend):
 
     def _attention(self, part: LayerParts, attend: Any) -> Block:
         before, window, kind = part.before, part.window, part.kind
-        add = _adding(part, part.after)
+        add = adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
         shares = self.model.family.prefix.startswith("Gemma4")
@@ -174,7 +174,7 @@ class Modules(Backend):
         return block
 
     def _mlp(self, part: LayerParts, mlp: Any, mixed: Function | None) -> Block:
-        before, add, mixture = part.pre, _adding(part, part.post), part.mixture
+        before, add, mixture = part.pre, adding(part, part.post), part.mixture
         beside = mixture is not None and mixture.beside
         after_dense = mixture.dense if mixture is not None and beside else None
         own = mixed if mixed is not None and not beside else mlp
@@ -193,17 +193,6 @@ class Modules(Backend):
             return hidden if tail is None else tail(hidden, step)
 
         return block
-
-
-def _adding(part: LayerParts, after: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
-    residual = part.residual
-
-    def add(hidden: Tensor, out: Tensor) -> Tensor:
-        out = out if after is None else after(out)
-        return hidden + (out if residual == 1 else out * residual)
-
-    return add
 
 
 def _tail(part: LayerParts) -> Block:
