@@ -85,8 +85,11 @@ class SharedSteps(Steps):
             self.before = torch.cat(states)  # (P, H)
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        embedded = self.model.embed(tokens)
-        inputs = self.model.inputs(tokens, embedded)
-        hidden = embedded if self.before is None else self.before[rows]
+        inputs = None
+        if self.before is None or self.model.inputs_width:
+            hidden = self.model.embed(tokens)  # (B, G, H)
+            inputs = self.model.inputs(tokens, hidden)
+        if self.before is not None:
+            hidden = self.before[rows]
         # (B, G, H), or logits
         return self.run(hidden, self.blocks, inputs=inputs) if self.blocks else hidden
