@@ -27,6 +27,7 @@ from layerskip.model.assistants import build_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.timing.bandwidth import Sweeps
 from layerskip.timing.threads import cpu_threads
+from layerskip.training.assistants import assistant_config
 
 PROMPT, NEW = 32, 24  # tokens
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -116,32 +117,22 @@ def build(name: str, layers: int, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def drafter(name: str, model: Any) -> Any:
+def drafter(model: Any) -> Any:
     """An assistant of the shape that is published for a model, with random weights."""
-    small = name == "gemma4-e2b"
     own = model.config
-    text = type(own)(
-        **({} if isinstance(own, transformers.Gemma4UnifiedTextConfig) else _NO_INPUTS),
-        hidden_size=256 if small else 1024,
-        intermediate_size=2048 if small else 8192,
-        num_hidden_layers=4,
-        layer_types=[SLIDING] * 3 + [FULL],
-        num_kv_shared_layers=4,
-        num_attention_heads=4 if small else own.num_attention_heads,
-        num_key_value_heads=own.num_key_value_heads,
-        attention_k_eq_v=own.attention_k_eq_v,
-        num_global_key_value_heads=SHAPES[name].get("num_global_key_value_heads"),
-        sliding_window=own.sliding_window,
+    small = bool(getattr(own, "num_kv_shared_layers", 0))  # E2B and E4B
+    config = assistant_config(
+        own,
+        hidden=256 if small else 1024,
+        intermediate=2048 if small else 8192,
+        heads=4 if small else own.num_attention_heads,
     )
-    kind = f"{type(own).__name__.removesuffix('TextConfig')}AssistantConfig"
-    config = getattr(transformers, kind)(
-        text_config=text, backbone_hidden_size=own.hidden_size, use_ordered_embeddings=small
-    )
+    config.use_ordered_embeddings = small
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         made: Any = build_assistant(config)
     if small:
-        made.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
+        made.masked_embedding.token_ordering.copy_(torch.randperm(own.vocab_size))
     return made.to(model.dtype).eval()
 
 
@@ -199,7 +190,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     middle = {name: statistics.median(values) for name, values in found.items()}
     drafts = {"8 bits": LayerSkipDecoding(SkipConfig.low_precision(8), lookup=True)}
     if args.assistant:
-        drafts["assistant"] = LayerSkipDecoding(assistant=drafter(args.name, model), draft_memory=0)
+        drafts["assistant"] = LayerSkipDecoding(assistant=drafter(model), draft_memory=0)
     costs = {}
     for label, decoding in drafts.items():
         decoding.prepare(model, seconds=6.0)
