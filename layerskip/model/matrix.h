@@ -1,0 +1,180 @@
+// A weight of a model, exact or rounded, and the products of a rounded one.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "integers.h"
+#include "products.h"
+#include "team.h"
+
+namespace {
+
+using at::Tensor;
+
+struct Matrix {
+  Tensor weight;  // (rows, columns), or (E, rows, columns); packed numbers of a rounded one
+  std::optional<Tensor> bias;
+  int bits = 0;  // of a rounded one
+  int64_t rounded_rows = 0, rounded_columns = 0;
+  std::optional<Tensor> scales;  // (rows,) of 8 bits
+  // what heals it, bfloat16: (rank, columns), and by blocks of rows (blocks, rank, BLOCK), which
+  // are read from end to end
+  std::optional<Tensor> inner, outer;
+
+  int64_t rank() const { return inner ? inner->size(0) : 0; }
+  // of several experts those of all
+  int64_t rows() const { return bits ? rounded_rows : weight.numel() / weight.size(-1); }
+  int64_t columns() const { return bits ? rounded_columns : weight.size(-1); }
+  int64_t row_bytes() const {
+    return bits ? integers::row_bytes(bits, rounded_columns) : columns() * weight.element_size();
+  }
+};
+
+// A ValueError in Python. It must come before the threads do: one that leaves a team of them ends
+// the process.
+template <typename... Words>
+void require(bool holds, const Words&... words) {
+  if (!holds) throw std::invalid_argument(c10::str(words...));
+}
+
+template <typename S>
+void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
+  constexpr auto dtype = c10::CppTypeToScalarType<S>::value;
+  require(tensor.scalar_type() == dtype && tensor.sizes() == shape && tensor.is_contiguous() &&
+              tensor.device().is_cpu(),
+          name, " must be a contiguous ", dtype, " tensor of shape ", shape, " on the CPU, as when ",
+          "the model was opened; got ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+          tensor.device(), "; open the model again");
+}
+
+// A matrix of numbers that `rounded.py` has packed, and a delta, the product of outer and inner,
+// which is added to what the matrix gives.
+Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional<Tensor> bias,
+                      int bits, int64_t rows, int64_t columns, std::optional<Tensor> inner,
+                      std::optional<Tensor> outer) {
+  require(bits == 8 || bits == 4, "weights are rounded to 8 or 4 bits, not ", bits);
+  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
+  const int64_t bytes = blocks * integers::BLOCK * integers::row_bytes(bits, columns);
+  check<uint8_t>(packed, {bytes}, "packed numbers");
+  require(scales.has_value() == (bits == 8), "rows have scales with 8 bits, and only then");
+  if (scales) check<BFloat16>(*scales, {rows}, "the scales of rows");
+  require(inner.has_value() == outer.has_value(), "a delta has two parts");
+  if (inner) {
+    const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
+    check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
+    check<BFloat16>(*outer, {blocks, rank, integers::BLOCK}, "the outer part of a delta");
+  }
+  return {packed, bias, bits, rows, columns, scales, inner, outer};
+}
+
+template <typename S>
+const S* numbers(const Tensor& tensor) {
+  return static_cast<const S*>(tensor.const_data_ptr());
+}
+
+template <typename S>
+const S* numbers(const std::optional<Tensor>& tensor) {
+  return tensor ? numbers<S>(*tensor) : nullptr;
+}
+
+// What a delta's inner part makes of inputs (n, columns): (n, rank).
+inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* out) {
+  const int64_t rank = matrix.rank(), columns = matrix.columns();
+  const BFloat16* inner = numbers<BFloat16>(matrix.inner);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t k = 0; k < rank; ++k) {
+      const BFloat16* row = inner + k * columns;
+      const float* given = x + t * columns;
+      Vec sums[2] = {Vec(0.0f), Vec(0.0f)};
+      int64_t i = 0;
+      for (; i + 2 * LANES <= columns; i += 2 * LANES)
+        for (int j = 0; j < 2; ++j)
+          sums[j] = at::vec::fmadd(widened(row + i + j * LANES), Vec::loadu(given + i + j * LANES),
+                                   sums[j]);
+      float total = sum(sums[0] + sums[1]);
+      for (; i < columns; ++i) total += static_cast<float>(row[i]) * given[i];
+      out[t * rank + k] = total;
+    }
+}
+
+// Some rows of the product with a rounded matrix, counted from its row `begin` on, of inputs that
+// were rounded for it; `weight` is where they lie, `small` what `shrink` has made of them, and `then`
+// what is read after them.
+template <typename S, typename O>
+void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
+                     void* inputs, const float* small, int64_t tokens, const uint8_t* then, O* out,
+                     int64_t stride) {
+  const BFloat16* scales = numbers<BFloat16>(matrix.scales);
+  const S* bias = numbers<S>(matrix.bias);
+  const BFloat16* outer = numbers<BFloat16>(matrix.outer);
+  const int64_t rank = matrix.rank();
+  const auto write = [&](int64_t t, int64_t row, const float* sums) {
+    const int64_t here = std::min(integers::BLOCK, mine.last - row);
+    float healed[integers::BLOCK] = {};
+    const BFloat16* block = outer + (begin + row) * rank;  // rows begin with a block of BLOCK
+    for (int64_t i = 0; rank && i < integers::BLOCK; i += LANES) {
+      Vec added(0.0f);
+      for (int64_t k = 0; k < rank; ++k)
+        added = at::vec::fmadd(Vec(small[t * rank + k]), widened(block + k * integers::BLOCK + i),
+                               added);
+      added.store(healed + i);
+    }
+    for (int64_t i = 0; i < here; ++i) {
+      const int64_t at = begin + row + i;
+      float value = (scales ? sums[i] * static_cast<float>(scales[at]) : sums[i]) + healed[i];
+      if (bias) value += static_cast<float>(bias[at]);
+      out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
+    }
+  };
+  integers::product(matrix.bits, weight, mine.first, mine.last, matrix.columns(), tokens, inputs,
+                    then, write);
+}
+
+// Products of inputs (..., columns) with a rounded matrix, (..., rows), in the numbers that a pass
+// has: for passes too wide for one call, and for what is no part of one.
+template <typename S>
+Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
+  const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
+  const Tensor x = given.to(at::kFloat).contiguous();
+  const Tensor room = at::empty({tokens * integers::inputs_bytes(columns)}, at::kByte);
+  integers::round_inputs(matrix.bits, numbers<float>(x), columns, tokens, room.data_ptr());
+  std::vector<int64_t> shape = given.sizes().vec();
+  shape.back() = rows;
+  const Tensor out = at::empty(shape, given.options());
+  std::vector<float> small(tokens * matrix.rank());
+  shrink(matrix, numbers<float>(x), tokens, small.data());
+  const uint8_t* base = numbers<uint8_t>(matrix.weight);
+  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
+  // a second thread is worth waiting for where each has products of 2^20 numbers to take
+  const int64_t grain = 1 + (1 << 20) / (integers::BLOCK * columns * std::max<int64_t>(1, tokens));
+  at::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
+    const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};
+    const uint8_t* weight = base + mine.first * matrix.row_bytes();
+    const uint8_t* then = weight + (last - first) * integers::BLOCK * matrix.row_bytes();
+    rounded_product<S>(matrix, 0, mine, weight, room.data_ptr(), small.data(), tokens, then,
+                       static_cast<S*>(out.data_ptr()), rows);
+  });
+  return out;
+}
+
+Tensor wide_products(const Matrix& matrix, const Tensor& given) {
+  const pybind11::gil_scoped_release released;
+  require(matrix.bits, "only rounded weights have products of their own in wide passes");
+  require(given.dim() > 0 && given.size(-1) == matrix.columns() && given.device().is_cpu(),
+          "inputs must be (..., ", matrix.columns(), ") on the CPU, got ", given.sizes());
+  if (given.scalar_type() == at::kFloat) return rounded_products<float>(matrix, given);
+  require(given.scalar_type() == at::kBFloat16, "inputs must be float32 or bfloat16, got ",
+          given.scalar_type());
+  return rounded_products<BFloat16>(matrix, given);
+}
+
+}  // namespace

@@ -1,0 +1,97 @@
+// What a model is made of: sublayers, and what a pass through them reads and writes.
+
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "matrix.h"
+
+namespace {
+
+enum class Style {
+  llama,     // normalised, cast, times weight
+  one_plus,  // normalised, times (1 + weight), cast
+  wide,      // normalised, times weight, cast
+};
+
+struct Norm {
+  std::optional<Tensor> weight;
+  double epsilon;
+  Style style;
+};
+
+// What some layers do behind their MLP, whether it runs or not: they add what they make of their
+// own inputs, and multiply the whole stream.
+struct Tail {
+  std::optional<Matrix> gate, projection;
+  std::optional<Norm> norm;
+  std::optional<Tensor> scalar;  // (1,)
+  int64_t layer = 0;             // whose inputs
+  bool gelu = false;
+};
+
+// Experts, of which every token takes those with the highest scores, beside a dense MLP or in its
+// place.
+struct Mixture {
+  Matrix router;                 // (E, H)
+  std::optional<Norm> norm;      // before the router
+  std::optional<Tensor> scale;   // (H,) what the normed states are multiplied by, and then
+  double number = 1;             // by this
+  std::optional<Tensor> factors; // (E,) of the experts' weights
+  bool whole = true;             // weights of a token's experts add up to 1 before that
+  bool cast = false;             // they are rounded to the model's dtype
+  Matrix expand, shrink;         // (E, 2 I, H) and (E, H, I)
+  std::optional<Norm> before, after, dense;  // around the experts, and behind the dense MLP
+  int64_t top = 0;               // experts of a token
+  bool gelu = false;
+
+  int64_t inner() const { return shrink.columns(); }
+  int64_t count() const { return router.rows(); }
+};
+
+enum class Kind { attention, mlp, tail, head, layer_inputs };
+
+struct Sublayer {
+  Kind kind;
+  std::optional<Norm> before, after, q_norm, k_norm, v_norm;
+  std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; else the only one
+  std::optional<Matrix> output;
+  std::optional<Tail> tail;
+  std::optional<Mixture> mixture;
+  int64_t heads = 0, kv_heads = 0, width = 0;
+  bool writes = true;   // keys and values are its own, not those of another layer
+  bool alike = false;   // values are made of what keys are made of
+  int64_t window = 0;   // 0: full attention
+  int64_t angles = 0;   // which of the rotary tables
+  double scale = 1, softcap = 0;
+  double times = 1;     // what its output is multiplied by
+  double divisor = 1;   // of logits
+  bool eager = false;   // scores are rounded as the library's eager attention rounds them
+  bool gelu = false;
+
+  // of all queries, keys and values of a token
+  int64_t projected() const { return (heads + (writes ? 2 * kv_heads : 0)) * width; }
+};
+
+Norm norm_of(std::optional<Tensor> weight, double epsilon, const std::string& style) {
+  const std::array<const char*, 3> names{"llama", "one plus", "wide"};
+  const auto found = std::find(names.begin(), names.end(), style);
+  require(found != names.end(), "a norm is of style llama, one plus or wide, got ", style);
+  return {weight, epsilon, static_cast<Style>(found - names.begin())};
+}
+
+struct Angles {
+  Tensor cos, sin;               // (1, S, R)
+  std::optional<Tensor> scales;  // (S,) what queries are multiplied by at each place
+};
+
+struct Cache {
+  std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
+  std::vector<int64_t> starts;       // (B,) the slot of each row's first token
+  std::vector<int64_t> bases;        // the slot of each buffer's first numbers; none: all are 0
+};
+
+}  // namespace

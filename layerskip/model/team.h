@@ -1,0 +1,115 @@
+// The threads that carry a pass together, and how they wait for each other.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+namespace {
+
+// Some hundred times a pass a team waits for its last thread, for microseconds; where another
+// process has that one's core, for a slice of the scheduler's, a hundred times as long. Who waits
+// for longer than PATIENCE sleeps: the system then moves the last thread to the core that is free.
+// A pass of which a good part was slept away makes the next few take one thread, which has no one
+// to wait for, and more of them where a team, tried again, does no better.
+
+using Clock = std::chrono::steady_clock;
+constexpr auto PATIENCE = std::chrono::microseconds(50);  // about what it costs to wake a thread
+constexpr int SPELL = 256;                                // passes that one thread takes, at most
+
+class Crew {
+ public:
+  // How many of so many threads the next pass takes.
+  int threads(int wanted) {
+    if (!disturbed()) return wanted;
+    alone_.fetch_sub(1, std::memory_order_relaxed);
+    return 1;
+  }
+
+  bool disturbed() const { return alone_.load(std::memory_order_relaxed) > 0; }
+
+  // What became of a pass that more than one thread took.
+  void note(Clock::duration whole, Clock::duration slept) {
+    const int spell = spell_.load(std::memory_order_relaxed);
+    if (slept * 4 < whole) {
+      spell_.store(std::max(1, spell / 2), std::memory_order_relaxed);
+      return;
+    }
+    alone_.store(spell * 2, std::memory_order_relaxed);
+    spell_.store(std::min(SPELL / 2, spell * 2), std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int> alone_{0};  // passes left that one thread takes
+  std::atomic<int> spell_{1};  // half of how many it took last
+};
+
+inline Crew crew;  // of all passes of the process: they share its cores
+
+struct alignas(64) Meeting {
+  std::atomic<int> waiting{0};
+  alignas(64) std::atomic<int> round{0};
+  std::atomic<int> sleepers{0};
+  std::atomic<Clock::rep> slept{0};  // by all threads
+
+  void wait(int threads) {
+    if (threads == 1) return;
+    const int now = round.load(std::memory_order_relaxed);
+    if (waiting.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      waiting.store(0, std::memory_order_relaxed);
+      round.store(now + 1);
+      if (sleepers.load() > 0) wake();
+      return;
+    }
+    const auto start = Clock::now();
+    do {
+      for (int spins = 0; spins < 100; ++spins) {
+        if (round.load(std::memory_order_acquire) != now) return;
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+      }
+    } while (Clock::now() - start < PATIENCE);
+    sleepers.fetch_add(1);
+    while (round.load() == now) sleep(now);
+    sleepers.fetch_sub(1);
+    slept.fetch_add((Clock::now() - start).count(), std::memory_order_relaxed);
+  }
+
+ private:
+#ifdef __linux__
+  void sleep(int now) { syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+  void wake() { syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+  static_assert(sizeof(std::atomic<int>) == sizeof(int));
+#else
+  void sleep(int) { sched_yield(); }
+  void wake() {}
+#endif
+};
+
+struct Range {
+  int64_t first, last;
+};
+
+// A thread's share of so many rows: whole cache lines of what is written.
+inline Range share(int64_t rows, int thread, int threads) {
+  const int64_t lines = (rows + 15) / 16;
+  return {std::min(rows, lines * thread / threads * 16),
+          std::min(rows, lines * (thread + 1) / threads * 16)};
+}
+
+}  // namespace
