@@ -25,6 +25,7 @@
 #include <omp.h>
 #endif
 
+#include "attention.h"
 #include "draws.h"
 #include "integers.h"
 #include "matrix.h"
@@ -34,106 +35,6 @@
 #include "team.h"
 
 namespace {
-
-// ---------------------------------------------------------------------------------------------
-// Attention of up to QUERIES queries that share a key-value head.
-
-constexpr int QUERIES = 4;
-
-struct Query {
-  const float* q;
-  float* out;
-  int64_t first, last;  // the slots that it sees
-};
-
-template <typename S, int COUNT>
-void attend(const Sublayer& layer, const Query (&queries)[QUERIES], const S* keys, const S* values,
-            int64_t base, float* scores, int64_t room) {
-  const int64_t width = layer.width;
-  int64_t first = queries[0].first, last = queries[0].last;
-  for (int j = 1; j < COUNT; ++j) {
-    first = std::min(first, queries[j].first);
-    last = std::max(last, queries[j].last);
-  }
-  first -= first % LANES;  // a slot has the same lane in every pass: so sums have the same order
-  const int64_t seen = last - first + 1;
-  keys += (first - base) * width, values += (first - base) * width;
-  const float scale = static_cast<float>(layer.scale);
-  for (int64_t s = 0; s < seen; ++s) {
-    const S* key = keys + s * width;
-    Vec dots[COUNT];
-    for (int j = 0; j < COUNT; ++j) dots[j] = Vec(0.0f);
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-      const Vec k = widened(key + i);
-      for (int j = 0; j < COUNT; ++j)
-        dots[j] = at::vec::fmadd(k, Vec::loadu(queries[j].q + i), dots[j]);
-    }
-    for (int j = 0; j < COUNT; ++j) {
-      float dot = sum(dots[j]);
-      for (int64_t r = i; r < width; ++r) dot += static_cast<float>(key[r]) * queries[j].q[r];
-      scores[j * room + s] = dot;
-    }
-  }
-  float totals[COUNT];
-  for (int j = 0; j < COUNT; ++j) {
-    float* mine = scores + j * room;
-    float largest = -std::numeric_limits<float>::infinity();
-    for (int64_t s = 0; s < seen; ++s) {
-      float score = mine[s];
-      if (layer.eager) {
-        score = rounded<S>(rounded<S>(score) * scale);
-        if (layer.softcap > 0) {
-          const float cap = static_cast<float>(layer.softcap);
-          score = rounded<S>(rounded<S>(std::tanh(rounded<S>(score / cap))) * cap);
-        }
-      } else {
-        score *= scale;
-      }
-      const bool sees = first + s >= queries[j].first && first + s <= queries[j].last;
-      mine[s] = sees ? score : -std::numeric_limits<float>::infinity();
-      largest = std::max(largest, mine[s]);
-    }
-    std::fill_n(mine + seen, LANES, -std::numeric_limits<float>::infinity());
-    Vec sums(0.0f);
-    const Vec most(largest);
-    for (int64_t s = 0; s < seen; s += LANES) {
-      const Vec power = (Vec::loadu(mine + s) - most).exp();
-      power.store(mine + s);
-      sums = sums + power;
-    }
-    const float total = sum(sums);
-    totals[j] = total;
-    // probabilities are rounded before they weigh values: eager ones, or torch's before their sum
-    const float by = layer.eager ? total : 1.0f;
-    for (int64_t s = 0; s < seen; ++s) mine[s] = rounded<S>(mine[s] / by);
-  }
-  constexpr int64_t SPAN = MANY_REGISTERS ? 4 : 2;
-  for (int64_t i = 0; i < width; i += SPAN * LANES) {
-    const bool whole = i + SPAN * LANES <= width;
-    Vec sums[COUNT][SPAN];
-    for (int j = 0; j < COUNT; ++j)
-      for (int v = 0; v < SPAN; ++v) sums[j][v] = Vec(0.0f);
-    for (int64_t s = 0; s < seen; ++s) {
-      const S* value = values + s * width + i;
-      Vec vs[SPAN];
-      for (int v = 0; v < SPAN; ++v)
-        vs[v] = whole ? widened(value + v * LANES)
-                      : widened(value + v * LANES, std::max<int64_t>(0, width - i - v * LANES));
-      for (int j = 0; j < COUNT; ++j) {
-        const Vec weight(scores[j * room + s]);
-        for (int v = 0; v < SPAN; ++v) sums[j][v] = at::vec::fmadd(weight, vs[v], sums[j][v]);
-      }
-    }
-    for (int j = 0; j < COUNT; ++j) {
-      const float by = layer.eager ? 1.0f : 1.0f / totals[j];
-      float some[SPAN * LANES];
-      for (int v = 0; v < SPAN; ++v) sums[j][v].store(some + v * LANES);
-      const int64_t here = std::min(SPAN * LANES, width - i);
-      for (int64_t v = 0; v < here; ++v) queries[j].out[i + v] = rounded<S>(some[v] * by);
-    }
-  }
-}
 
 // ---------------------------------------------------------------------------------------------
 // A pass.
@@ -194,10 +95,17 @@ class Pass {
 
   Tensor run() {
     const int threads = team();
-    reach_ = lines(longest() + LANES);  // behind the last one come zeros
     // shared: the wide products of all tokens, what attention gives, and a sublayer's output
-    const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_);
-    const int64_t own = (mixes_ ? 3 : 2) * lines(tokens_ * width_) + QUERIES * reach_ +
+    // and the parts of attention
+    int64_t parts = 0, attending = 0;
+    for (const Sublayer* each : sublayers_)
+      if (each->kind == Kind::attention) {
+        const attention::Attention<S> here{*each, cache_.starts, count_};
+        parts = std::max(parts, lines(here.shared_room()));
+        attending = std::max(attending, lines(here.own_room()));
+      }
+    const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_) + parts;
+    const int64_t own = (mixes_ ? 3 : 2) * lines(tokens_ * width_) + attending +
                         lines(tokens_ * packed_width(deep_));
     // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
     static thread_local std::vector<float> room;
@@ -206,15 +114,15 @@ class Pass {
     float* base = room.data();
     while (reinterpret_cast<uintptr_t>(base) % 64) ++base;
     first_ = base, second_ = first_ + lines(tokens_ * wide_);
-    result_ = second_ + lines(tokens_ * wide_);
+    result_ = second_ + lines(tokens_ * wide_), parts_ = result_ + lines(tokens_ * width_);
     Meeting meeting;
     const auto worker = [&](int number, int of) {
       float* hidden = base + shared + number * own;
       float* normed = hidden + lines(tokens_ * width_);
-      float* scores = normed + lines(tokens_ * width_);
-      float* packed = scores + QUERIES * reach_;
+      float* attending_room = normed + lines(tokens_ * width_);
+      float* packed = attending_room + attending;
       float* gathered = packed + lines(tokens_ * packed_width(deep_));
-      Worker me{number, of, meeting, hidden, normed, scores, packed, gathered};
+      Worker me{number, of, meeting, hidden, normed, attending_room, packed, gathered};
       work(me);
       me.meet();  // here, and not at the end of OpenMP's team, where threads spin
     };
@@ -242,7 +150,7 @@ class Pass {
     int number, of;
     Meeting& meeting;
     float *hidden, *normed;  // (n, H) each: every thread's own copy
-    float* scores;           // (QUERIES, reach)
+    float* attending;        // room for attention
     float* packed;           // inputs of a product
     float* gathered;         // (n, H) inputs of an expert
     const float* taken = nullptr;  // the same as they were
@@ -383,9 +291,9 @@ class Pass {
     if (scales) ::check<S>(*scales, {cos.size(1)}, "the scales of queries");
     require(static_cast<int64_t>(cache_.starts.size()) == rows_, "there must be ", rows_,
             " starts, got ", cache_.starts.size());
-    require(base >= 0 && base % LINE == 0 && (base == 0 || layer.window > 0), "a buffer of keys ",
-            "begins at slot ", base, ", which must be a multiple of ", LINE,
-            ", and 0 where a layer has no window");
+    require(base >= 0 && base % LINE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
+            "a buffer of keys begins at slot ", base, ", which must be a multiple of ", LINE,
+            ", and 0 where a layer has no window, or a sink before it");
     for (int64_t start : cache_.starts) {
       require(start >= 0 && start + count_ <= std::min(base + slots, cos.size(1)), count_,
               " tokens from ", start, " on are beyond ", base + slots, " slots or ", cos.size(1),
@@ -412,12 +320,6 @@ class Pass {
         bytes += each->mixture->top * each->mixture->expand.rows() / each->mixture->count() *
                  each->mixture->expand.row_bytes();
     return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
-  }
-
-  int64_t longest() const {
-    int64_t start = 0;
-    for (int64_t each : cache_.starts) start = std::max(start, each);
-    return start + count_;
   }
 
   // Where a worker's rows of a product begin.
@@ -803,28 +705,11 @@ class Pass {
       }
     }
     me.meet();
-    const int64_t groups = heads / kv, queries = count_ * groups;
-    const int64_t blocks = (queries + QUERIES - 1) / QUERIES;
-    for (int64_t unit = me.number; unit < rows_ * kv * blocks; unit += me.of) {
-      const int64_t block = unit % blocks, group = unit / blocks % kv, row = unit / blocks / kv;
-      Query some[QUERIES];
-      int count = 0;
-      for (int64_t i = block * QUERIES; i < std::min(queries, (block + 1) * QUERIES); ++i) {
-        const int64_t t = i / groups, head = group * groups + i % groups;
-        const int64_t token = row * count_ + t, place = cache_.starts[row] + t;
-        const int64_t first = layer.window ? std::max<int64_t>(0, place - layer.window + 1) : 0;
-        some[count++] = {first_ + token * stride + head * width,
-                         second_ + (token * heads + head) * width, first, place};
-      }
-      const S* k = key_slots + (row * kv + group) * slots * width;
-      const S* v = value_slots + (row * kv + group) * slots * width;
-      switch (count) {
-        case 1: attend<S, 1>(layer, some, k, v, base, me.scores, reach_); break;
-        case 2: attend<S, 2>(layer, some, k, v, base, me.scores, reach_); break;
-        case 3: attend<S, 3>(layer, some, k, v, base, me.scores, reach_); break;
-        default: attend<S, 4>(layer, some, k, v, base, me.scores, reach_);
-      }
-    }
+    attention::Attention<S> attention{layer, cache_.starts, count_};
+    attention.queries = first_, attention.stride = stride, attention.out = second_;
+    attention.keys = key_slots, attention.values = value_slots;
+    attention.slots = slots, attention.base = base, attention.parts = parts_;
+    attention.run(me.number, me.of, me.attending, [&] { me.meet(); });
   }
 
   const std::vector<const Sublayer*>& sublayers_;
@@ -837,7 +722,7 @@ class Pass {
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
   bool mixes_ = false;            // there are experts
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
-  int64_t reach_ = 0;             // room for the scores of a query
+  float* parts_ = nullptr;        // of attention
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
   float* result_ = nullptr;       // (n, H)
 };
@@ -937,11 +822,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
               std::vector<Matrix> inputs, Matrix output, std::optional<Norm> q_norm,
               std::optional<Norm> k_norm, std::optional<Norm> v_norm, int64_t heads,
               int64_t kv_heads, int64_t width, int64_t window, int64_t angles, double scale,
-              double softcap, bool eager, double times) {
+              double softcap, bool eager, double times, int64_t sink) {
              Sublayer layer{Kind::attention, before, after, q_norm, k_norm, v_norm, inputs, output};
              layer.heads = heads, layer.kv_heads = kv_heads, layer.width = width;
              layer.window = window, layer.angles = angles, layer.scale = scale;
              layer.softcap = softcap, layer.eager = eager, layer.times = times;
+             require(sink >= 0 && sink <= attention::SEGMENT && (window > 0 || sink == 0),
+                     "a sink is of up to ", attention::SEGMENT, " slots, before a window; got ", sink);
+             layer.sink = sink;
              int64_t outputs = 0;
              for (const Matrix& matrix : inputs) outputs += matrix.rows();
              layer.writes = outputs > heads * width;
@@ -952,7 +840,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("output"), py::arg("q_norm"), py::arg("k_norm"),
            py::arg("v_norm") = std::nullopt, py::arg("heads"), py::arg("kv_heads"),
            py::arg("width"), py::arg("window"), py::arg("angles"), py::arg("scale"),
-           py::arg("softcap"), py::arg("eager"), py::arg("times") = 1.0)
+           py::arg("softcap"), py::arg("eager"), py::arg("times") = 1.0, py::arg("sink") = 0)
       .def("mlp",
            [](Plan& plan, std::optional<Norm> before, std::optional<Norm> after,
               std::vector<Matrix> inputs, std::optional<Matrix> output, bool gelu, double times,

@@ -65,6 +65,7 @@ struct Sublayer {
   bool writes = true;   // keys and values are its own, not those of another layer
   bool alike = false;   // values are made of what keys are made of
   int64_t window = 0;   // 0: full attention
+  int64_t sink = 0;     // first slots that are seen beside a window
   int64_t angles = 0;   // which of the rotary tables
   double scale = 1, softcap = 0;
   double times = 1;     // what its output is multiplied by
