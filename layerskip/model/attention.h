@@ -6,7 +6,8 @@
 // depend neither on who computed them, nor on the tokens beside it. Few queries spread the segments
 // of a text over the threads; the many ones of a prompt are cut in blocks, which go through the
 // text each for itself.
-// Keys are packed so that a vector has one number of many slots, and nothing is summed across it.
+// Keys are packed so that a vector has a piece of some slots' keys each: a score is the sum of four
+// numbers that lie side by side.
 
 #pragma once
 
@@ -24,12 +25,12 @@ namespace {
 namespace attention {
 
 constexpr int64_t SEGMENT = 256;        // slots
-constexpr int64_t LINE = 2 * LANES;     // slots whose scores are computed together
+constexpr int64_t LINE = LANES;         // slots whose scores are computed together
+constexpr int64_t GROUPS = 4;           // vectors that hold their keys, a piece of 4 numbers each
 constexpr int64_t BLOCK = 96;           // queries that go through a text together, at most
-constexpr int ASKING = MANY_REGISTERS ? 12 : 6;  // queries whose scores are computed together
-constexpr int WEIGHING = 6;                      // and whose values are
-constexpr int SPAN = MANY_REGISTERS ? 4 : 2;     // vectors of a value
-constexpr int64_t SOON = 8 << 10;       // bytes between what is read and its prefetch
+constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
+constexpr int WEIGHING = 6;                     // and whose values are
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // The slots from first to last that a query sees, besides those below the layer's sink.
@@ -60,15 +61,64 @@ inline Vec power(const Vec& x) {
   return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.0f), x < low);
 }
 
-// A square of LANES numbers, turned.
-inline void turn(const float* from, int64_t stride, float* to, int64_t to_stride) {
+// The pieces of 4 numbers of LANES / 4 rows: one vector holds the first piece of every row, the next
+// one the second.
+inline void pieces(const float* const* rows, float* to, int64_t stride) {
 #if defined(CPU_CAPABILITY_AVX512)
-  at::vec::transpose_mxn<float, 16, 16>(from, stride, to, to_stride);
+  const __m512 a = _mm512_loadu_ps(rows[0]), b = _mm512_loadu_ps(rows[1]);
+  const __m512 c = _mm512_loadu_ps(rows[2]), d = _mm512_loadu_ps(rows[3]);
+  const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), ba = _mm512_shuffle_f32x4(a, b, 0xee);
+  const __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44), dc = _mm512_shuffle_f32x4(c, d, 0xee);
+  _mm512_storeu_ps(to, _mm512_shuffle_f32x4(ab, cd, 0x88));
+  _mm512_storeu_ps(to + stride, _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  _mm512_storeu_ps(to + 2 * stride, _mm512_shuffle_f32x4(ba, dc, 0x88));
+  _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_f32x4(ba, dc, 0xdd));
 #elif defined(CPU_CAPABILITY_AVX2)
-  at::vec::transpose_mxn<float, 8, 8>(from, stride, to, to_stride);
+  const __m256 a = _mm256_loadu_ps(rows[0]), b = _mm256_loadu_ps(rows[1]);
+  _mm256_storeu_ps(to, _mm256_permute2f128_ps(a, b, 0x20));
+  _mm256_storeu_ps(to + stride, _mm256_permute2f128_ps(a, b, 0x31));
 #else
-  for (int64_t i = 0; i < LANES; ++i)
-    for (int64_t j = 0; j < LANES; ++j) to[j * to_stride + i] = from[i * stride + j];
+  for (int64_t k = 0; k < LANES / 4; ++k)
+    for (int64_t r = 0; r < LANES / 4; ++r) std::copy_n(rows[r] + 4 * k, 4, to + k * stride + 4 * r);
+#endif
+}
+
+// A piece of 4 numbers, again and again.
+inline Vec repeated(const float* piece) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(piece));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(piece));
+#else
+  float all[LANES];
+  for (int64_t i = 0; i < LANES; ++i) all[i] = piece[i % 4];
+  return Vec::loadu(all);
+#endif
+}
+
+// The sums of pieces of four vectors: number 4 r + g is that of piece r of vector g.
+inline Vec piece_sums(const Vec (&x)[GROUPS]) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+  const __m256d low = _mm256_castps_pd(ab), high = _mm256_castps_pd(cd);
+  return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(low, high)),
+                       _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
+#else
+  float all[LANES];
+  for (int64_t g = 0; g < GROUPS; ++g) {
+    float some[LANES];
+    x[g].store(some);
+    for (int64_t r = 0; r < LANES; r += 4)
+      all[r + g] = (some[r] + some[r + 2]) + (some[r + 1] + some[r + 3]);
+  }
+  return Vec::loadu(all);
 #endif
 }
 
@@ -77,72 +127,72 @@ template <typename S, bool PAIRS>
 struct Kernel {
   static constexpr int64_t PACK = PAIRS ? 2 : 1;  // numbers of S in what is multiplied at once
 
-  static int64_t depth(int64_t width) { return (width + PACK - 1) / PACK; }
+  // Numbers of a key that are multiplied, in whole pieces.
+  static int64_t depth(int64_t width) { return up_to((width + PACK - 1) / PACK, 4); }
 
   static Vec add(const Vec& sums, const Vec& a, const Vec& b) {
     return PAIRS ? add_pairs(sums, a, b) : at::vec::fmadd(a, b, sums);
   }
 
-  // Numbers x (count,) in the form that is multiplied: rounded to S anyway.
-  static void pack_row(const float* x, int64_t count, float* to) {
+  // A query x (width,) in the form that is multiplied: rounded to S anyway.
+  static void pack_query(const float* x, int64_t width, float* to) {
+    std::fill_n(to, depth(width), 0.0f);
     if constexpr (PAIRS) {
       S* numbers = reinterpret_cast<S*>(to);
-      for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<S>(x[i]);
-      if (count % 2) numbers[count] = S(0.0f);
+      for (int64_t i = 0; i < width; ++i) numbers[i] = static_cast<S>(x[i]);
     } else {
-      std::copy_n(x, count, to);
+      std::copy_n(x, width, to);
     }
   }
 
-  // LINE keys, of which there are `count`: (depth, LINE); `rest` is room for them as rows.
+  // A line of keys, of which there are `count`: vector (i, g) has the pieces i of keys g, g + 4 ...
+  // `rest` is room for them as rows.
   static void pack_keys(const S* keys, int64_t count, int64_t width, float* rest, float* to) {
-    const int64_t deep = depth(width), wide = padded(deep);
+    const int64_t deep = depth(width);
     const float* from = reinterpret_cast<const float*>(keys);
     int64_t stride = width / PACK;
-    if (count < LINE || deep % LANES || width % PACK || !(PAIRS || std::is_same_v<S, float>)) {
-      std::fill_n(rest, LINE * wide, 0.0f);
+    if (count < LINE || stride != deep || deep % LANES || !(PAIRS || std::is_same_v<S, float>)) {
+      stride = padded(deep);
+      std::fill_n(rest, LINE * stride, 0.0f);
       for (int64_t s = 0; s < count; ++s) {
         const S* key = keys + s * width;
         if constexpr (PAIRS)
-          std::memcpy(rest + s * wide, key, width * sizeof(S));
+          std::memcpy(rest + s * stride, key, width * sizeof(S));
         else
           for (int64_t i = 0; i < width; i += LANES)
-            widened(key + i, width - i).store(rest + s * wide + i);
+            widened(key + i, width - i).store(rest + s * stride + i);
       }
-      from = rest, stride = wide;
+      from = rest;
     }
-    for (int64_t i = 0; i < count * width; i += 64 / sizeof(S))
-      __builtin_prefetch(keys + i + SOON / sizeof(S), 0, 2);
-    for (int64_t s = 0; s < LINE; s += LANES)
-      for (int64_t i = 0; i < deep; i += LANES)
-        turn(from + s * stride + i, stride, to + i * LINE + s, LINE);
+    for (int64_t i = 0; i < deep; i += LANES)
+      for (int64_t g = 0; g < GROUPS; ++g) {
+        const float* rows[LANES / 4];
+        for (int64_t r = 0; r < LANES / 4; ++r) rows[r] = from + (4 * r + g) * stride + i;
+        pieces(rows, to + (i * GROUPS / 4 + g) * LANES, GROUPS * LANES);
+      }
   }
 
-  // Values (count, width): (count / PACK, padded width).
+  // Values (count, width): (count / PACK, padded width), of pairs in the order of `place`.
   static void pack_values(const S* values, int64_t count, int64_t width, float* to) {
     const int64_t wide = padded(width);
     for (int64_t s = 0; s < count; s += PACK) {
       const S* value = values + s * width;
       float* row = to + s / PACK * wide;
-      for (int64_t i = 0; i < PACK * width; i += 64 / sizeof(S))
-        __builtin_prefetch(value + i + SOON / sizeof(S), 0, 2);
       if constexpr (PAIRS) {
         const bool both = s + 1 < count;
         int64_t i = 0;
 #if defined(CPU_CAPABILITY_AVX512)
-        for (; both && i + LANES <= width; i += LANES) {
-          const auto some = [&](const S* at) {
-            return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-          };
-          const __m512i pair = _mm512_or_si512(
-              some(value + i), _mm512_slli_epi32(some(value + width + i), 16));
-          _mm512_storeu_si512(row + i, pair);
+        for (; both && i + 2 * LANES <= width; i += 2 * LANES) {
+          const __m512i a = _mm512_loadu_si512(value + i), b = _mm512_loadu_si512(value + width + i);
+          _mm512_storeu_si512(row + i, _mm512_unpacklo_epi16(a, b));
+          _mm512_storeu_si512(row + i + LANES, _mm512_unpackhi_epi16(a, b));
         }
 #endif
         S* pairs = reinterpret_cast<S*>(row);
         for (; i < wide; ++i) {
-          pairs[2 * i] = i < width ? value[i] : S(0.0f);
-          pairs[2 * i + 1] = i < width && both ? value[width + i] : S(0.0f);
+          const int64_t at = place(i, width);
+          pairs[2 * i] = at < width ? value[at] : S(0.0f);
+          pairs[2 * i + 1] = at < width && both ? value[width + at] : S(0.0f);
         }
       } else {
         for (int64_t i = 0; i < wide; i += LANES)
@@ -151,27 +201,35 @@ struct Kernel {
     }
   }
 
+  // Which number of a value lies at a place of what `pack_values` makes of it.
+  static int64_t place(int64_t i, int64_t width) {
+    const int64_t first = i / (2 * LANES) * 2 * LANES, j = i - first;
+    if (!PAIRS || first + 2 * LANES > width) return i;
+    return first + j % LANES / 4 * 8 + j / LANES * 4 + j % 4;
+  }
+
   // Scores of COUNT queries at a line of slots.
   template <int COUNT>
-  static void ask(const float* keys, int64_t deep, const float* q, int64_t q_stride, float* out) {
-    Vec sums[COUNT][2];
-#pragma GCC unroll 12
-    for (int j = 0; j < COUNT; ++j) sums[j][0] = sums[j][1] = Vec(0.0f);
-    for (int64_t i = 0; i < deep; ++i) {
-      const Vec low = held(Vec::loadu(keys + i * LINE));
-      const Vec high = held(Vec::loadu(keys + i * LINE + LANES));
-#pragma GCC unroll 12
+  static void ask(const float* keys, int64_t deep, const float* q, float scale, float* out) {
+    Vec sums[COUNT][GROUPS];
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j)
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) sums[j][g] = Vec(0.0f);
+    for (int64_t i = 0; i < deep; i += 4) {
+      Vec some[GROUPS];
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g)
+        some[g] = held(Vec::loadu(keys + (i * GROUPS / 4 + g) * LANES));
+#pragma GCC unroll 6
       for (int j = 0; j < COUNT; ++j) {
-        const Vec x(q[j * q_stride + i]);
-        sums[j][0] = add(sums[j][0], low, x);
-        sums[j][1] = add(sums[j][1], high, x);
+        const Vec x = repeated(q + j * deep + i);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) sums[j][g] = add(sums[j][g], some[g], x);
       }
     }
-#pragma GCC unroll 12
-    for (int j = 0; j < COUNT; ++j) {
-      sums[j][0].store(out + j * SEGMENT);
-      sums[j][1].store(out + j * SEGMENT + LANES);
-    }
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
   }
 
   // Values of some slots, weighed for COUNT queries: WIDE vectors of each.
@@ -220,14 +278,9 @@ struct Kernel {
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
     const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
     const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));
-    for (int64_t s = 0; s < end - begin; s += LANES) {
-      Vec some = Vec::loadu(scores + s);
-      if (layer.eager) {
-        some = in_s(in_s(some) * scale);
-        if (layer.softcap > 0) some = in_s(in_s(in_s(some / cap).tanh()) * cap);
-      } else {
-        some = some * scale;
-      }
+    for (int64_t s = 0; layer.eager && s < end - begin; s += LANES) {
+      Vec some = in_s(in_s(Vec::loadu(scores + s)) * scale);
+      if (layer.softcap > 0) some = in_s(in_s(in_s(some / cap).tanh()) * cap);
       some.store(scores + s);
     }
     std::fill(scores + none, scores + first, NEVER);
@@ -271,6 +324,10 @@ struct Kernel {
     }
   }
 
+  static void fetch(const S* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(S)) __builtin_prefetch(from + i, 0, 2);
+  }
+
   // Parts of a block of queries at slots begin to end of one segment, which begin a line of it.
   // `keys` and `values` lie at slot begin, `q` is packed, and parts are those of `part_size`.
   // `known`, if anything, has the largest score of each query, and the sum of its powers; without
@@ -282,18 +339,18 @@ struct Kernel {
     const int64_t slots = end - begin, whole = up_to(slots, LINE);
     float *line = room, *rest = line + LINE * wide, *others = rest + LINE * wide;
     float* scores = others + SEGMENT * wide;
+    const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
     for (int64_t s = 0; s < whole; s += LINE) {
+      // memory is kept busy: while keys are read their values are fetched, and then the next keys
+      fetch(values + s * width, LINE * width);
       pack_keys(keys + s * width, std::min(LINE, slots - s), width, rest, line);
       for (int64_t j = 0; j < count; j += ASKING) {
         const float* x = q + j * deep;
         float* out = scores + j * SEGMENT + s;
         switch (std::min<int64_t>(ASKING, count - j)) {
 #define SOME(N) \
-  case N: ask<N>(line, deep, x, deep, out); break;
+  case N: ask<N>(line, deep, x, scale, out); break;
           SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
-#if defined(CPU_CAPABILITY_AVX512)
-          SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
-#endif
 #undef SOME
         }
       }
@@ -308,6 +365,7 @@ struct Kernel {
     }
     if (!weighing) return;
     const float* rows = reinterpret_cast<const float*>(values);
+    fetch(keys + slots * width, slots * width);
     if (!std::is_same_v<S, float> || width != wide) {
       pack_values(values, slots, width, others);
       rows = others;
@@ -357,8 +415,8 @@ inline void join(float* all, const float* part, int64_t width) {
 template <typename S>
 void pack_query(const float* x, int64_t width, float* to) {
   if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return Kernel<S, true>::pack_row(x, width, to);
-  Kernel<S, false>::pack_row(x, width, to);
+    if (has_pairs()) return Kernel<S, true>::pack_query(x, width, to);
+  Kernel<S, false>::pack_query(x, width, to);
 }
 
 // Numbers that a packed query takes.
@@ -366,7 +424,15 @@ template <typename S>
 int64_t query_size(int64_t width) {
   if constexpr (PARTS<S> == 2)
     if (has_pairs()) return Kernel<S, true>::depth(width);
-  return width;
+  return Kernel<S, false>::depth(width);
+}
+
+// As of `Kernel`.
+template <typename S>
+int64_t place(int64_t i, int64_t width) {
+  if constexpr (PARTS<S> == 2)
+    if (has_pairs()) return Kernel<S, true>::place(i, width);
+  return i;
 }
 
 template <typename S, typename... Rest>
@@ -476,7 +542,8 @@ struct Attention {
     const int64_t token = block.row * count + at / groups(), width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
     const float by = layer.eager ? 1.0f : 1.0f / all[1];
-    for (int64_t i = 0; i < width; ++i) to[i] = rounded<S>(all[2 + i] * by);
+    for (int64_t i = 0; i < padded(width); ++i)
+      if (const int64_t at = place<S>(i, width); at < width) to[at] = rounded<S>(all[2 + i] * by);
   }
 
   template <typename Meet>
