@@ -684,7 +684,7 @@ def _nowhere_to_keep_it(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "_SOURCE", fresh / "native.cpp")
+    monkeypatch.setattr(extension, "_SOURCES", [fresh / "native.cpp"])
 
 
 def _a_library_that_does_not_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 
 NAME = "layerskip_native"
-_SOURCE = Path(__file__).with_name("native.cpp")
+_HERE = Path(__file__).parent
+_SOURCES = sorted((*_HERE.glob("*.cpp"), *_HERE.glob("*.h")))
 _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -146,7 +147,7 @@ def _key() -> str:
     version = None if compiler is None else _version(compiler)
     versions = (torch.__version__, platform.python_version(), platform.machine())
     digest = hashlib.sha256(repr((*versions, compiler, version, *flags())).encode())
-    for source in sorted((*_SOURCE.parent.glob("*.cpp"), *_SOURCE.parent.glob("*.h"))):
+    for source in _SOURCES:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -279,7 +280,7 @@ def _passing(done: subprocess.CompletedProcess[str]) -> bool:
 
 def _compile(folder: Path, options: list[str]) -> None:
     """Compile in a folder and try the result. The child process runs this."""
-    sources = sorted(map(str, _SOURCE.parent.glob("*.cpp")))
+    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
     module = cpp_extension.load(
         NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False
     )
