@@ -247,10 +247,20 @@ def test_a_token_is_computed_alike_in_every_pass(
     opened = Sublayers(tiny_model(family, dtype=dtype, attention=attention, **wide), "native")
     ids = prompt(45)
     alone = logits_of(opened, ids, [1] * 45, 1)
-    for passes, threads in ([1] * 45, 2), ([*range(2, 10), 1], 1), ([11, 3, 31], 2):
+    # from some tokens on, threads divide them
+    for passes, threads in (
+        ([1] * 45, 2),
+        ([*range(2, 10), 1], 1),
+        ([11, 3, 31], 2),
+        ([7] * 6 + [3], 3),
+        ([45], 1),
+        ([45], 2),
+        ([41, 4], 5),
+    ):
         assert torch.equal(logits_of(opened, ids, passes, threads), alone)
     beside = torch.cat([prompt(45, rows=2, seed=1), ids])
-    assert torch.equal(logits_of(opened, beside, [5] * 9, 1)[2:], alone)
+    for passes, threads in ([5] * 9, 1), ([9] * 5, 2), ([15] * 3, 3):
+        assert torch.equal(logits_of(opened, beside, passes, threads)[2:], alone)
     lean = Sublayers(opened.model, "fused")
     assert not torch.equal(logits_of(lean, ids, [5] * 9, 1), logits_of(lean, ids, [1] * 45, 1))
 

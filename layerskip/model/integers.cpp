@@ -275,12 +275,14 @@ struct Inputs {
 
 }  // namespace
 
-void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room) {
+void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
+                  int64_t begin, int64_t end) {
   const int64_t units = units_of(columns);
   const int parts = bits == 8 ? 1 : 2;
   const int32_t offset = bits == 8 ? 128 : 8;
   const Steps steps{tokens};
   for (int64_t step = 0; step < steps.count; ++step) {
+    if (steps.first(step) < begin || steps.first(step) >= end) continue;
     const int64_t count = steps.length(step);
     const Inputs to(room, units, steps.first(step), count);
     for (int64_t t = 0; t < count; ++t)

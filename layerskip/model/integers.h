@@ -30,8 +30,10 @@ constexpr int64_t row_bytes(int bits, int64_t columns) {
 // What the rounded inputs of a token take, at most.
 constexpr int64_t inputs_bytes(int64_t columns) { return units_of(columns) * (UNIT + 12); }
 
-// Round inputs x (tokens, columns) for a weight of so many bits, in a room that has place for them.
-void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room);
+// Round inputs x (tokens, columns) for a weight of so many bits, in a room that has place for them:
+// those of the tokens of some `Steps`, from `begin` to `end`.
+void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
+                  int64_t begin, int64_t end);
 
 using Write = c10::function_ref<void(int64_t, int64_t, const float*)>;
 

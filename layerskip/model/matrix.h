@@ -146,7 +146,8 @@ Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
   const Tensor x = given.to(at::kFloat).contiguous();
   const Tensor room = at::empty({tokens * integers::inputs_bytes(columns)}, at::kByte);
-  integers::round_inputs(matrix.bits, numbers<float>(x), columns, tokens, room.data_ptr());
+  integers::round_inputs(matrix.bits, numbers<float>(x), columns, tokens, room.data_ptr(), 0,
+                         tokens);
   std::vector<int64_t> shape = given.sizes().vec();
   shape.back() = rows;
   const Tensor out = at::empty(shape, given.options());

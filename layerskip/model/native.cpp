@@ -57,8 +57,8 @@ class Pass {
         pieces_.push_back({&mixture.router, 0, mixture.count()});
         wide_ = std::max(wide_, mixture.top * std::max(mixture.inner(), width_));
         wide_ = std::max(wide_, mixture.count());
+        top_ = std::max(top_, mixture.top);
         deep_ = std::max(deep_, mixture.inner());
-        mixes_ = true;
       }
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
         // gate and up lie one behind the other
@@ -69,6 +69,7 @@ class Pass {
           pieces_.push_back({&matrix, 0, matrix.rows()});
       }
       if (each->kind == Kind::attention) outputs = each->projected();
+      if (each->kind == Kind::mlp) outputs /= 2;
       if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, width_);
       if (each->output) {
@@ -95,8 +96,8 @@ class Pass {
 
   Tensor run() {
     const int threads = team();
-    // shared: the wide products of all tokens, what attention gives, and a sublayer's output
-    // and the parts of attention
+    divided_ = threads > 1 && tokens_ >= DIVIDED;
+    chosen_.resize(tokens_ * top_), weights_.resize(tokens_ * top_);
     int64_t parts = 0, attending = 0;
     for (const Sublayer* each : sublayers_)
       if (each->kind == Kind::attention) {
@@ -104,25 +105,30 @@ class Pass {
         parts = std::max(parts, lines(here.shared_room()));
         attending = std::max(attending, lines(here.own_room()));
       }
+    // of all threads: the wide products of all tokens, what attention gives, a sublayer's output
+    // and the parts of attention
     const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_) + parts;
-    const int64_t own = (mixes_ ? 3 : 2) * lines(tokens_ * width_) + attending +
-                        lines(tokens_ * packed_width(deep_));
+    // of each thread, or of all that divide the tokens
+    const int64_t states = (top_ ? 3 : 2) * lines(tokens_ * width_) +
+                           lines(tokens_ * packed_width(deep_));
+    const int64_t needed = shared + (divided_ ? 1 : threads) * states + threads * attending;
     // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
-    static thread_local std::vector<float> room;
-    const size_t needed = shared + threads * own + 16;
-    if (room.size() < needed) room.resize(needed);
-    float* base = room.data();
-    while (reinterpret_cast<uintptr_t>(base) % 64) ++base;
+    static thread_local Tensor kept;
+    Tensor room = kept;
+    if (!room.defined() || room.numel() < needed) room = at::empty({needed}, at::kFloat);
+    if (needed <= MOST_KEPT) kept = room;
+    float* base = static_cast<float*>(room.data_ptr());
     first_ = base, second_ = first_ + lines(tokens_ * wide_);
     result_ = second_ + lines(tokens_ * wide_), parts_ = result_ + lines(tokens_ * width_);
     Meeting meeting;
     const auto worker = [&](int number, int of) {
-      float* hidden = base + shared + number * own;
+      float* own_attending = base + shared + number * attending;
+      float* hidden = base + shared + threads * attending + (divided_ ? 0 : number * states);
       float* normed = hidden + lines(tokens_ * width_);
-      float* attending_room = normed + lines(tokens_ * width_);
-      float* packed = attending_room + attending;
+      float* packed = normed + lines(tokens_ * width_);
       float* gathered = packed + lines(tokens_ * packed_width(deep_));
-      Worker me{number, of, meeting, hidden, normed, attending_room, packed, gathered};
+      Worker me{number, of, meeting, hidden, normed, own_attending, packed, gathered};
+      me.tokens = mine(me, tokens_);
       work(me);
       me.meet();  // here, and not at the end of OpenMP's team, where threads spin
     };
@@ -149,15 +155,15 @@ class Pass {
   struct Worker {
     int number, of;
     Meeting& meeting;
-    float *hidden, *normed;  // (n, H) each: every thread's own copy
-    float* attending;        // room for attention
+    // every thread's own, or all threads', where they divide the tokens
+    float *hidden, *normed;  // (n, H) each
+    float* attending;        // room for attention, always its own
     float* packed;           // inputs of a product
     float* gathered;         // (n, H) inputs of an expert
+    Range tokens{0, 0};      // that it norms, packs and adds to
     const float* taken = nullptr;  // the same as they were
     std::vector<float> small;      // what a delta's inner part makes of them
     size_t done = 0;         // products
-    std::vector<int64_t> chosen;   // (n, top) experts
-    std::vector<float> weights;    // (n, top)
     std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
 
@@ -308,6 +314,10 @@ class Pass {
   }
 
   static constexpr int64_t LINE = 16;  // numbers; vectors have as many, or a part
+  static constexpr int64_t MOST_KEPT = 4 << 20;  // numbers of room between passes
+  // From so many tokens on threads divide what they do to each one, and meet once more for every
+  // product; of fewer tokens every thread does all of it for itself.
+  static constexpr int64_t DIVIDED = 24;
   static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
   int team() const {
@@ -329,17 +339,34 @@ class Pass {
     return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
-  // Make x (n, columns) the inputs of the products that are next in `pieces_`.
+  // The tokens of so many that a worker norms and packs: whole steps of products.
+  Range mine(const Worker& me, int64_t tokens) const {
+    const Steps steps{tokens};
+    if (!divided_) return {0, tokens};
+    return {steps.first(steps.count * me.number / me.of),
+            steps.first(steps.count * (me.number + 1) / me.of)};
+  }
+
+  // Where threads divide the tokens: what each has made of its own is there for all.
+  void meet_divided(Worker& me) const {
+    if (divided_) me.meet();
+  }
+
+  // Make x (n, columns) the inputs of the products that are next in `pieces_`; a worker's own tokens
+  // are there.
   void take(Worker& me, const float* x) const { take(me, *pieces_[me.done].matrix, x, tokens_); }
 
   // Make x (tokens, columns) the inputs of products with a matrix.
   void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
     me.taken = x;
+    const Range own = mine(me, tokens);
     if (matrix.bits) {
-      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed);
+      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
+                             own.last);
     } else {
-      pack_inputs<S>(x, matrix.columns(), tokens, me.packed);
+      pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     }
+    meet_divided(me);
   }
 
   // The worker's rows of the product that is next, with the inputs taken last.
@@ -383,12 +410,13 @@ class Pass {
   void work(Worker& me) {
     float *hidden = me.hidden, *normed = me.normed;
     const S* given = static_cast<const S*>(hidden_.const_data_ptr());
-    for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = static_cast<float>(given[i]);
+    for (int64_t i = me.tokens.first * width_; i < me.tokens.last * width_; ++i)
+      hidden[i] = static_cast<float>(given[i]);
     int64_t attention = 0;
     for (const Sublayer* each : sublayers_) {
       const float* x = hidden;
       if (each->before) {
-        norm_all(*each->before, hidden, normed);
+        norm_all(me, *each->before, hidden, normed);
         x = normed;
       }
       if (each->kind == Kind::layer_inputs) return combine(me, *each, x);
@@ -404,13 +432,15 @@ class Pass {
       }
       if (each->tail) finish(me, *each->tail);
     }
-    const Range mine = me.share(tokens_ * width_);
+    const Range numbers = divided_ ? Range{me.tokens.first * width_, me.tokens.last * width_}
+                                   : me.share(tokens_ * width_);
     S* out = static_cast<S*>(out_.data_ptr());
-    for (int64_t i = mine.first; i < mine.last; ++i) out[i] = static_cast<S>(hidden[i]);
+    for (int64_t i = numbers.first; i < numbers.last; ++i) out[i] = static_cast<S>(hidden[i]);
   }
 
-  void norm_all(const Norm& norm, const float* x, float* out) const {
-    for (int64_t t = 0; t < tokens_; ++t)
+  // The norms of the worker's tokens, (n, H).
+  void norm_all(const Worker& me, const Norm& norm, const float* x, float* out) const {
+    for (int64_t t = me.tokens.first; t < me.tokens.last; ++t)
       normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
 
@@ -431,25 +461,26 @@ class Pass {
   void add_result(Worker& me, const float* result, const std::optional<Norm>& after,
                   double times) const {
     if (after) {
-      norm_all(*after, result, me.normed);
+      norm_all(me, *after, result, me.normed);
       result = me.normed;
     }
     const float by = static_cast<float>(times);
     float* hidden = me.hidden;
+    const int64_t first = me.tokens.first * width_, last = me.tokens.last * width_;
     if (by == 1.0f)
-      for (int64_t i = 0; i < tokens_ * width_; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
+      for (int64_t i = first; i < last; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
     else
-      for (int64_t i = 0; i < tokens_ * width_; ++i)
+      for (int64_t i = first; i < last; ++i)
         hidden[i] = rounded<S>(hidden[i] + rounded<S>(result[i] * by));
   }
 
   // The experts of every token and their weights, from what the router is given.
-  void choose(Worker& me, const Mixture& mixture, const float* x) const {
+  void choose(Worker& me, const Mixture& mixture, const float* x) {
     if (mixture.norm) {
-      norm_all(*mixture.norm, x, me.gathered);
+      norm_all(me, *mixture.norm, x, me.gathered);
       const S* scale = numbers<S>(mixture.scale);
       const float number = static_cast<float>(mixture.number);
-      for (int64_t i = 0; i < tokens_ * width_; ++i) {
+      for (int64_t i = me.tokens.first * width_; i < me.tokens.last * width_; ++i) {
         const float by = static_cast<float>(scale[i % width_]);
         me.gathered[i] = rounded<S>(rounded<S>(me.gathered[i] * by) * number);
       }
@@ -459,11 +490,9 @@ class Pass {
     take(me, x);
     multiply(me, first_, count);
     me.meet();
-    me.chosen.assign(tokens_ * top, 0);
-    me.weights.assign(tokens_ * top, 0.0f);
     std::vector<float> law(count);
     const S* factors = numbers<S>(mixture.factors);
-    for (int64_t t = 0; t < tokens_; ++t) {
+    for (int64_t t = me.number; t < tokens_; t += me.of) {
       const float* scores = first_ + t * count;
       const float most = *std::max_element(scores, scores + count);
       float total = 0;
@@ -472,23 +501,23 @@ class Pass {
       float taken = 0;
       for (int64_t k = 0; k < top; ++k) {
         const int64_t best = std::max_element(law.begin(), law.end()) - law.begin();
-        me.chosen[t * top + k] = best;
-        taken += me.weights[t * top + k] = law[best];
+        chosen_[t * top + k] = best;
+        taken += weights_[t * top + k] = law[best];
         law[best] = -1.0f;  // below all that are left
       }
       for (int64_t i = t * top; i < (t + 1) * top; ++i) {
-        if (mixture.whole) me.weights[i] /= taken;
-        if (factors) me.weights[i] *= static_cast<float>(factors[me.chosen[i]]);
-        if (mixture.cast) me.weights[i] = rounded<S>(me.weights[i]);
+        if (mixture.whole) weights_[i] /= taken;
+        if (factors) weights_[i] *= static_cast<float>(factors[chosen_[i]]);
+        if (mixture.cast) weights_[i] = rounded<S>(weights_[i]);
       }
     }
+    me.meet();
     me.begins.assign(count + 1, 0);
-    for (int64_t expert : me.chosen) ++me.begins[expert + 1];
+    for (int64_t i = 0; i < tokens_ * top; ++i) ++me.begins[chosen_[i] + 1];
     for (int64_t e = 0; e < count; ++e) me.begins[e + 1] += me.begins[e];
     std::vector<int64_t> next(me.begins.begin(), me.begins.end() - 1);
     me.pairs.resize(tokens_ * top);
-    for (int64_t i = 0; i < tokens_ * top; ++i) me.pairs[next[me.chosen[i]]++] = i;
-    me.meet();  // all have read the scores
+    for (int64_t i = 0; i < tokens_ * top; ++i) me.pairs[next[chosen_[i]]++] = i;
   }
 
   // What a token's experts make of x, (n, top, H) by expert, in `second_`. Tokens of an expert are
@@ -499,7 +528,8 @@ class Pass {
     for (int64_t e = 0; e < mixture.count(); ++e) {
       const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
       if (!tokens) continue;
-      for (int64_t i = 0; i < tokens; ++i)
+      const Range own = this->mine(me, tokens);
+      for (int64_t i = own.first; i < own.last; ++i)
         std::copy_n(x + me.pairs[first + i] / top * width_, width_, me.gathered + i * width_);
       const Piece gate{&mixture.expand, 2 * e * inner, inner};
       const Piece up{&mixture.expand, (2 * e + 1) * inner, inner};
@@ -510,20 +540,22 @@ class Pass {
       for (int64_t i = 0; i < tokens; ++i)
         activate<S>(mixture.gelu, gates + i * inner + mine.first, ups + i * inner + mine.first,
                     mine.last - mine.first);
+      meet_divided(me);  // all have read the inputs
     }
-    me.meet();
+    if (!divided_) me.meet();
     for (int64_t e = 0; e < mixture.count(); ++e) {
       const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
       if (!tokens) continue;
       const Piece down{&mixture.shrink, e * width_, width_};
       take(me, mixture.shrink, first_ + first * inner, tokens);
       multiply(me, down, upcoming(me, down), tokens, second_ + first * width_, width_);
+      meet_divided(me);
     }
-    me.meet();
+    if (!divided_) me.meet();
   }
 
   // A mixture of experts, with the dense MLP beside it if there is one.
-  void mix(Worker& me, const Sublayer& layer, const float* x) const {
+  void mix(Worker& me, const Sublayer& layer, const float* x) {
     const Mixture& mixture = *layer.mixture;
     const int64_t top = mixture.top;
     if (top) choose(me, mixture, mixture.dense ? me.hidden : x);
@@ -533,17 +565,18 @@ class Pass {
     }
     if (top) {
       if (mixture.before) {
-        norm_all(*mixture.before, me.hidden, me.normed);
+        norm_all(me, *mixture.before, me.hidden, me.normed);
         x = me.normed;
       }
+      meet_divided(me);  // experts take tokens of all
       run_experts(me, mixture, x);
       std::vector<int64_t> places(tokens_ * top);  // in `second_`
       for (int64_t i = 0; i < tokens_ * top; ++i) places[me.pairs[i]] = i;
-      for (int64_t t = 0; t < tokens_; ++t) {
+      for (int64_t t = me.tokens.first; t < me.tokens.last; ++t) {
         float* out = me.normed + t * width_;
         std::fill_n(out, width_, 0.0f);
         for (int64_t k = t * top; k < (t + 1) * top; ++k) {
-          const float *from = second_ + places[k] * width_, by = me.weights[k];
+          const float *from = second_ + places[k] * width_, by = weights_[k];
           if (mixture.cast)
             for (int64_t i = 0; i < width_; ++i) out[i] += rounded<S>(from[i] * by);
           else
@@ -552,11 +585,11 @@ class Pass {
         for (int64_t i = 0; i < width_; ++i) out[i] = rounded<S>(out[i]);
       }
       me.meet();  // all have read what the next sublayer writes
-      if (mixture.after) norm_all(*mixture.after, me.normed, me.normed);
+      if (mixture.after) norm_all(me, *mixture.after, me.normed, me.normed);
     }
     if (mixture.dense) {
       me.small.resize(width_);
-      for (int64_t t = 0; t < tokens_; ++t) {
+      for (int64_t t = me.tokens.first; t < me.tokens.last; ++t) {
         float* out = me.normed + t * width_;
         normalise<S>(*mixture.dense, result_ + t * width_, width_, me.small.data());
         for (int64_t i = 0; i < width_; ++i)
@@ -581,7 +614,8 @@ class Pass {
     }
     if (tail.scalar) {
       const float by = static_cast<float>(numbers<S>(tail.scalar)[0]);
-      for (int64_t i = 0; i < tokens_ * width_; ++i) me.hidden[i] = rounded<S>(me.hidden[i] * by);
+      for (int64_t i = me.tokens.first * width_; i < me.tokens.last * width_; ++i)
+        me.hidden[i] = rounded<S>(me.hidden[i] * by);
     }
   }
 
@@ -720,7 +754,10 @@ class Pass {
   std::vector<Piece> pieces_;  // products of the pass, in order
   Tensor out_;
   int64_t rows_ = 0, count_ = 0, tokens_ = 0, width_ = 0;
-  bool mixes_ = false;            // there are experts
+  bool divided_ = false;          // threads divide the tokens
+  int64_t top_ = 0;               // the most experts of a token
+  std::vector<int64_t> chosen_;   // (n, top) experts
+  std::vector<float> weights_;    // (n, top)
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
   float* parts_ = nullptr;        // of attention
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each

@@ -259,13 +259,17 @@ struct Steps {
   int64_t length(int64_t step) const { return first(step + 1) - first(step); }
 };
 
-// Inputs x (tokens, columns) for products with weights of S, in `room`.
+// Inputs x (tokens, columns) for products with weights of S, in `room`: of the tokens of some steps,
+// from `begin` to `end`.
 template <typename S>
-void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room) {
+void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
+                 int64_t end) {
   const Steps steps{tokens};
   const bool pairs = PARTS<S> == 2 && has_pairs();
+  const int64_t span = cut(columns);
+  room += begin * ((columns + span - 1) / span * span) / (pairs ? 2 : 1);
   for (int64_t step = 0; step < steps.count; ++step) {
-    const int64_t span = cut(columns);
+    if (steps.first(step) < begin || steps.first(step) >= end) continue;
     for (int64_t k = 0; k < columns; k += span)
       for (int64_t t = steps.first(step); t < steps.first(step + 1); ++t) {
         pack<S>(x + t * columns + k, std::min(span, columns - k), span, pairs, room);
