@@ -995,6 +995,29 @@ def test_other_vectors_give_the_same_numbers(capability: str, file: str) -> None
     assert "skipped" not in done.stdout
 
 
+def test_the_usual_build_stamps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = extension._key()
+    monkeypatch.setenv("LAYERSKIP_STAMPS", "1")
+    assert extension._key() != before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_phases_of_a_pass_are_stamped_in_a_build_for_it(tmp_path: Path) -> None:
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    script = Path(__file__).parents[1] / "scripts" / "phases.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "--threads", "2", "--passes", "4"],
+        env={**os.environ, "LAYERSKIP_STAMPS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    phases = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"norm", "queries", "attention", "mixing", "gates", "down", "head"} <= phases
+    assert extension.stamps() == {}
+
+
 WARPS = (
     Warp(),
     Warp(0.8),

@@ -78,6 +78,17 @@ def extension() -> Any:
     return _opened(again=False)
 
 
+def stamps() -> dict[str, tuple[float, int]]:
+    """What the native passes since the last call have taken, by phase (`stamps.h`).
+
+    Returns:
+        The seconds of all threads together, and the bytes of weights that were read. Nothing
+        without `LAYERSKIP_STAMPS=1` in the environment, which builds a module that stamps phases.
+    """
+    taken: dict[str, tuple[float, int]] = extension().stamps()
+    return taken
+
+
 def rebuild() -> None:
     """Build the native module again, whatever is there or has failed before.
 
@@ -139,7 +150,8 @@ def flags() -> list[str]:
     vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     # -fopenmp for the compiler only: its functions come from the library that torch has loaded
     openmp = ["-fopenmp"] if platform.system() == "Linux" else []
-    return ["-O3", "-w", *openmp, *vectors, *_FLAGS.get(capability, ())]
+    stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
+    return ["-O3", "-w", *openmp, *vectors, *stamps, *_FLAGS.get(capability, ())]
 
 
 def _key() -> str:

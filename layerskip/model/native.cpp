@@ -11,6 +11,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -31,6 +32,7 @@
 #include "matrix.h"
 #include "pointwise.h"
 #include "products.h"
+#include "stamps.h"
 #include "sublayer.h"
 #include "team.h"
 
@@ -54,7 +56,7 @@ class Pass {
       for (const Matrix& matrix : each->inputs) outputs += matrix.rows();
       if (each->mixture && each->mixture->top) {
         const Mixture& mixture = *each->mixture;
-        pieces_.push_back({&mixture.router, 0, mixture.count()});
+        pieces_.push_back({&mixture.router, 0, mixture.count(), Phase::experts});
         wide_ = std::max(wide_, mixture.top * std::max(mixture.inner(), width_));
         wide_ = std::max(wide_, mixture.count());
         top_ = std::max(top_, mixture.top);
@@ -62,24 +64,29 @@ class Pass {
       }
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
         // gate and up lie one behind the other
-        pieces_.push_back({&each->inputs[0], 0, outputs / 2});
-        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2});
+        pieces_.push_back({&each->inputs[0], 0, outputs / 2, Phase::gates});
+        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2, Phase::gates});
       } else {
+        const Phase phase = each->kind == Kind::attention ? Phase::queries
+                            : each->kind == Kind::mlp     ? Phase::gates
+                            : each->kind == Kind::head    ? Phase::head
+                                                          : Phase::other;
         for (const Matrix& matrix : each->inputs)
-          pieces_.push_back({&matrix, 0, matrix.rows()});
+          pieces_.push_back({&matrix, 0, matrix.rows(), phase});
       }
       if (each->kind == Kind::attention) outputs = each->projected();
       if (each->kind == Kind::mlp) outputs /= 2;
       if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, width_);
       if (each->output) {
-        pieces_.push_back({&*each->output, 0, width_});
+        pieces_.push_back({&*each->output, 0, width_,
+                           each->kind == Kind::attention ? Phase::mixing : Phase::down});
         deep_ = std::max(deep_, each->output->columns());
       }
       if (each->tail && each->tail->gate) {
         const int64_t inner = each->tail->gate->rows();
-        pieces_.push_back({&*each->tail->gate, 0, inner});
-        pieces_.push_back({&*each->tail->projection, 0, width_});
+        pieces_.push_back({&*each->tail->gate, 0, inner, Phase::other});
+        pieces_.push_back({&*each->tail->projection, 0, width_, Phase::other});
         wide_ = std::max(wide_, inner), deep_ = std::max(deep_, inner);
       }
     }
@@ -150,6 +157,7 @@ class Pass {
   struct Piece {
     const Matrix* matrix;
     int64_t first, rows;
+    Phase phase;
   };
 
   struct Worker {
@@ -166,8 +174,13 @@ class Pass {
     size_t done = 0;         // products
     std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
+    Stamps stamps{};
 
-    void meet() const { meeting.wait(of); }
+    void meet() {
+      const Phase before = stamps.enter(Phase::waiting);
+      meeting.wait(of);
+      stamps.enter(before);
+    }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
   };
 
@@ -358,6 +371,7 @@ class Pass {
 
   // Make x (tokens, columns) the inputs of products with a matrix.
   void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
+    me.stamps.enter(Phase::packing);
     me.taken = x;
     const Range own = mine(me, tokens);
     if (matrix.bits) {
@@ -389,6 +403,7 @@ class Pass {
                 int64_t stride) const {
     const Matrix& matrix = *piece.matrix;
     const Range mine = me.share(piece.rows);
+    me.stamps.enter(piece.phase, (mine.last - mine.first) * matrix.row_bytes());
     const int64_t columns = matrix.columns();
     const uint8_t* weight = begins(me, piece);
     if (!matrix.bits) {
@@ -439,7 +454,8 @@ class Pass {
   }
 
   // The norms of the worker's tokens, (n, H).
-  void norm_all(const Worker& me, const Norm& norm, const float* x, float* out) const {
+  void norm_all(Worker& me, const Norm& norm, const float* x, float* out) const {
+    me.stamps.enter(Phase::norm);
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t)
       normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
@@ -464,6 +480,7 @@ class Pass {
       norm_all(me, *after, result, me.normed);
       result = me.normed;
     }
+    me.stamps.enter(Phase::residual);
     const float by = static_cast<float>(times);
     float* hidden = me.hidden;
     const int64_t first = me.tokens.first * width_, last = me.tokens.last * width_;
@@ -531,8 +548,8 @@ class Pass {
       const Range own = this->mine(me, tokens);
       for (int64_t i = own.first; i < own.last; ++i)
         std::copy_n(x + me.pairs[first + i] / top * width_, width_, me.gathered + i * width_);
-      const Piece gate{&mixture.expand, 2 * e * inner, inner};
-      const Piece up{&mixture.expand, (2 * e + 1) * inner, inner};
+      const Piece gate{&mixture.expand, 2 * e * inner, inner, Phase::experts};
+      const Piece up{&mixture.expand, (2 * e + 1) * inner, inner, Phase::experts};
       float *gates = first_ + first * inner, *ups = second_ + first * inner;
       take(me, mixture.expand, me.gathered, tokens);
       multiply(me, gate, begins(me, up), tokens, gates, inner);
@@ -546,7 +563,7 @@ class Pass {
     for (int64_t e = 0; e < mixture.count(); ++e) {
       const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
       if (!tokens) continue;
-      const Piece down{&mixture.shrink, e * width_, width_};
+      const Piece down{&mixture.shrink, e * width_, width_, Phase::experts};
       take(me, mixture.shrink, first_ + first * inner, tokens);
       multiply(me, down, upcoming(me, down), tokens, second_ + first * width_, width_);
       meet_divided(me);
@@ -675,6 +692,7 @@ class Pass {
     take(me, x);
     multiply(me, first_, inner);
     multiply(me, second_, inner);
+    me.stamps.enter(Phase::activation);
     for (int64_t t = 0; t < tokens_; ++t)
       activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
                   mine.last - mine.first);
@@ -699,6 +717,7 @@ class Pass {
       offset += matrix.rows();
     }
     me.meet();
+    me.stamps.enter(Phase::rotation);
     const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
     if (q_whole || k_whole) {
       for (int64_t unit = me.number; unit < 2 * tokens_; unit += me.of) {
@@ -739,6 +758,7 @@ class Pass {
       }
     }
     me.meet();
+    me.stamps.enter(Phase::attention);
     attention::Attention<S> attention{layer, cache_.starts, count_};
     attention.queries = first_, attention.stride = stride, attention.out = second_;
     attention.keys = key_slots, attention.values = value_slots;
@@ -814,6 +834,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
+  module.def("stamps", &taken_stamps);
   module.def("wide_products", &wide_products);
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
