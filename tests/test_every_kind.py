@@ -42,7 +42,7 @@ from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Session
 from layerskip.environment import _compiler
 from layerskip.generation import generate
-from layerskip.model import extension, native
+from layerskip.model import extension
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
@@ -188,11 +188,9 @@ NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3"), ("greedy", "coupled"), tup
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
-    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, folder: Path
 ) -> None:
     """Near-ties included."""
-    for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
-        monkeypatch.setattr(native, name, 64)
     accepted = dict.fromkeys(KINDS, 0)
     for kind, _, family, law, beside in (t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = model_of(family, dtype), prompts()

@@ -44,7 +44,7 @@ from layerskip.decoding.passes import Session
 from layerskip.decoding.sources.official import Official
 from layerskip.environment import _compiler
 from layerskip.files.records import read_run
-from layerskip.model import cache, native
+from layerskip.model import cache
 from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import follow, replay
@@ -315,12 +315,8 @@ NATIVE = covering(TARGETS[:3], DTYPES, (False, True), ("greedy", "coupled"), tup
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(dtype: torch.dtype) -> None:
     """Near-ties included."""
-    for name in ("LONGEST", "LONGEST_BFLOAT16"):  # no pass is too long to be native
-        monkeypatch.setattr(native, name, 64)
     accepted = 0
     for family, _, centroids, law, beside in (t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = target_of(family, dtype=dtype), prompts()

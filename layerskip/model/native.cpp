@@ -1,9 +1,9 @@
-// A forward pass of few tokens over sublayers in one call, on a CPU.
+// A forward pass over sublayers in one call, on a CPU.
 //
 // The arithmetic of the library's modules, in its order, with float32 sums; in bfloat16 models
 // numbers are rounded where the library rounds them. One team of threads (torch's own) carries a
-// pass: rows of a product are split over it, what is small every thread computes for itself, and
-// between products the team waits for its last thread.
+// pass: rows of a product are split over it, what is small every thread computes for itself (of many
+// tokens a share), and between products the team waits for its last thread.
 // Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
 // width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's own
 // inputs, E experts, V vocabulary.

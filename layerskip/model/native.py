@@ -1,10 +1,10 @@
-"""The "native" backend: one C++ call for a pass of few tokens, on a CPU.
+"""The "native" backend: one C++ call for a pass, on a CPU.
 
-The C++ source is `native.cpp`. It carries few tokens through any sublayers and a head. On a small
-model the fused path's kernels take longer than reading its weights, and BLAS reads a weight again
-for every few tokens. Long prompts are limited by arithmetic and stay on the fused path. Every pass
-after the prompt is native, however long it is. So a token's numbers do not depend on the tokens
-verified with it. A clock decides how long drafts are, and it must not choose the arithmetic.
+The C++ source is `native.cpp`. It carries tokens through any sublayers and a head. On a small model
+the fused path's kernels take longer than reading its weights, and BLAS reads a weight again for
+every few tokens. Every pass is native, however many tokens it has. So a token's numbers depend on
+the tokens before it alone: not on those verified with it, which a clock decides, nor on how its
+prompt was cut. Only gradients, pictures and chained replays take the fused path.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
@@ -35,9 +35,6 @@ from layerskip.model.norms import FusedRotary
 from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
-LONGEST = 128 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 12
-"""Tokens of a prompt's pass, all rows together, up to which native passes are faster than BLAS."""
-LONGEST_BFLOAT16 = 32  # then BLAS has instructions of its own
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -109,17 +106,15 @@ class NativeRotary(FusedRotary):
 
 
 class Native(Fused):
-    """The blocks of a plain-weight model; a pass of few tokens is one native call."""
+    """The blocks of a plain-weight model; a pass is one native call."""
 
     name = "native"
     packed = True
 
     def __init__(self, model: Architecture) -> None:
-        super().__init__(model, plain)  # longer passes are what BLAS is best at
+        super().__init__(model, plain)  # its passes are not the short ones
         self.extension = extension()
         self.drawn = self.extension.drawn
-        half = model.dtype is torch.bfloat16
-        self.longest = min(LONGEST, LONGEST_BFLOAT16) if half else LONGEST
         self.plan = self.extension.Plan()
         self.blocks = tuple(
             self._native(model.parts[sublayer // 2], bool(sublayer % 2), fused, self._exact)
@@ -148,12 +143,10 @@ class Native(Fused):
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return super().inputs(hidden, rows)
-        some, own = (each.flatten(0, 1).split(self.longest) for each in (hidden, rows))
-        made = [
-            self.plan.run(x[None], [self._inputs_number], [], [], [], [], layer_inputs=each[None])
-            for x, each in zip(some, own, strict=True)
-        ]  # (1, some of B T, L, P) each
-        return torch.cat(made, 1).view_as(rows)
+        made: Tensor = self.plan.run(
+            hidden, [self._inputs_number], [], [], [], [], layer_inputs=rows
+        )  # (B, T, L, P)
+        return made
 
     @cached_property
     def _inputs_number(self) -> int:
@@ -216,11 +209,9 @@ class Native(Fused):
                 self.extension.limit_threads(before)
 
     def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
-        rows, count, _ = hidden.shape
         # there are no native gradients, and no native way to see other slots than earlier ones
         chained = step is not None and (not step.cache.firsts or step.blocks is not None)
-        prompt = step is None or not step.cache.settled
-        if torch.is_grad_enabled() or chained or (prompt and rows * count > self.longest):
+        if torch.is_grad_enabled() or chained:
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden

@@ -91,7 +91,7 @@ class Sublayers(Architecture):
         model: a `transformers` causal language model of a family in `families.FAMILIES`, or
             PEFT's wrapper.
         execution: "modules" calls the library's modules, "fused" the fused path for plain weights,
-            "native" the same in one call for passes of few tokens on a CPU, "compiled" in compiled
+            "native" the same in one call for a pass on a CPU, "compiled" in compiled
             functions, except the prefill (with a warning the fused path where either cannot be
             had), "auto" the first of native, fused and modules that can serve the model as it is
             now.
