@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import Costs, CostTable
 from layerskip.decoding.controllers import Controller, completed, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
@@ -57,7 +57,7 @@ from layerskip.requests import (
     stop_of,
     warpers,
 )
-from layerskip.timing.tables import analytic, cost_tables, stored
+from layerskip.timing.tables import by_bytes, cost_tables, stored
 from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 DEFAULT_CONTROLLER = "expected-gain"
@@ -73,7 +73,7 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
         scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
         stats: counts of the decoding.
         rounds: a record of every round, without its scores and logits.
-        costs: the cost table that the controller used.
+        costs: the cost table that the controller used at first, of the last source.
     """
 
     stats: DecodingStats | None = None
@@ -311,7 +311,10 @@ class LayerSkipDecoding:
                 sampling=sampling,
             )
         longest = self.max_draft_length or LONGEST_DRAFT
-        return Decoder(opened, sources, controller, request, max_draft_length=longest), costs[-1]
+        decoder = Decoder(opened, sources, controller, request, max_draft_length=longest)
+        last, (rows, _) = costs[-1], request.input_ids.shape
+        context = int(request.attention_mask.sum()) // rows
+        return decoder, None if last is None else last.at(context, rows)
 
     def _sources(self, opened: Sublayers, *, rejection: bool) -> tuple[Sublayers, list[Source]]:
         """The model, perhaps with a draft vocabulary, and its sources, the own draft last."""
@@ -407,7 +410,7 @@ class LayerSkipDecoding:
         sources: Sequence[Source],
         request: Request,
         brought: CostTable | None,
-    ) -> Sequence[CostTable | None]:
+    ) -> Sequence[Costs | None]:
         """The costs of each source; None where the controller does not need them."""
         if brought is not None:
             free = replace(brought, draft=0.0)
@@ -416,7 +419,8 @@ class LayerSkipDecoding:
             return [None] * len(sources)
         if request.rejection and request.law.do_sample:
             # measured costs would let a clock decide the text
-            return [analytic(model, source) for source in sources]
+            rows = request.input_ids.shape[0]
+            return [by_bytes(model, source, rows) for source in sources]
         return cost_tables(model, sources, request)
 
     def _seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:

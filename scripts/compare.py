@@ -282,7 +282,8 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
         step, *verify = at.args.costs
         return CostTable(0.0 if isinstance(draft, Lookup) else step, tuple(verify))
     request = request_of(at.opened, at.ids[0], at.args.temperature)
-    return cost_tables(at.opened, [draft], request, seconds=SECONDS)[0]
+    context = request.input_ids.shape[1]
+    return cost_tables(at.opened, [draft], request, seconds=SECONDS)[0].at(context)
 
 
 # ---------------------------------------------------------------------------------------------

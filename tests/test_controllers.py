@@ -10,7 +10,13 @@ from itertools import pairwise
 
 import pytest
 
-from layerskip.costs.speculation import CostTable, draft_limit, optimal_draft_length, speedup
+from layerskip.costs.speculation import (
+    ContextCosts,
+    CostTable,
+    draft_limit,
+    optimal_draft_length,
+    speedup,
+)
 from layerskip.decoding import expected_gain
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controllers import (
@@ -337,6 +343,38 @@ def test_expected_gain_does_not_even_probe_what_can_hardly_gain(
         most = max(most, limit)
         controller.update(0, min(limit, 1), min(limit, 1))
     assert (most > 0) == drafts
+
+
+def test_expected_gain_drafts_where_it_pays_at_that_length_and_number_of_rows() -> None:
+    cheap, dear = CostTable(0.2, (1.0, 1.05)), CostTable(0.95, (1.0, 1.5))
+    costs = ContextCosts(lambda context, rows: cheap if context < 1000 and rows < 4 else dear)
+    controller = ExpectedGain(costs)
+    controller.reset(2)
+    drafted = []
+    for context, rows in ((100, 2), (2000, 2), (100, 4), (100, 2)):
+        controller.begin(context, rows)
+        drafted.append(round_of(controller, [0.97] * 2, [9] * 2))
+    assert drafted[0] > 1
+    assert drafted[1:3] == [0, 0]  # not even a probe
+    assert drafted[3] > 1
+    # what a round cost is known at its end, whatever the next one costs
+    controller.begin(100, 2)
+    assert round_of(controller, [0.97] * 2, [0] * 2) > 1
+    losses = list(controller._rows[0].losses)
+    controller.begin(2000, 2)
+    assert controller._rows[0].losses == losses
+
+
+def test_expected_gain_begins_with_the_costs_of_its_first_round() -> None:
+    cheap, dear = CostTable(0.2, (1.0, 1.05)), CostTable(0.95, (1.0, 1.5))
+    late, alone = (
+        ExpectedGain(costs)
+        for costs in (ContextCosts(lambda context, rows: dear if context < 1000 else cheap), cheap)
+    )
+    for controller in (late, alone):
+        controller.reset(1)
+        controller.begin(2000, 1)
+    assert late.rate == alone.rate > 1.0
 
 
 def test_expected_gain_turns_off_and_probes_ever_more_rarely() -> None:

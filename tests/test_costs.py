@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
 from layerskip.model.sublayers import Sublayers
@@ -139,11 +140,11 @@ def test_the_budget_ends_the_sweeps(
 
 
 def test_a_longer_pass_is_never_cheaper_and_one_disturbed_does_not_raise_longer_ones() -> None:
-    table = costs._table(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0})
+    table = costs._seconds(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0}).table()
     assert table.draft == pytest.approx(0.3)
     assert table.verify == pytest.approx((1.0, 1.0, 1.15, 1.15, 1.15))  # of 1, .9, 1.2, 1.1
     # 1, 1.6, 1.3, 1.4 and 1.5 for 0, 1, 2, 4 and 8 drafted tokens
-    table = costs._table(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0})
+    table = costs._seconds(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0}).table()
     level = 43 / 30
     rest = [level + (1.5 - level) * part for part in (0.25, 0.5, 0.75, 1.0)]
     assert table.verify == pytest.approx((1.0, level, level, level, level, *rest))
@@ -164,19 +165,18 @@ def test_a_users_own_functions_are_not_called_with_the_probes_text(opened: Subla
 def test_no_room_to_measure() -> None:
     model = Sublayers(lively_model("llama", max_position_embeddings=48))
     assert measure(model, [SKIP], request((40,))) is None
-    assert [t.source for t in cost_tables(model, [SKIP, LOOKUP], request((40,)))] == [
-        "analytic"
-    ] * 2
+    tables = [each.at(40) for each in cost_tables(model, [SKIP, LOOKUP], request((40,)))]
+    assert [table.source for table in tables] == ["analytic"] * 2
 
 
 @torch.no_grad()
 def test_tables_are_measured_once_for_each_model_and_kind_of_law(
     opened: Sublayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[Any] = []
+    calls: list[int] = []
 
-    def count(model: Sublayers, drafts: Any, asked: Request, **_: Any) -> costs._Times:
-        calls.append(drafts)
+    def count(model: Sublayers, drafts: Any, asked: Request, rows: int, **_: Any) -> costs._Times:
+        calls.append(rows)
         numbers = range(len(drafts))
         return costs._Times(
             rounds={(draft, length): [10.0, 10.0] for draft in numbers for length in (0, 4)},
@@ -188,14 +188,14 @@ def test_tables_are_measured_once_for_each_model_and_kind_of_law(
     monkeypatch.setattr(costs, "measure", count)
     model = Sublayers(lively_model("llama"))
     first = cost_tables(model, [SKIP], request())
-    # reopening the model, another prompt, a batch of another size, another temperature and an
-    # equal config are the same kind of call
+    # reopening the model, another prompt, fewer rows, another temperature and an equal config are
+    # the same kind of call
     again = SkipConfig.layers((2, 3, 4, 5))
     assert cost_tables(model, [SKIP], request()) is first
     assert cost_tables(Sublayers(model.model), [again], request((9, 30))) is first
     cost_tables(model, [SKIP], request((4,)))
     cost_tables(model, [SKIP], request(processors=[TemperatureLogitsWarper(0.5)]))
-    assert len(calls) == 1
+    assert calls == [1, 2]
     others = [
         cost_tables(model, [SKIP], request(sample=True)),
         cost_tables(model, [SKIP], request(processors=[RepetitionPenaltyLogitsProcessor(1.5)])),
@@ -203,18 +203,96 @@ def test_tables_are_measured_once_for_each_model_and_kind_of_law(
         cost_tables(Sublayers(lively_model("llama")), [SKIP], request()),
         cost_tables(Sublayers(model.model, execution="modules"), [SKIP], request()),
     ]
-    assert len(calls) == 1 + len(others)
-    assert len({table.draft for (table,) in [first, *others]}) == 6
+    assert calls == [1, 2] * (1 + len(others))
+    assert len({each.at(0).draft for (each,) in [first, *others]}) == 6
     assert len(cost_tables(model, [LOOKUP, SKIP], request())) == 2
-    assert len(calls) == 2 + len(others)
+    assert calls == [1, 2] * (2 + len(others))
+    # larger batches are measured for themselves, up to a power of two
+    cost_tables(model, [SKIP], request((4,) * 7))
+    cost_tables(model, [SKIP], request((4,) * 8))
+    assert calls[-1] == 8
+    assert len(calls) == 2 * (2 + len(others)) + 1
 
 
-def test_a_batch_costs_what_as_many_tokens_of_one_row_do() -> None:
-    table = CostTable(0.3, (1.0, 1.1, 1.2, 1.4), "measured")
-    of_two = costs._of_rows(table, 2)
-    assert of_two.draft == 0.3
+def _costs_of(times: dict[tuple[int, int], costs._Seconds], model: Sublayers) -> ContextCosts:
+    kinds = {costs._Kind(*kind): [each] for kind, each in times.items()}
+    return costs._measured(kinds, costs._Read.of(model, SKIP), 0)
+
+
+def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> None:
+    """Where it was not measured; between two sizes that were, costs lie on a line."""
+    one = costs._Seconds(0.6, (2.0, 2.2, 2.4, 2.8))
+    of_two = _costs_of({(1, 32): one}, opened).at(0, 2)
+    assert of_two.draft == pytest.approx(0.3)
     # 2, 4, 6 and 8 tokens over 2, on the last ones' line beyond 4
-    assert of_two.verify == pytest.approx((1.0, 1.4 / 1.1, 1.8 / 1.1, 2.2 / 1.1))
+    assert of_two.verify == pytest.approx((1.0, 2.8 / 2.2, 3.6 / 2.2, 4.4 / 2.2))
+    measured = _costs_of({(1, 32): one, (4, 32): costs._Seconds(1.2, (5.0, 8.2))}, opened)
+    assert measured.at(0, 1).verify == pytest.approx((1.0, 1.1, 1.2, 1.4))
+    assert measured.at(0, 4).verify == pytest.approx((1.0, 8.2 / 5))
+    assert measured.at(0, 2).draft == pytest.approx(0.8 / 3)
+    assert measured.at(0, 2).verify_cost(2) == pytest.approx(4.2 / 3)
+    assert measured.at(0, 8).verify_cost(2) == pytest.approx((5 + 3 * 3.2) / 8.2)
+
+
+def test_costs_follow_the_bytes_of_keys(opened: Sublayers) -> None:
+    """Between two measured lengths and beyond; layers with windows stop to cost more."""
+    near, far = costs._Seconds(1.0, (2.0, 3.0)), costs._Seconds(3.0, (6.0, 11.0))
+    for model, most in ((opened, None), (Sublayers(lively_model("mistral")), 8)):
+        windows = set(model.windows)
+        assert windows == {most}
+        found = _costs_of({(1, 32): near, (1, 544): far}, model)
+        for context, part in ((0, 0.0), (544, 1.0), (1056, 2.0)):
+            part = 0.0 if most else part
+            table = found.at(context)
+            assert table.draft == pytest.approx((1 + 2 * part) / (2 + 4 * part), abs=0.02)
+            assert table.verify_cost(2) == pytest.approx((3 + 8 * part) / (2 + 4 * part), abs=0.02)
+    # of a length that was not measured: keys cost what weights do
+    alone = _costs_of({(1, 32): near}, opened).at(10**6)
+    keys = sum(opened.key_bytes().values()) * 10**6 / costs._Read.of(opened, SKIP).step
+    assert alone.verify_cost(2) == pytest.approx((3 + 2 * keys) / (2 + 2 * keys), rel=0.05)
+
+
+def test_a_pass_reads_the_keys_that_its_layers_see() -> None:
+    per_token = 2 * 2 * 8 * 8  # keys and values, heads, width, float64
+    llama = Sublayers(lively_model("llama"))
+    assert llama.key_bytes() == {None: 6 * per_token}
+    assert source_of(llama, SKIP).key_bytes() == {None: 2 * per_token}
+    assert source_of(llama, SkipConfig(attention=(1, 3)).resolve(6)).key_bytes() == {
+        None: 4 * per_token
+    }
+    assert LOOKUP.key_bytes() == {}
+    assert keys_read({None: 3.0, 8: 5.0}, 6) == 48.0
+    assert keys_read({None: 3.0, 8: 5.0}, 100) == 340.0
+
+
+@torch.no_grad()
+def test_a_long_context_is_measured_where_a_call_gets_near_it(
+    opened: Sublayers, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without computing it: passes run behind zeros, and no key but the rounds' own is written."""
+    passes: list[tuple[int, int]] = []
+    verify = Session.verify
+
+    def longer(self: Session, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+        passes.append((min(self.lengths), tokens.shape[0]))
+        out = verify(self, tokens, positions)
+        now[0] += 1.0 if min(self.lengths) >= 300 else 0.0
+        assert out.isfinite().all()
+        return out
+
+    now = [0.0]
+    monkeypatch.setattr(Session, "verify", longer)
+    monkeypatch.setattr(costs, "_FAR", 300)
+    monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: clock() + now[0]))
+    model = Sublayers(lively_model("llama", max_position_embeddings=600))
+    (short,) = cost_tables(model, [SKIP], request((4,)))
+    assert max(length for length, _ in passes) < 300
+    passes.clear()
+    (long,) = cost_tables(model, [SKIP], request((80,)))
+    assert min(length for length, _ in passes) >= 296
+    # a plain step takes a second more there, and a draft step as long as before
+    assert long.at(320).draft == pytest.approx(DRAFT / (VERIFY[1] + 1.0), rel=0.02)
+    assert long.at(0) == short.at(0) or long.at(0).draft == pytest.approx(RIGHT, rel=0.02)
 
 
 @torch.no_grad()
@@ -229,12 +307,16 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them(
     found, spent = [], []
     for _ in range(12):
         before = clock()
-        found += cost_tables(model, [SKIP], request())
+        found += [each.at(0) for each in cost_tables(model, [SKIP], request((40,)))]
         spent.append(clock() - before)
     assert max(spent) <= 60.0 + longest
     assert found[0].source == "analytic"
-    assert found[-1].draft == pytest.approx(RIGHT)
+    assert found[-1].draft == pytest.approx(RIGHT, rel=0.02)
     assert not any(spent[-2:])
+
+
+def tables(model: Sublayers, drafts: Sequence[Any], **how: Any) -> list[CostTable]:
+    return [each.at(0) for each in cost_tables(model, drafts, request((4,)), **how)]
 
 
 @torch.no_grad()
@@ -246,11 +328,11 @@ def test_times_serve_the_next_process(
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "measure", partial(measure, now=clock))
     model = lively_model("llama")
-    asked = cost_tables(Sublayers(model), [LOOKUP, SKIP], request((4,)), seconds=1e9)
+    asked = tables(Sublayers(model), [LOOKUP, SKIP], seconds=1e9)
     (file,) = (tmp_path / "costs").iterdir()
     again = lively_model("llama")  # as another process loads it
     now = clock()
-    assert cost_tables(Sublayers(again), [LOOKUP, SKIP], request((4,))) == asked
+    assert tables(Sublayers(again), [LOOKUP, SKIP]) == asked
     assert clock() == now
     # other weights, another draft, a broken file, an old one: none of these times
     other = lively_model("llama", seed=1)
@@ -330,10 +412,10 @@ def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.Mon
     monkeypatch.setattr(costs, "_PATIENCE", 1.0)
     monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: other.now))
     model = Sublayers(lively_model("llama"))
-    asked = partial(cost_tables, drafts=[SKIP], request=request(), seconds=1.0)
+    asked = partial(cost_tables, drafts=[SKIP], request=request((40,)), seconds=1.0)
     calls = [asked(model) for _ in range(3)]
-    assert calls[0][0].draft > 2 * RIGHT
-    assert calls[1][0].draft == pytest.approx(RIGHT)
+    assert calls[0][0].at(0).draft > 2 * RIGHT
+    assert calls[1][0].at(0).draft == pytest.approx(RIGHT, rel=0.02)
     assert calls[2] is calls[1]
     other.left["draft_step"] = 10**9  # for good: then it is left at that
     model = Sublayers(lively_model("llama"))

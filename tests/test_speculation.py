@@ -6,10 +6,12 @@ import math
 import pytest
 
 from layerskip.costs.speculation import (
+    ContextCosts,
     CostTable,
     draft_limit,
     expected_tokens,
     optimal_draft_length,
+    remaining,
     rising,
     round_sublayer_tokens,
     speedup,
@@ -201,3 +203,27 @@ def test_analytic_costs_are_shares_of_the_weights() -> None:
 )
 def test_the_nearest_rising_values(values: list[float], want: list[float]) -> None:
     assert rising(values) == pytest.approx(want)
+
+
+def test_similar_contexts_share_a_table() -> None:
+    made: list[tuple[int, int]] = []
+
+    def table(context: int, rows: int) -> CostTable:
+        made.append((context, rows))
+        return CostTable(0.1, (1.0, 1.0 + context / 1000))
+
+    costs = ContextCosts(table)
+    for context in range(9000):
+        found = costs.at(context, 2)
+        assert found is costs.at(context, 2)
+        assert abs(found.verify[1] - 1 - context / 1000) <= max(0.033, context / 15000)
+    assert len(made) < 80
+    assert {rows for _, rows in made} == {2}
+    assert costs.at(10) != costs.at(100)
+    alone = CostTable(0.1, (1.0,))
+    assert alone.at(9999, 8) is alone
+
+
+def test_finished_rows_leave_when_the_others_fit_into_half_a_pass() -> None:
+    assert [remaining(8, going) for going in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert [remaining(6, going) for going in range(1, 7)] == [1, 2, 6, 6, 6, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 
 import layerskip
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import CONTROLLERS, SIGNALS
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
@@ -213,10 +214,14 @@ def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
 class Told(Erratic):
     """Notes what it is told."""
 
+    def begin(self, context: int, rows: int) -> None:
+        self.begun.append((context, rows))
+
     def __init__(self, signal: str) -> None:
         super().__init__()
         self.signal = signal
         self.told: list[float] = []
+        self.begun: list[tuple[int, int]] = []
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
         self.told.append(confidence)
@@ -233,6 +238,7 @@ def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
         rounds = decoded(model, case, [0, 1], skip=SKIPS[skip], controller=real)
         assert list(simulate(played, simulated, [0, 1])) == rounds
         assert simulated.told == pytest.approx(real.told, rel=1e-5, abs=1e-5)
+        assert simulated.begun == real.begun
         heard.append(simulated.told)
     assert heard[0] != pytest.approx(heard[1], rel=0.1)
 
@@ -532,6 +538,23 @@ def test_prices_of_simulated_rounds() -> None:
     rounds = [SimulatedRound((2, 0), (1, 0), (2, 1)), SimulatedRound((0, 0), (0, 0), (1, 1))]
     assert tokens_per_step(rounds, COSTS) == pytest.approx(5 / (0.4 + 1.2 + 1.0))
     assert tokens_per_step([], COSTS) == 1.0
+    dearer = ContextCosts(lambda context, rows: COSTS if rows > 1 else CostTable(1.0, (1.0,)))
+    rounds = [replace(rounds[0], rows=2), replace(rounds[0], rows=1)]
+    assert tokens_per_step(rounds, dearer) == pytest.approx(6 / (0.4 + 1.2 + 3.0))
+
+
+def test_costs_of_a_round_are_those_of_its_context_and_rows() -> None:
+    """Simulated as decoded: drafts pay in small batches, and behind few tokens."""
+    model, played = replayed(1, "exit 4")
+    dear = CostTable(1.0, (1.0, 2.0, 3.0))
+    for costs in (
+        ContextCosts(lambda context, rows: COSTS if rows < 3 else dear),
+        ContextCosts(lambda context, rows: COSTS if context < 64 else dear),
+    ):
+        made = make_controller("expected-gain", costs=costs, sampling=True)
+        again = make_controller("expected-gain", costs=costs, sampling=True)
+        real = decoded(model, 1, (0, 1, 2), skip=SKIPS["exit 4"], controller=made)
+        assert list(simulate(played, again, (0, 1, 2), max_draft_length=LENGTH)) == real
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ Pure Python: the controllers, the search's simulator and the analysis all call t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from layerskip.files.schema import POSITIVE, has, items, text
 
 SOURCES = ("measured", "analytic", "given")
+_UNIT = 64  # tokens of context that share a table, at least; longer ones by sixteenths
 
 
 def _check_length(draft_length: int) -> None:
@@ -101,6 +102,16 @@ def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
     return max(0, min(asked, tokens_left - 1, free_slots - 1))
 
 
+def remaining(rows: int, going: int) -> int:
+    """The rows of a pass once only `going` of them are not finished.
+
+    Finished rows are dropped if the others fit into half of the rows, or fewer: a power of two
+    stays, so that passes have few shapes.
+    """
+    size = 1 << (going - 1).bit_length()
+    return size if 2 * size <= rows else rows
+
+
 def rising(values: Sequence[float]) -> list[float]:
     """The nearest values that never fall (isotonic regression, pooling adjacent violators)."""
     pools: list[list[float]] = []
@@ -170,3 +181,44 @@ class CostTable:
         whose `verify` is given.
         """
         return cls(math.fsum(draft) / math.fsum(target), tuple(verify), "analytic")
+
+    def at(self, context: int, rows: int = 1) -> CostTable:
+        """This table, whatever the context and the rows are (see `ContextCosts.at`)."""
+        return self
+
+
+class ContextCosts:
+    """The costs at any length of context, in batches of any size.
+
+    Args:
+        table: makes the table for tokens of context and rows; called once for similar contexts.
+    """
+
+    def __init__(self, table: Callable[[int, int], CostTable]) -> None:
+        self._table = table
+        self._made: dict[tuple[int, int], CostTable] = {}
+
+    def at(self, context: int, rows: int = 1) -> CostTable:
+        """The table for that many tokens before a pass, in each of so many rows.
+
+        The same object for similar contexts, so that callers see cheaply whether it changes.
+        """
+        unit = max(_UNIT, 1 << max(0, context.bit_length() - 4))
+        key = context // unit * unit + unit // 2, rows
+        if key not in self._made:
+            self._made[key] = self._table(*key)
+        return self._made[key]
+
+
+Costs = CostTable | ContextCosts
+
+
+def keys_read(per_token: Mapping[int | None, float], context: int) -> float:
+    """Bytes of keys and values that a pass reads for one row, of so many tokens before it.
+
+    Args:
+        per_token: bytes of a token, by how many tokens the layers see at most; None: all of them.
+    """
+    return math.fsum(
+        each * (context if seen is None else min(context, seen)) for seen, each in per_token.items()
+    )

@@ -1,12 +1,13 @@
 """The protocol of controllers, which decide when to stop drafting and what to draft from.
 
-A controller serves one generate call. For each row and round, `limit` is called, then
-`keep_drafting` after each drafted token below the limit, then `update`. Rows may interleave, but a
-round begins for all rows before it ends for any. A drafted token is always verified: stopping only
-concerns the next one. Rows draft in lockstep, so that a row that drafts on makes the others wait;
-`draft_together` decides about this before every step of the batch. A confidence is the probability
-of the drafted token under the softmax of the draft's raw logits at temperature 1, unless the
-controller has a `signal` (see `signal_of`). A confidence of NaN stops drafting.
+A controller serves one generate call. A round starts with `begin`. Then for each row `limit` is
+called, then `keep_drafting` after each drafted token below the limit, then `update`. Rows may
+interleave, but a round begins for all rows before it ends for any. A drafted token is always
+verified: stopping only concerns the next one. Rows draft in lockstep, so that a row that drafts on
+makes the others wait; `draft_together` decides about this before every step of the batch. A
+confidence is the probability of the drafted token under the softmax of the draft's raw logits at
+temperature 1, unless the controller has a `signal` (see `signal_of`). A confidence of NaN stops
+drafting.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class Controller:
     def reset(self, rows: int) -> None:
         """Starts a call with `rows` rows and forgets everything learned before."""
 
+    def begin(self, context: int, rows: int) -> None:
+        """Told at the start of a round: tokens before it, on average, and the rows of a pass.
+
+        Both change what drafts cost. Rows that are finished may still take part in passes.
+        """
+
     def limit(self, row: int, allowed: int) -> int:
         """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
         return allowed
@@ -62,7 +69,9 @@ class Controller:
         """Reports the row's round, once, also where drafted is 0."""
 
 
-_PARTS = ("needs_confidence", "reset", "limit", "keep_drafting", "draft_together", "update")
+_PARTS = (
+    *("needs_confidence", "reset", "begin", "limit", "keep_drafting", "draft_together", "update"),
+)
 
 
 SIGNALS = ("probability", "margin")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import CONTROLLERS, Chooser, Controller, completed, signal_of
 from layerskip.decoding.expected_gain import ExpectedGain
 
@@ -115,7 +115,7 @@ def make_controller(
     *,
     max_draft_length: int | None = None,
     threshold: float | None = None,
-    costs: CostTable | Sequence[CostTable],
+    costs: Costs | Sequence[Costs],
     priors: Sequence[float] | None = None,
     sampling: bool = False,
 ) -> Controller:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
+from layerskip.costs.speculation import draft_limit, remaining, round_sublayer_tokens
 from layerskip.decoding.controller import (
     Chooser,
     Controller,
@@ -186,14 +186,11 @@ class Decoder:
         return self._close(index, tokens, source, drafts, positions, verdict.scores, raw)
 
     def _compact(self) -> None:
-        """Drop finished rows if the others fit into half of the rows, or fewer.
-
-        A power of two of rows stays, so that passes have few shapes; finished rows fill it up.
-        """
+        """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
         rows = self.session.rows
         going = [row for row in rows if not self.finished[row]]
-        size = 1 << (len(going) - 1).bit_length()
-        if 2 * size > len(rows):
+        size = remaining(len(rows), len(going))
+        if size == len(rows):
             return
         done = [row for row in rows if self.finished[row]]
         done.sort(key=self.session.lengths.__getitem__)  # the shortest have the least to attend to
@@ -212,6 +209,8 @@ class Decoder:
         """The source of the round, if any, and how many tokens each row drafts at most."""
         controller = self.controller
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
+        lengths = [self.session.lengths[row] for row in allowed]
+        controller.begin(sum(lengths) // len(lengths), len(self.session.rows))
         self._proposals = [
             {row: self._proposed(state.offer(row, most)) for row, most in allowed.items()}
             for state in self.session.states

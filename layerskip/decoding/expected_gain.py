@@ -8,8 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from layerskip.costs.speculation import CostTable, expected_tokens, optimal_draft_length, speedup
+from layerskip.costs.speculation import (
+    Costs,
+    CostTable,
+    expected_tokens,
+    optimal_draft_length,
+    speedup,
+)
 from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
 from layerskip.decoding.controller import Controller, Offer
 
@@ -25,19 +32,25 @@ _LOSS_SHARE = 0.01  # target steps per token
 class _Source:
     """One of the sources: its costs and its acceptance so far."""
 
-    def __init__(self, costs: CostTable, longest: int, prior: float) -> None:
-        self.costs = costs
+    def __init__(self, costs: Costs, longest: int, prior: float) -> None:
+        self.all_costs, self.most = costs, longest
         self.prior = prior
-        self.round_costs = [costs.round_cost(drafted) for drafted in range(longest + 1)]
-        self.step_costs = [
-            after - before
-            for before, after in zip(self.round_costs, self.round_costs[1:], strict=False)
-        ]
-        length = optimal_draft_length(_HOPE, costs, longest)
-        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
-        self.longest = longest if hope >= _LEAST_GAIN else 0
-        self.best = optimal_draft_length(prior, costs, longest)  # if it is as expected
+        self.costs: CostTable | None = None
+        self.at(0, 1)
         self.reset(0.0)
+
+    def at(self, context: int, rows: int) -> None:
+        """Take the costs of a round there."""
+        costs = self.all_costs.at(context, rows)
+        if costs is self.costs:
+            return
+        self.costs = costs
+        self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
+        self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
+        length = optimal_draft_length(_HOPE, costs, self.most)
+        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        self.longest = self.most if hope >= _LEAST_GAIN else 0
+        self.best = optimal_draft_length(self.prior, costs, self.most)  # if it is as expected
 
     def reset(self, others: float) -> None:
         """Forget everything; `others` is the share of a batch that is not a row's own."""
@@ -111,7 +124,7 @@ class ExpectedGain(Controller):
     and drafts only from sources that have not cost it anything so far.
 
     Args:
-        costs: the cost table of the source, or one for each of several. For lookups c is 0.
+        costs: the costs of the source, or of each of several. For lookups c is 0.
         priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
 
     Raises:
@@ -123,12 +136,12 @@ class ExpectedGain(Controller):
 
     def __init__(
         self,
-        costs: CostTable | Sequence[CostTable],
+        costs: Costs | Sequence[Costs],
         max_draft_length: int = 12,
         *,
         priors: Sequence[float] | None = None,
     ) -> None:
-        tables = [costs] if isinstance(costs, CostTable) else list(costs)
+        tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length
         expected = [PRIOR] * len(tables) if priors is None else priors
         self._sources = [
@@ -138,18 +151,31 @@ class ExpectedGain(Controller):
         self.reset(1)
 
     def reset(self, rows: int) -> None:
-        others = 1.0 - 1.0 / rows
+        self._rows = [_Row([0.0] * len(self._sources)) for _ in range(rows)]
+        self._round = _Round()
+        self._begun = False
+        self._start()
+
+    def begin(self, context: int, rows: int) -> None:
+        self._end_round()
+        for source in self._sources:
+            source.at(context, rows)
+        if not self._begun:
+            self._begun = True
+            self._start()
+
+    def _start(self) -> None:
+        """Expect what costs and priors say."""
+        others = 1.0 - 1.0 / len(self._rows)
         self._least_rate = 1.0 + _BATCH_RATE * others
         for source in self._sources:
             source.reset(others)
         # lookups have no prior
-        models = [source for source in self._sources if source.costs.draft > 0.0]
+        models = [each for each in self._sources if each.costs and each.costs.draft > 0.0]
         best = [(expected_tokens(s.prior, s.best), s.round_costs[s.best]) for s in models]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
         self._tokens, self._cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
-        self._rows = [_Row([0.0] * len(self._sources)) for _ in range(rows)]
-        self._round = _Round()
 
     def choose(self, offers: Sequence[Offer]) -> int | None:
         if len(offers) != len(self._sources):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -128,6 +130,13 @@ class LayerParts:
     def attention(self) -> Any:
         """The attention module."""
         return self.module.self_attn
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many heads of keys its attention reads, and how wide they are."""
+        attention = self.attention
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return heads, attention.head_dim
 
     @property
     def mlp(self) -> Any:
@@ -314,6 +323,21 @@ class Architecture:
         # layers differ in how many bytes their experts have, not in how many of them run
         share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
         return [none + share(count) * (every - none) for count in counts]
+
+    def key_bytes(self, layers: Iterable[int] | None = None) -> dict[int | None, float]:
+        """Bytes of a token's keys and values that a pass through attentions reads, for one row.
+
+        They are given by the window of the layers that read them, None for full attention. Layers
+        that share keys and values each read them.
+
+        Args:
+            layers: numbers of the layers whose attention runs; all by default.
+        """
+        found: dict[int | None, float] = defaultdict(float)
+        for number in range(self.num_layers) if layers is None else layers:
+            part = self.parts[number]
+            found[part.window] += 2 * math.prod(part.heads) * self.dtype.itemsize
+        return dict(found)
 
     @property
     def softcap(self) -> float | None:

@@ -263,6 +263,10 @@ class Whole(Sublayers):
         head = sum(read_bytes(part, bits) for part in self.head_parts().values())
         return {"sublayers": [body], "head": head}
 
+    def key_bytes(self, layers: Iterable[int] | None = None) -> dict[int | None, float]:
+        """Nothing: how the library's attentions read keys is not known here."""
+        return {}
+
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
         super().check_lengths(prompt_lengths, total)
         for parameters in self._rope_types():

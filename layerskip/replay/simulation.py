@@ -9,23 +9,29 @@ Letters: N starts, J steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from layerskip.costs.speculation import CostTable, draft_limit
+from layerskip.costs.speculation import Costs, draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
 from layerskip.replay.drafts import Replay
 
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """Counts of one round, row by row, and which draft it took, as in the engine's `Round`."""
+    """Counts of one round, row by row, and which draft it took, as in the engine's `Round`.
+
+    Attributes:
+        context, rows: what the controller was told at its start (see `Controller.begin`).
+    """
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
     source: int | None = None
+    context: int = field(default=0, compare=False)
+    rows: int = field(default=1, compare=False)
 
 
 class _Draft:
@@ -52,6 +58,7 @@ class _Row:
 
     def __init__(self, replays: Sequence[Replay], text: int, signal: str) -> None:
         trace = replays[0].trace
+        self.prompt = trace.texts[text].prompt
         self.left = trace.texts[text].starts  # tokens still to come
         self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
         self.start = 0
@@ -86,12 +93,16 @@ def simulate(
         )
     rows = [_Row(several, text, signal_of(controller)) for text in texts]
     controller.reset(len(rows))
-    while any(row.left for row in rows):
-        yield _round(rows, controller, longest)
+    size = len(rows)
+    while going := sum(row.left > 0 for row in rows):
+        size = remaining(size, going)
+        yield _round(rows, controller, longest, size)
 
 
-def _round(rows: Sequence[_Row], controller: Controller, longest: int) -> SimulatedRound:
+def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int) -> SimulatedRound:
     going = {number: row for number, row in enumerate(rows) if row.left}
+    context = sum(row.prompt + row.start for row in going.values()) // len(going)
+    controller.begin(context, size)
     # the cache has a slot for every token and every draft, so that it never limits
     allowed = {
         number: draft_limit(longest, row.left + row.asked, longest + 1)
@@ -124,7 +135,7 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int) -> Simula
         row.start += emitted[number]
         row.left -= emitted[number]
     counts = tuple(drafted), tuple(accepted), tuple(emitted)
-    return SimulatedRound(*counts, source if any(drafted) else None)
+    return SimulatedRound(*counts, source if any(drafted) else None, context, size)
 
 
 def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -> Offer:
@@ -165,21 +176,20 @@ def _drafted(
     return drafted
 
 
-def tokens_per_step(
-    rounds: Iterable[SimulatedRound], costs: CostTable | Sequence[CostTable]
-) -> float:
+def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
     """Tokens emitted by all rows per target step; for one row that is the speedup over plain.
 
     A round of several rows costs what its longest draft does.
 
     Args:
-        costs: of the draft; of several, one table for each, in their order.
+        costs: of the draft; of several, those of each, in their order.
     """
-    tables = [costs] if isinstance(costs, CostTable) else costs
+    tables = costs if isinstance(costs, Sequence) else [costs]
     tokens, cost = 0, 0.0
     for round_ in rounds:
         tokens += sum(round_.emitted)
-        cost += tables[round_.source or 0].round_cost(max(round_.drafted))
+        table = tables[round_.source or 0].at(round_.context, round_.rows)
+        cost += table.round_cost(max(round_.drafted))
     return tokens / cost if cost else 1.0
 
 

@@ -45,20 +45,24 @@ def file_of(
     return root / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
-def read(file: Path) -> dict[str, Any] | None:
-    """The arguments of `_Times`; None if there is no file, or it is old or broken."""
+def read(file: Path) -> list[dict[str, Any]]:
+    """Each kind of rounds, and the arguments of its `_Times`; none if the file is old or broken."""
     try:
         if time.time() - file.stat().st_mtime > _DAYS * 86400:
-            return None
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {
-            "rounds": {(int(a), int(b)): _seconds(some) for a, b, some in found["rounds"]},
-            "steps": {int(a): _seconds(some) for a, some in found["steps"]},
-            "weights": list(map(float, found["weights"])),
-            "base": int(found["base"]),
-        }
+            return []
+        return [
+            {
+                "rows": int(found["rows"]),
+                "context": int(found["context"]),
+                "rounds": {(int(a), int(b)): _seconds(some) for a, b, some in found["rounds"]},
+                "steps": {int(a): _seconds(some) for a, some in found["steps"]},
+                "weights": list(map(float, found["weights"])),
+                "base": int(found["base"]),
+            }
+            for found in json.loads(file.read_text(encoding="utf-8"))
+        ]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # then costs are measured again, and the file is rewritten
+        return []  # then costs are measured again, and the file is rewritten
 
 
 def _seconds(some: Any) -> list[float]:
@@ -68,16 +72,21 @@ def _seconds(some: Any) -> list[float]:
     return found
 
 
-def write(file: Path | None, times: Any) -> None:
-    """Write times, whole or not at all; skipped if the folder cannot be written."""
-    if file is None:
+def write(file: Path | None, times: Mapping[Any, Any]) -> None:
+    """Write times by kind, whole or not at all; skipped if the folder cannot be written."""
+    if file is None or not times:
         return
-    record = {
-        "rounds": [[a, b, some[:_MOST]] for (a, b), some in times.rounds.items()],
-        "steps": [[a, some[:_MOST]] for a, some in times.steps.items()],
-        "weights": list(times.weights),
-        "base": times.base,
-    }
+    record = [
+        {
+            "rows": kind.rows,
+            "context": kind.context,
+            "rounds": [[a, b, some[:_MOST]] for (a, b), some in each.rounds.items()],
+            "steps": [[a, some[:_MOST]] for a, some in each.steps.items()],
+            "weights": list(each.weights),
+            "base": each.base,
+        }
+        for kind, each in times.items()
+    ]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:

@@ -1,35 +1,39 @@
 """The costs of draft steps and verify passes on this machine, in target steps.
 
-Rounds of fixed length on one row are timed once for each model, set of sources and kind of law. The
-costs serve batches of any size, and other processes through a small file (see `kept.py`). A call
-without costs spends at most `_BUDGET` seconds on measuring; the next calls continue, and times that
-other work on the machine has disturbed are taken again. Under the rejection rule the text depends
-on draft lengths, which a clock must not decide; there the analytic table of weights is used.
+Rounds of fixed length are timed once for each model, set of sources and kind of law, by number of
+rows, behind a short context and a long one. In between, costs follow the bytes of keys and values.
+They serve other processes through a small file (see `kept.py`). A call without costs spends at most
+`_BUDGET` seconds on measuring; the next calls continue, and times that other work on the machine
+has disturbed are taken again. Under the rejection rule the text depends on draft lengths, which a
+clock must not decide; there the costs are those of the bytes of weights and keys.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import CostTable, rising
+from layerskip.costs.speculation import ContextCosts, CostTable, keys_read, rising
 from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
+from layerskip.decoding.passes import Session
 from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.following import Following
 from layerskip.environment import hardware
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import kept
@@ -39,6 +43,12 @@ _KNOWN = (1, 3, 7, 15)  # the same for known tokens, whose drafts are longer
 _TYPICAL_LENGTH = 4  # of the drafts that c is computed from
 _SWEEPS = 12  # half as many leave twice the spread
 _CONTEXT = 4
+_FAR = 4096  # tokens behind which costs are measured, too, where calls get near that
+_KEYS = 2**28  # or fewer, so that keys and values take at most so many bytes
+_LEAST = 256  # tokens; where fewer take those bytes, nothing is measured behind them
+_NEAR = 0.25  # of that length: from there on it is measured
+_MOST_ROWS = 32
+_TOKENS = 80  # of a pass over all rows, at most, but for short drafts
 _BUDGET = 0.3  # seconds that a call spends on costs, at most
 _PATIENCE = 4  # times the budget, if costs were asked for and times are disturbed
 _REPEATED = 1.25  # undisturbed, the second quickest time is at most so many times the quickest
@@ -52,14 +62,27 @@ _ROUNDS = 2  # a budget of less than so many plain steps is not used
 
 
 class _Costs:
-    """The costs of one kind of call: times, their file, calls that measured, tables by rows."""
+    """The costs of one kind of call: times, their file, calls that measured, tables."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.times: _Times | None = None
+        self.times: dict[_Kind, _Times] = {}
         self.file: Path | None = None
-        self.calls = 0
-        self.tables: dict[int, list[CostTable]] = {}
+        self.read = False
+        self.calls: dict[_Kind, int] = {}
+        self.tables: list[ContextCosts] | None = None
+
+    def wants(self, kind: _Kind) -> bool:
+        """Whether the next call is to measure these rounds, again or for the first time."""
+        times = self.times.get(kind)
+        done = times is not None and times.complete
+        left = times is None or not done or times.disturbed()
+        return left and self.calls.get(kind, 0) < (_CALLS if done else _TRIES)
+
+    def measured(self) -> dict[_Kind, _Times]:
+        """The times of which there is one of every sort, first those behind few tokens."""
+        done = {kind: times for kind, times in sorted(self.times.items()) if times.complete}
+        return {kind: times for kind, times in done.items() if _Kind(kind.rows, _CONTEXT) in done}
 
 
 _costs: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Costs]] = weakref.WeakKeyDictionary()
@@ -102,9 +125,37 @@ class Stopwatch(Controller):
         return self.left > 0
 
 
+class _Kind(NamedTuple):
+    """Which rounds are timed: of how many rows, and behind how many tokens."""
+
+    rows: int
+    context: int
+
+
+class _Seconds(NamedTuple):
+    """Seconds of a source's draft step, and of passes over 1, 2, ... tokens of every row."""
+
+    draft: float
+    passes: Sequence[float]
+
+    def over(self, tokens: float) -> float:
+        """Seconds of a pass over so many tokens, on lines between those that are known."""
+        places = range(1, len(self.passes) + 1)
+        low = min(max(1, int(tokens)), max(1, len(places) - 1))
+        first = self.passes[low - 1]
+        slope = self.passes[low] - first if low < len(places) else 0.0
+        return first + slope * (tokens - low)
+
+    def table(self) -> CostTable:
+        """In target steps; a longer pass is never cheaper."""
+        step = self.passes[0]
+        verify = [max(1.0, each / step) for each in accumulate(self.passes, max)]
+        return CostTable(self.draft / step, tuple(verify), "measured")
+
+
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of rounds of one row by (source, drafted tokens), and of draft steps by source."""
+    """Seconds of rounds by (source, drafted tokens), and of draft steps by source."""
 
     rounds: dict[tuple[int, int], list[float]]
     steps: dict[int, list[float]]
@@ -145,24 +196,22 @@ class _Times:
             steps={key: times + other.steps[key] for key, times in self.steps.items()},
         )
 
-    def tables(self, rows: int = 1) -> list[CostTable]:
-        """The table of each source, for a batch of so many rows.
+    def tables(self) -> list[CostTable]:
+        """The table of each source there."""
+        return [each.table() for each in self.seconds()]
 
-        A pass over several rows costs as much as one over as many tokens of one row; draft steps
-        cost more in the same proportion.
-        """
-        seconds = {key: typical(times) for key, times in self.rounds.items()}
-        step = seconds[self.base, 0]
+    def seconds(self) -> list[_Seconds]:
+        """The typical seconds of each source."""
+        known = {key: typical(times) for key, times in self.rounds.items()}
         costs = [typical(times) if times else 0.0 for times in self.steps.values()]
-        totals = {length: each for (draft, length), each in seconds.items() if draft == self.base}
-        first = _table(costs[self.base], totals)
-        tables = [
-            _like(first, cost, seconds[draft, _TYPICAL_LENGTH], step)
-            if draft != self.base and (draft, _TYPICAL_LENGTH) in seconds
+        totals = {length: each for (draft, length), each in known.items() if draft == self.base}
+        first = _seconds(costs[self.base], totals)
+        return [
+            _like(first, cost, known[draft, _TYPICAL_LENGTH])
+            if draft != self.base and (draft, _TYPICAL_LENGTH) in known
             else first
             for draft, cost in enumerate(costs)
         ]
-        return [_of_rows(table, rows) for table in tables]
 
 
 def measure(
@@ -170,6 +219,7 @@ def measure(
     drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
+    rows: int = 1,
     context: int = _CONTEXT,
     budget: float | None = None,
     whole: bool = True,
@@ -178,13 +228,16 @@ def measure(
 ) -> _Times | None:
     """Time draft steps and verify passes on a short context of the request's first prompt.
 
+    A long context is a short one behind zeros, which nobody computes: times are the same.
+
     Every phase includes its law (without a user's own processors), its draw and the transfer to
     the host, as in decoding. Verify passes are timed at several lengths for one source only, one of
     known tokens if there is one; for the others they are scaled in proportion.
 
     Args:
         drafts: the sources; those of known tokens cost verify passes only.
-        context: the most tokens of the prompt that are used.
+        rows: of the batch.
+        context: how many tokens are before the rounds, at least.
         budget: seconds after which no further sweep starts once there are two; four times as many
             if times are disturbed. `_BUDGET` by default.
         whole: whether to take two sweeps in any case; else no further round starts once the budget
@@ -202,10 +255,12 @@ def measure(
     step = model.pass_bytes([1])[0] / _READ
     if not whole and _ROUNDS * step > budget:
         return None
-    prompt = request.input_ids[0][request.attention_mask[0].bool()][:context]  # (T,)
+    prompt = request.input_ids[0][request.attention_mask[0].bool()][:_CONTEXT]  # (T,)
+    zeros = context - _CONTEXT
     known = [source.known for source in sources]
     base = known.index(True) if True in known else 0
-    lengths = _KNOWN if known[base] else _LENGTHS
+    longest = max(_TYPICAL_LENGTH, _TOKENS // rows - 1)
+    lengths = [each for each in (_KNOWN if known[base] else _LENGTHS) if each <= longest]
     # two plain steps: after a long round the CPU's caches hold other data
     order = [(base, length) for length in (0, 0, *lengths)]
     for i in range(len(sources)):
@@ -215,7 +270,7 @@ def measure(
     order = order[turn % len(order) :] + order[: turn % len(order)]
     growth = sum(length + 1 for _, length in order)
     holds = [source.max_positions for source in sources if source.max_positions]
-    room = min([model.max_positions, *holds]) - len(prompt) - max(lengths) - 2
+    room = min([model.max_positions, *holds]) - zeros - len(prompt) - longest - 3
     sweeps = min(_SWEEPS, room // growth)
     if sweeps < 2:
         return None
@@ -228,11 +283,12 @@ def measure(
     ]
     probe = replace(
         request,
-        law=Law(theirs, do_sample=request.law.do_sample, rows=1),
-        input_ids=prompt[None],
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=prompt.device),
-        keys=request.keys[:1],
-        max_new_tokens=sweeps * growth + max(lengths) + 2,
+        law=Law(theirs, do_sample=request.law.do_sample, rows=rows),
+        input_ids=prompt.expand(rows, -1),
+        attention_mask=prompt.new_ones(rows, len(prompt)),
+        # of their own, so that rows fall out of step as theirs do
+        keys=list(islice(cycle(request.keys), rows)),
+        max_new_tokens=zeros + sweeps * growth + longest + 3,
         eos=frozenset(),
         stop=None,
         keep_scores=False,
@@ -241,9 +297,12 @@ def measure(
     watch = Stopwatch(now)
     started = now()
     timed = [source.timed() for source in sources]
-    decoder = Decoder(model, timed, watch, probe, max_draft_length=max(lengths) + 1)
+    decoder = Decoder(model, timed, watch, probe, max_draft_length=longest + 1)
     rounds = decoder.rounds()
     next(rounds)
+    if zeros:
+        _put_before(decoder.session, zeros)
+        next(rounds)  # the buffers grow
     times = _Times(
         rounds={each: [] for each in order},
         steps={number: [] for number in range(len(sources))},
@@ -271,57 +330,136 @@ def measure(
     return times
 
 
+def _put_before(session: Session, zeros: int) -> None:
+    """Let all rows go on behind so many slots of zeros, as if tokens had been computed there."""
+    session.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in session.prompts]
+    for lengths in (session.prompt_lengths, session.lengths):
+        lengths[:] = [length + zeros for length in lengths]
+    for state in session.states:
+        if isinstance(state, Following):
+            state.seen = [seen + zeros for seen in state.seen]
+
+
 def typical(seconds: Sequence[float]) -> float:
     """The lower quartile, as other work on the machine only adds to times."""
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _table(draft: float, totals: dict[int, float]) -> CostTable:
-    """The table in target steps, from seconds of a draft step and of rounds by drafted tokens.
+def _seconds(draft: float, totals: dict[int, float]) -> _Seconds:
+    """From the seconds of a draft step and of rounds by drafted tokens.
 
     A round's time without its draft steps counts as its verify pass, so that `round_cost` is what
-    was measured. Between measured lengths v is linear.
+    was measured. Between measured lengths passes lie on lines.
     """
-    step = totals[0]
     lengths = sorted(totals)
     # a longer pass is never cheaper, except by noise
     verifies = rising([totals[length] - length * draft for length in lengths])
-    verify = [1.0]
+    passes = [totals[0]]
     for (low, low_seconds), (high, high_seconds) in pairwise(zip(lengths, verifies, strict=True)):
         for length in range(low + 1, high + 1):
             part = (length - low) / (high - low)
-            seconds = low_seconds + part * (high_seconds - low_seconds)
-            verify.append(max(1.0, seconds / step))
-    return CostTable(draft / step, tuple(verify), "measured")
+            passes.append(max(totals[0], low_seconds + part * (high_seconds - low_seconds)))
+    return _Seconds(draft, passes)
 
 
-def _like(other: CostTable, draft: float, total: float, step: float) -> CostTable:
-    """A table scaled from another source's, by seconds of a draft step, a round and a step."""
-    verify = (total - _TYPICAL_LENGTH * draft) / step
-    part = max(0.0, verify) / other.verify_cost(_TYPICAL_LENGTH + 1)
-    return CostTable(
-        draft / step, (1.0, *(max(1.0, part * each) for each in other.verify[1:])), "measured"
-    )
+def _like(other: _Seconds, draft: float, total: float) -> _Seconds:
+    """Seconds scaled from another source's, by those of a draft step and of a round."""
+    step, *longer = other.passes
+    part = max(0.0, total - _TYPICAL_LENGTH * draft) / other.over(_TYPICAL_LENGTH + 1)
+    return _Seconds(draft, [step, *(max(step, part * each) for each in longer)])
 
 
-def _of_rows(table: CostTable, rows: int) -> CostTable:
-    """The table of a batch, from that of one row: v depends on the pass's tokens in all."""
-    if rows == 1:
-        return table
-    step = table.verify_cost(rows)
-    verify = [table.verify_cost(rows * n) / step for n in range(1, len(table.verify) + 1)]
-    return CostTable(table.draft, tuple(verify), table.source)
+@dataclass(frozen=True)
+class _Read:
+    """Bytes that passes read of weights, and of the keys and values of a token of each row.
+
+    It holds numbers only: tables outlive the models that they are of.
+    """
+
+    step: float
+    draft: float
+    verify: Sequence[float]
+    """By tokens of the pass; more than one for mixtures of experts."""
+    keys: Mapping[int | None, float]
+    draft_keys: Mapping[int | None, float]
+
+    @classmethod
+    def of(cls, model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> _Read:
+        longest = _VERIFIED if model.mixtures else 1
+        step, *read = model.pass_bytes([1, *(rows * count for count in range(1, longest + 1))])
+        source = source_of(model, draft)
+        drafted = math.fsum(source.step_bytes())
+        return cls(step, drafted, read, model.key_bytes(), source.key_bytes())
+
+    def table(self, context: int, rows: int) -> CostTable:
+        """The analytic table."""
+        keys = rows * keys_read(self.keys, context)
+        step = self.step + keys
+        draft = self.draft + rows * keys_read(self.draft_keys, context)
+        verify = [(each + keys) / (self.verify[0] + keys) for each in self.verify]
+        return CostTable.analytic([draft], [step], verify)
 
 
-def analytic(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> CostTable:
-    """The table for a machine that is limited by reading weights, from their bytes.
+def _measured(times: Mapping[_Kind, Sequence[_Seconds]], read: _Read, number: int) -> ContextCosts:
+    """The costs of a source from what was measured, in seconds, behind few tokens or many.
+
+    A pass takes a + b x (bytes of the keys and values it reads). Where b is not known, keys are
+    taken to cost what weights do. A pass over several rows takes as long as one over as many tokens
+    of other rows, between the numbers of rows that were measured on a line.
+    """
+
+    def known(rows: int, context: int) -> _Seconds:
+        low, *others = sorted(kind for kind in times if kind.rows == rows)
+        near, weight = times[low][number], times[low][number].passes[0] / read.step
+        far = times[others[-1]][number] if others else None
+
+        def more(keys: Mapping[int | None, float], end: int) -> float:
+            return rows * max(0.0, keys_read(keys, end) - keys_read(keys, low.context))
+
+        def at(keys: Mapping[int | None, float], first: float, last: float | None) -> float:
+            if last is None:
+                return first + weight * more(keys, context)
+            spread = more(keys, others[-1].context)
+            return first + max(0.0, last - first) * more(keys, context) / max(spread, 1.0)
+
+        counts = range(1, len(near.passes) + 1)
+        return _Seconds(
+            at(read.draft_keys, near.draft, far and far.draft) if near.draft else 0.0,
+            [at(read.keys, near.over(count), far and far.over(count)) for count in counts],
+        )
+
+    def table(context: int, rows: int) -> CostTable:
+        sizes = sorted({kind.rows for kind in times})
+        few = max((size for size in sizes if size <= rows), default=sizes[0])
+        many = min((size for size in sizes if size >= rows), default=few)
+        low, high = known(few, context), known(many, context)
+        counts = range(1, max(len(low.passes), len(high.passes)) + 1)
+        if rows > many:  # than were measured
+            part = rows / few
+            seconds = [low.over(part * count) for count in counts]
+            draft = low.draft * low.over(part) / low.over(1)
+        else:
+            part = (rows - few) / (many - few) if many > few else 0.0
+            seconds = [
+                low.over(count) + part * (high.over(count) - low.over(count)) for count in counts
+            ]
+            draft = low.draft + part * (high.draft - low.draft)
+        return _Seconds(draft, seconds).table()
+
+    return ContextCosts(table)
+
+
+def by_bytes(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> ContextCosts:
+    """The costs on a machine that is limited by reading weights and keys, from their bytes.
 
     The more tokens a pass has, in all rows, the more of a mixture's experts it reads.
     """
-    longest = _VERIFIED if model.mixtures else 1
-    step, *read = model.pass_bytes([1, *(rows * count for count in range(1, longest + 1))])
-    drafted = source_of(model, draft).step_bytes()
-    return CostTable.analytic(drafted, [step], [each / read[0] for each in read])
+    return ContextCosts(_Read.of(model, draft, rows).table)
+
+
+def analytic(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> CostTable:
+    """The table of `by_bytes` where no keys are read yet."""
+    return _Read.of(model, draft, rows).table(0, rows)
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
@@ -368,18 +506,20 @@ def cost_tables(
     request: Request,
     *,
     seconds: float | None = None,
-) -> list[CostTable]:
-    """The table of each source, measured at the first calls and remembered.
+) -> list[ContextCosts]:
+    """The costs of each source, measured at the first calls and remembered.
 
-    While times are disturbed the next calls measure, too, and all their times count together, so
-    that a long-lived process does not keep what one bad moment gave. Until there is a time of every
-    kind, tables are analytic.
+    Rounds of one row and of as many rows as the call has are timed, and such rounds behind a long
+    context where the call gets near that. While times are disturbed the next calls measure, too,
+    and all their times count together, so that a long-lived process does not keep what one bad
+    moment gave. Until there is a time of every sort, costs are those of the bytes read.
 
     Args:
         seconds: to spend on measuring now, at least two sweeps; for callers that want costs.
     """
     law: Law = request.law
     rows = request.input_ids.shape[0]
+    context = int(request.attention_mask.sum()) // rows + request.max_new_tokens
     kind = (law.do_sample, law.warp is not None, law.reads_history)
     place = (model.execution, model.dtype, model.device, model.weights.vocabulary, model.threads)
     sources = [source_of(model, draft) for draft in drafts]
@@ -387,26 +527,45 @@ def cost_tables(
     with _lock:
         costs = _costs.setdefault(model.model, {}).setdefault((*keys, kind, place), _Costs())
     with costs.lock:  # for this kind of call only
-        if costs.times is None:
+        if not costs.read:
+            costs.read = True
             costs.file = kept.file_of(model, machine(model), keys, kind)
-            if costs.file is not None and (saved := kept.read(costs.file)) is not None:
-                costs.times, costs.calls = _Times(**saved), _CALLS
-        done = costs.times is not None and costs.times.complete
-        left = costs.times is None or not done or costs.times.disturbed()
-        if left and costs.calls < (_CALLS if done else _TRIES):
-            asked = {"budget": seconds} if seconds else {"whole": False, "turn": 3 * costs.calls}
+            for saved in () if costs.file is None else kept.read(costs.file):
+                known = _Kind(saved.pop("rows"), saved.pop("context"))
+                costs.times[known], costs.calls[known] = _Times(**saved), _CALLS
+        wanted = [each for each in _kinds(model, rows, context) if costs.wants(each)]
+        budget, started = _BUDGET if seconds is None else seconds, time.perf_counter()
+        for number, each in enumerate(wanted):
+            left = budget + started - time.perf_counter()
+            asked = {"budget": left / (len(wanted) - number), **each._asdict()}
+            if seconds is None:
+                asked |= {"whole": False, "turn": 3 * costs.calls.get(each, 0)}
             found = measure(model, sources, request, **asked)
+            costs.calls[each] = costs.calls.get(each, 0) + 1
             if found is not None:
-                costs.times = found if costs.times is None else costs.times.merged(found)
-                costs.tables.clear()
-                if costs.times.complete and not costs.times.disturbed():
-                    kept.write(costs.file, costs.times)
-            costs.calls += 1
-        if rows not in costs.tables:
-            known = costs.times is not None and costs.times.complete
-            costs.tables[rows] = (
-                costs.times.tables(rows)
-                if known and costs.times is not None
-                else [analytic(model, source, rows) for source in sources]
-            )
-        return costs.tables[rows]
+                before = costs.times.get(each)
+                costs.times[each] = found if before is None else before.merged(found)
+                costs.tables = None
+        measured = costs.measured()
+        if costs.tables is None and measured:
+            if wanted:
+                quiet = {kind: times for kind, times in measured.items() if not times.disturbed()}
+                kept.write(costs.file, quiet)
+            seconds_of = {each: times.seconds() for each, times in measured.items()}
+            costs.tables = [
+                _measured(seconds_of, _Read.of(model, source), number)
+                for number, source in enumerate(sources)
+            ]
+        return costs.tables or [by_bytes(model, source, rows) for source in sources]
+
+
+def _kinds(model: Sublayers, rows: int, context: int) -> Iterator[_Kind]:
+    """The rounds whose times tell the costs of a batch that gets so long."""
+    many = min(_MOST_ROWS, 1 << (rows - 1).bit_length())
+    yield from (_Kind(each, _CONTEXT) for each in sorted({1, many}))
+    # compiled passes would be compiled anew, and the library's own caches have no free slots
+    token = 0.0 if model.execution in ("compiled", "whole") else keys_read(model.key_bytes(), _FAR)
+    if token:
+        far = min(_FAR, model.max_positions * 3 // 4, int(_KEYS * _FAR / (many * token)))
+        if far >= _LEAST and context >= _NEAR * far:
+            yield _Kind(many, far)

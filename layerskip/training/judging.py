@@ -70,7 +70,8 @@ def judge(training: Training) -> dict[str, Any]:
             acceptance[name][law] = replay(trace, each).survival
     request = request_of(opened, prompts[0], recipe.temperature)
     resolved = [each.resolve(opened.num_layers) for each in drafts.values()]
-    costs = cost_tables(opened, resolved, request)
+    context = prompts[0].shape[1]
+    costs = [each.at(context) for each in cost_tables(opened, resolved, request)]
     table = {
         name: {
             **acceptance[name],

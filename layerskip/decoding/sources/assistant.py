@@ -8,7 +8,7 @@ Letters: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +47,9 @@ class Assistant(Source):
 
     def step_bytes(self) -> Sequence[float]:
         return [*self.model.weight_bytes()["sublayers"], self.model.weights.head_bytes()]
+
+    def key_bytes(self) -> Mapping[int | None, float]:
+        return self.model.key_bytes()
 
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
         return _Steps(texts, self.model)

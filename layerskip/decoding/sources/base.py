@@ -119,6 +119,10 @@ class Source(ABC):
         """Bytes of the weights that a step reads; empty if tokens are known without a step."""
         return ()
 
+    def key_bytes(self) -> Mapping[int | None, float]:
+        """Bytes of a token's keys and values that a step reads, as `Architecture.key_bytes`."""
+        return {}
+
     @property
     def known(self) -> bool:
         """Whether its tokens are known without a pass of any model."""

@@ -11,7 +11,7 @@ hidden width of the target, W that of the assistant, K candidates, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,9 @@ class Official(Source):
             head = own.lm_head.weight.nbytes * count
         around = float(sum(read_bytes(each, None) for each in ends))
         return [*self.model.weight_bytes()["sublayers"], around, head]
+
+    def key_bytes(self) -> Mapping[int | None, float]:
+        return self.model.key_bytes()
 
     def compute(self, embedded: Tensor, state: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
         """Raw logits (B, T, V) and the next h (B, T, H), from tokens and states (B, T, H)."""
@@ -196,6 +199,4 @@ def _sources(target: Sublayers) -> dict[str, LayerParts]:
 
 def _shape(part: LayerParts) -> tuple[int, int, int | None]:
     """How many heads of keys a layer reads, how wide they are, and its window."""
-    attention = part.attention
-    heads = attention.config.num_attention_heads // attention.num_key_value_groups
-    return heads, attention.head_dim, part.window
+    return *part.heads, part.window

@@ -7,7 +7,7 @@ width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class SublayerDraft(Source):
 
     def step_bytes(self) -> Sequence[float]:
         return self.model.weights.read_by(self.skip)
+
+    def key_bytes(self) -> Mapping[int | None, float]:
+        return self.model.key_bytes(index // 2 for index in self.skip.kept() if index % 2 == 0)
 
     def open(self, batch: Batch) -> State:
         return _State(batch, self, self.model.weights.blocks(self.skip))

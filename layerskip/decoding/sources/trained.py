@@ -9,8 +9,9 @@ vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,14 @@ class TrainedDraft(Source):
         before = self.model.weight_bytes()["sublayers"][: self.prefix]
         steps = self.longest or 1  # of one pass
         return [*before, own / steps, self.model.weights.head_bytes(self.skip) / steps]
+
+    def key_bytes(self) -> Mapping[int | None, float]:
+        found = self.model.key_bytes(range(self.prefix // 2))
+        layer = getattr(self.block, "layer", None)
+        if layer is not None:
+            own = 2 * math.prod(layer.parts.heads) * self.model.dtype.itemsize
+            found[layer.window] = found.get(layer.window, 0.0) + own
+        return found
 
 
 class _Layered(Following):
