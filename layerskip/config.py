@@ -1,11 +1,12 @@
-"""Skip configs: which sublayers a draft leaves out or rounds, and their JSON form.
+"""Skip configs: what of a model a draft leaves out or rounds, and their JSON form.
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
 2309.08168) are both a set of indices left out; of the others, a draft runs each exactly or in low
-precision. A draft may compute with trained weights of its own, too (`Trained`), which lie in a file
-beside this one. Only these choices count for equality and hash; the model they were searched on,
-decoding options, costs and notes travel with them.
+precision. A draft may also see less of the text than the model does, and compute with trained
+weights of its own (`Trained`), which lie in a file beside this one. Only these choices count for
+equality and hash; the model they were searched on, decoding options, costs and notes travel with
+them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained",
 
 SCHEMA = 3
 """Version of the JSON that `SkipConfig.save` writes, and the only one that `load` reads."""
+
+SINK = 4
+"""The first slots of a text, which drafts with a window see, too: much attention goes there
+(StreamingLLM, arXiv 2309.17453)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,10 @@ class SkipConfig:
     experts: int | None = None
     """Of a mixture of experts, how many the draft runs for a token; 0: only the dense MLP that runs
     beside them (Gemma 4); None: as many as the model."""
+    window: int | None = None
+    """Of the text, how many of the last slots the draft's attention sees, its own token's included.
+    Layers with full attention see the first SINK slots, too; layers whose own sliding window is no
+    larger stay as they are. None: as much as the model."""
     num_layers: int | None = field(default=None, compare=False)
     """L of the model this was made for, if known; `resolve` refuses another."""
     model: str | None = field(default=None, compare=False)
@@ -124,7 +133,8 @@ class SkipConfig:
     def __post_init__(self) -> None:
         for name in ("attention", "mlp"):
             object.__setattr__(self, name, index_set(getattr(self, name), name))
-        for name, least in (("exit_layer", 1), ("num_layers", 1), ("experts", 0)):
+        smallest = {"exit_layer": 1, "num_layers": 1, "experts": 0, "window": 1}
+        for name, least in smallest.items():
             object.__setattr__(self, name, optional(integer(least))(getattr(self, name), name))
         if not isinstance(self.low, LowPrecision | None):
             raise TypeError(f"low must be LowPrecision, got {self.low!r}")
@@ -194,6 +204,7 @@ class SkipConfig:
             exit_layer=None,
             low=self.low and self.low.written_out(attention, mlp, num_layers),
             experts=None if len(mlp) == num_layers else self.experts,
+            window=None if len(attention) == num_layers else self.window,
             num_layers=num_layers,
         )
 
@@ -218,11 +229,13 @@ class SkipConfig:
     def shared_prefix(self, num_layers: int | None = None) -> int:
         """How many leading sublayers the draft runs unbroken and exactly; 2E for an exit at E.
 
-        With fewer experts the first MLP is not among them.
+        With fewer experts the first MLP is not among them, with a window no sublayer is.
         """
         changed = (*self.skipped(num_layers), *self.rounded(num_layers))
         if self.experts is not None:
             changed = (1, *changed)
+        if self.window is not None:
+            changed = (0, *changed)
         return min(changed, default=2 * self._depth(num_layers))
 
     @property
@@ -323,10 +336,10 @@ class SkipConfig:
         values = dict(mapping(content, "a skip config"))
         version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
         _check_keys("a skip config", values, cls)
-        if not values.keys() & {"attention", "mlp", "exit_layer", "low", "trained", "experts"}:
+        chosen = [f.name for f in fields(cls) if f.compare]
+        if not values.keys() & {*chosen}:
             raise ValueError(
-                "a skip config must have attention, mlp, exit_layer, low, trained or experts, "
-                "got none"
+                f"a skip config must have {', '.join(chosen[:-1])} or {chosen[-1]}, got none"
             )
         blocks = {"low": LowPrecision, "trained": Trained, "decoding": DecodingOptions}
         for name, block in blocks.items():

@@ -379,7 +379,7 @@ def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
         ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
         ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
         ("[3, 9]", "must be a JSON object, got"),
-        ("{}", "must have attention, mlp, exit_layer, low, trained or experts"),
+        ("{}", "must have attention, mlp, .* low, trained, experts or window, got none"),
         ('{"schema": 2, "mlp": []}', "schema must be 3, got 2: of another version"),
         ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
         ('{"mlp": null}', "mlp must be a list of layer indices, got None"),

@@ -49,6 +49,10 @@ SKIPS = {
     "low, exact and gaps": SkipConfig(
         attention=(4,), mlp=(3,), low=LowPrecision(bits=4, attention=(2, 5), head=False)
     ),
+    "a window": SkipConfig(window=5),  # shorter than the longest draft
+    "a window, low and gaps": SkipConfig(
+        attention=(1, 4), window=9, low=LowPrecision(bits=4, attention=(2, 5))
+    ),
     "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
 # family, temperature (None: greedy), tokens that end a text

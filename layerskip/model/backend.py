@@ -42,13 +42,15 @@ class Step(Protocol):
     @property
     def rope(self) -> Mapping[str, Any]: ...
     @property
-    def masks(self) -> Mapping[int | None, Tensor | None]: ...
-    @property
     def slots(self) -> Tensor: ...
     @property
     def inputs(self) -> Tensor | None: ...
     @property
     def blocks(self) -> Tensor | None: ...
+
+    def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
+        """The attention mask of layers with a window and a sink (see `cache.causal`), if any."""
+        ...
 
 
 Block = Callable[[Tensor, Any], Tensor]
@@ -88,12 +90,14 @@ class Backend(ABC):
         bits: int | None,
         deltas: Deltas | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
-        """A sublayer with weights rounded to 8 or 4 bits (see `rounded`), perhaps healed.
+        """A sublayer as a draft computes it: with weights rounded to 8 or 4 bits, perhaps healed.
 
         Args:
-            bits: None: exact.
+            bits: see `rounded`; None: exact.
             experts: how many of a mixture every token takes; None: as many as the model's.
+            window: of the slots that an attention sees (`SkipConfig.window`); None: the model's.
 
         Raises:
             ValueError: its weights can be rounded only by changing the model's modules, or it has

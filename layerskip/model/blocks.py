@@ -40,7 +40,7 @@ class _WholeTexts:
             see the text up to the token and each other; other tokens do not see them.
 
     Attributes:
-        rope, masks, slots: as in `Step`.
+        rope, slots: as in `Step`.
     """
 
     cache = blocks = None
@@ -58,14 +58,18 @@ class _WholeTexts:
         text = (ahead == 0) & (tokens <= tokens[:, None])  # (T K, T K)
         own = tokens == tokens[:, None]
         seen = {w: causal(places[None], places, w) & (text | own) for w in model.distinct_windows}
-        self.masks: dict[int | None, Tensor | None] = {
+        self._masks: dict[int | None, Tensor | None] = {
             window: additive(mask, hidden.dtype) if model.eager else mask  # (1, 1, T K, T K)
             for window, mask in seen.items()
         }
         if not model.eager and streams == 1:
-            for window in self.masks:  # the kernel is causal, and faster, without a mask
+            for window in self._masks:  # the kernel is causal, and faster, without a mask
                 if window is None or window >= count:
-                    self.masks[window] = None
+                    self._masks[window] = None
+
+    def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
+        """As in `Step`; trained layers have no sink."""
+        return self._masks[window]
 
 
 class Layer(nn.Module):

@@ -173,14 +173,25 @@ class RowCache:
             all_values[rows, :, index] = values.transpose(1, 2)
         return self.read(layer_idx)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What a layer's keys and values are in this pass, for layers that read another's."""
-        window, (first, _) = self.windows[layer], self.held(layer)
+    def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
+        """What a layer's keys and values are in this pass, for layers that read another's.
+
+        Args:
+            window, sink: as for `causal`, of a draft that sees less; by default the layer's window.
+        """
+        window, (first, _) = window or self.windows[layer], self.held(layer)
         place, count = 0, self.end - first
         if self.in_step and self.count == 1 and window is not None:
             place = max(0, count - window)  # `needs_mask` counts on this slice
-        keys, values = self.keys[layer], self.values[layer]
-        return keys.narrow(2, place, count - place), values.narrow(2, place, count - place)
+        both = self.keys[layer], self.values[layer]
+        if 0 < sink < place:
+            keys, values = (
+                torch.cat([each[:, :, :sink], each[:, :, place:count]], 2) for each in both
+            )
+            return keys, values
+        place = 0 if sink else place
+        keys, values = (each.narrow(2, place, count - place) for each in both)
+        return keys, values
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's whole keys and values, (B, H, S, D) each, for heads (H, D)."""
@@ -214,29 +225,38 @@ class RowCache:
             return False
         return self.start > 0 or (window is not None and self.end > window)
 
-    def first(self, window: int | None) -> int:
-        """The first slot that masks of layers with a window tell of."""
-        return self.base if window is not None and self.trimmed else 0
+    def first(self, window: int | None, sink: int = 0) -> int:
+        """The first slot that masks of layers with a window tell of; those with a sink are full."""
+        return self.base if window is not None and not sink and self.trimmed else 0
 
-    def seen(self, window: int | None, device: Any) -> Tensor:
+    def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
         """Which slots from `first` on each query sees, (B or 1, 1, T, end - first) bool."""
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
             queries = self.placed(device)  # (B, T)
-        return causal(queries, torch.arange(self.first(window), self.end, device=device), window)
+        slots = torch.arange(self.first(window, sink), self.end, device=device)
+        return causal(queries, slots, window, sink)
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any) -> Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype, device: Any, sink: int = 0) -> Tensor:
         """`seen` as the attention mask of a dtype: bool as it is, otherwise `additive`."""
-        mask = self.seen(window, device)  # (B or 1, 1, T, end)
+        mask = self.seen(window, device, sink)  # (B or 1, 1, T, end)
         return mask if dtype is torch.bool else additive(mask, dtype)
 
 
-def causal(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
-    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots (S,)."""
+def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) -> Tensor:
+    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots (S,).
+
+    Args:
+        window: how many of the last slots they see, their own included; None: all.
+        sink: how many of the first ones they see beside them.
+    """
     queries = queries[:, None, :, None]  # (B, 1, T, 1)
     past = slots <= queries  # (B, 1, T, S)
-    return past if window is None else past & (slots > queries - window)
+    if window is None:
+        return past
+    near = slots > queries - window
+    return past & (near | (slots < sink) if sink else near)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

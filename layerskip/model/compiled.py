@@ -217,7 +217,7 @@ def _pass(
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
     rope = gathered(tables, slots)
-    masks: dict[int | None, Tensor] = {}
+    masks: dict[tuple[int | None, int], Tensor] = {}
     layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
     buffers = dict(zip(layers, zip(keys, values, strict=True), strict=True))
     step = _Inputs(inputs)
@@ -225,13 +225,14 @@ def _pass(
         if not isinstance(block, Attention):
             hidden = block(hidden, step)
             continue
-        if block.window not in masks:
-            masks[block.window] = additive(causal(slots, used, block.window), hidden.dtype)
+        seen = block.window, block.sink
+        if seen not in masks:
+            masks[seen] = additive(causal(slots, used, *seen), hidden.dtype)
         q, k, v = block.inputs(hidden, rope[block.kind])
         all_keys, all_values = buffers[block.layer]
         if block.writes:
             all_keys[rows, :, slots] = k.transpose(1, 2)
             all_values[rows, :, slots] = v.transpose(1, 2)
-        seen = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
-        hidden = block.outputs(hidden, q, *seen, masks[block.window])
+        both = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
+        hidden = block.outputs(hidden, q, *both, masks[seen])
     return hidden

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from layerskip.config import SINK
 from layerskip.model.experts import Mixture, mixture_of
 from layerskip.model.rounded import rounded_bytes
 from layerskip.model.wrappers import UnsupportedModelError, unwrapped
@@ -104,6 +105,7 @@ class LayerParts:
         number: of the layer.
         module: the layer.
         window: its sliding window in tokens, or None for full attention.
+        sink: of a draft, how many of the first slots are seen beside the window (see `narrowed`).
         kind: which of the rotary tables it turns by; "nope": it does not turn.
         before, after: the norms around the attention, if there are any.
         pre, post: the norms around the MLP.
@@ -125,6 +127,7 @@ class LayerParts:
     residual: float = 1.0
     keys: int = 0
     tail: bool = False
+    sink: int = 0
 
     @property
     def attention(self) -> Any:
@@ -152,6 +155,22 @@ class LayerParts:
     def writes(self) -> bool:
         """Whether it has keys and values of its own."""
         return not getattr(self.attention, "is_kv_shared_layer", False)
+
+    def narrowed(self, window: int | None) -> LayerParts:
+        """The same for a draft with a window (`SkipConfig.window`)."""
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        # a layer that slides is used to texts without their first slots
+        return replace(self, window=window, sink=SINK if self.window is None else 0)
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a slot's keys and values."""
+        width = self.attention.o_proj.in_features // self.attention.num_key_value_groups
+        return int(2 * width * dtype.itemsize)
+
+    def slots(self, context: int) -> int:
+        """How many slots the attention of a token sees that has so many before it."""
+        return context if self.window is None else min(context, self.window + self.sink)
 
 
 class Architecture:

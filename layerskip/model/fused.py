@@ -59,8 +59,9 @@ class Fused(Backend):
         bits: int | None,
         deltas: Deltas | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
-        part, second = self.model.parts[sublayer // 2], bool(sublayer % 2)
+        part, second = self.model.parts[sublayer // 2].narrowed(window), bool(sublayer % 2)
         block: Block = self._sublayer(part, second, bits, deltas, experts)
         return block
 
@@ -215,22 +216,26 @@ class Attention(NamedTuple):
         inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D), which
             are empty where it has none of its own.
         outputs: hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
-        layer, kind, window: the layer in the cache that it reads, rotary kind and sliding window.
+        layer, kind: the layer in the cache that it reads, and rotary kind.
         writes: whether those are its own.
+        window, sink: which slots it sees (see `cache.causal`).
     """
 
     inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
     outputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     layer: int
     kind: str
-    window: int | None
     writes: bool
+    window: int | None
+    sink: int
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         q, k, v = self.inputs(hidden, step.rope[self.kind])
         cache = step.cache
-        keys, values = cache.update(k, v, self.layer) if self.writes else cache.read(self.layer)
-        return self.outputs(hidden, q, keys, values, step.masks[self.window])
+        if self.writes:
+            cache.update(k, v, self.layer)
+        keys, values = cache.read(self.layer, self.window, self.sink)
+        return self.outputs(hidden, q, keys, values, step.mask(self.window, self.sink))
 
 
 def attention(
@@ -298,7 +303,7 @@ def attention(
             out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
         return add(hidden, output(out.reshape(rows, count, -1)))
 
-    return Attention(inputs, outputs, part.keys, part.kind, part.window, part.writes)
+    return Attention(inputs, outputs, part.keys, part.kind, part.writes, part.window, part.sink)
 
 
 def mlp(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,10 @@ class Modules(Backend):
         bits: int | None,
         deltas: Deltas | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
         linear = None if bits is None else self._low(bits, deltas)
-        return self.block(sublayer, linear, bits, experts)
+        return self.block(sublayer, linear, bits, experts, window)
 
     def _low(self, bits: int, deltas: Deltas | None = None) -> LinearOf:
         def linear(module: nn.Linear) -> Function:
@@ -135,9 +136,10 @@ class Modules(Backend):
         linear: LinearOf | None = None,
         bits: int | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
-        """A sublayer, its linears as they are or replaced, its experts rounded, or fewer."""
-        part, second = self.model.parts[sublayer // 2], sublayer % 2
+        """A sublayer, its linears as they are or replaced, the rest as for `low`."""
+        part, second = self.model.parts[sublayer // 2].narrowed(window), sublayer % 2
         module = part.mlp if second else part.attention
         if linear is not None:
             module = twin(module, linear, f"layer {part.number} {'mlp' if second else 'self_attn'}")
@@ -146,27 +148,28 @@ class Modules(Backend):
         return self._mlp(part, module, self._mixed(part.mixture, bits, experts))
 
     def _attention(self, part: LayerParts, attend: Any) -> Block:
-        before, window, kind = part.before, part.window, part.kind
+        before, kind, window, sink = part.before, part.kind, part.window, part.sink
         add = adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
         shares = self.model.family.prefix.startswith("Gemma4")
 
         def block(hidden: Tensor, step: Step) -> Tensor:
-            mask, rope = step.masks[window], step.rope[kind]
+            mask, rope = step.mask(window, sink), step.rope[kind]
             if device is not None:
                 hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
             if mask is not None:  # an additive one in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
             more: dict[str, Any] = {"position_ids": step.slots} if positions else {}
+            cache = _Narrowed(step.cache, window, sink)
             if shares:  # layers without keys and values of their own look here
-                read = {} if part.writes else {attend.layer_type: step.cache.read(part.keys)}
+                read = {} if part.writes else {attend.layer_type: cache.read(part.keys)}
                 more["shared_kv_states"] = read
             out: Tensor = attend(
                 hidden_states=hidden if before is None else before(hidden),
                 position_embeddings=rope,
                 attention_mask=mask,
-                past_key_values=step.cache,
+                past_key_values=cache,
                 **more,
             )[0]  # (B, T, H)
             return add(hidden, out)
@@ -193,6 +196,24 @@ class Modules(Backend):
             return hidden if tail is None else tail(hidden, step)
 
         return block
+
+
+class _Narrowed(NamedTuple):
+    """A cache for a layer that sees slots up to a window and a sink (see `cache.causal`)."""
+
+    cache: RowCache
+    window: int | None
+    sink: int
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`RowCache.update`, for the library."""
+        self.cache.update(keys, values, layer_idx)
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.cache.read(layer, self.window, self.sink)
 
 
 def _tail(part: LayerParts) -> Block:

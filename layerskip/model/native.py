@@ -127,10 +127,13 @@ class Native(Fused):
         bits: int | None,
         deltas: Deltas | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
-        fused = super().low(sublayer, bits, deltas, experts)
-        part = self.model.parts[sublayer // 2]
+        fused = super().low(sublayer, bits, deltas, experts, window)
+        part = self.model.parts[sublayer // 2].narrowed(window)
         if bits is not None and sublayer % 2 and not _in_blocks(part):
+            return fused
+        if not sublayer % 2 and part.sink:
             return fused
         matrix = self._exact if bits is None else partial(self._low, bits=bits, deltas=deltas)
         return self._native(part, bool(sublayer % 2), fused, matrix, experts)

@@ -50,33 +50,35 @@ class Pass:
     ) -> None:
         self.model, self.cache, self.rotary, self.inputs = model, cache, rotary, inputs
         self.blocks = blocks
+        self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     @cached_property
     def rope(self) -> Mapping[str, Any]:
         """By layer type, the angles of the pass."""
         return self.rotary.at(self.cache)
 
-    @cached_property
-    def masks(self) -> dict[int | None, Tensor | None]:
-        """By sliding window, the attention mask of the pass."""
-        # the eager kernel always needs a mask; sdpa is causal without one
-        always = self.model.eager and self.cache.count > 1
+    def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
+        """The attention mask of layers with a window and a sink, None where they need none."""
+        if (window, sink) not in self._masks:
+            self._masks[window, sink] = self._mask(window, sink)
+        return self._masks[window, sink]
+
+    def _mask(self, window: int | None, sink: int) -> Tensor | None:
+        model, cache = self.model, self.cache
         # one mask for all layers: sdpa takes bool, whatever dtype a layer has
-        dtype = torch.bool if self.model.backend.bool_masks else self.model.dtype
-        masks: dict[int | None, Tensor | None] = {}
-        for window in self.model.distinct_windows:
-            more = None
-            if self.blocks is not None:
-                kind = self.model.model.config.model_type
-                more = ahead(kind, self.blocks, self.slots, self.cache.end, window)
-            masks[window] = None
-            if more is not None:
-                more = more[..., self.cache.first(window) :]
-                seen = self.cache.seen(window, self.model.device) | more  # (B, 1, T, slots)
-                masks[window] = seen if dtype is torch.bool else additive(seen, dtype)
-            elif always or self.cache.needs_mask(window):
-                masks[window] = self.cache.mask(window, dtype, self.model.device)
-        return masks
+        dtype = torch.bool if model.backend.bool_masks else model.dtype
+        more = None
+        if self.blocks is not None:
+            kind = model.model.config.model_type
+            more = ahead(kind, self.blocks, self.slots, cache.end, window)
+        if more is not None:
+            more = more[..., cache.first(window, sink) :]
+            seen = cache.seen(window, model.device, sink) | more  # (B, 1, T, slots)
+            return seen if dtype is torch.bool else additive(seen, dtype)
+        # the eager kernel always needs a mask; sdpa is causal without one
+        if (model.eager and cache.count > 1) or cache.needs_mask(window):
+            return cache.mask(window, dtype, model.device, sink)
+        return None
 
     @cached_property
     def slots(self) -> Tensor:

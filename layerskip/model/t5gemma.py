@@ -128,8 +128,9 @@ class _Modules(Modules):
         linear: LinearOf | None = None,
         bits: int | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
-        own = super().block(sublayer, linear, bits, experts)
+        own = super().block(sublayer, linear, bits, experts, window)
         if sublayer % 2:
             return own
         layer = self.model.parts[sublayer // 2].module

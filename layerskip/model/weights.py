@@ -26,7 +26,7 @@ from layerskip.model.plain import head_refusal
 from layerskip.model.rounded import copies_of, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
-_Key = tuple[int | None, int | None, str | None, int | None]
+_Key = tuple[int | None, int | None, str | None, int | None, int | None]
 
 
 class DraftWeights:
@@ -48,7 +48,8 @@ class DraftWeights:
         self._rows: TrimmedHead | None = None
         self.copies = copies_of(model.model)
         self._seen = self.copies.changes
-        # by sublayer (or None: head), bits, hash of what heals it (or whose head it is), experts
+        # by sublayer (or None: head), bits, hash of what heals it (or whose head it is), experts,
+        # window
         self._low: dict[_Key, Block] = {}
         self._tails: dict[int, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
@@ -124,7 +125,11 @@ class DraftWeights:
         for index in range(prefix, kept[-1] + 1):
             part = self.model.parts[index // 2]
             if index in kept:
-                fewer = index % 2 and part.mixture is not None and skip.experts is not None
+                fewer = (
+                    part.mixture is not None and skip.experts is not None
+                    if index % 2
+                    else part.narrowed(skip.window) is not part
+                )
                 changed = index in low or fewer
                 found.append(self._changed(index, skip) if changed else self._exact[index])
             elif index % 2 and part.tail:
@@ -173,24 +178,24 @@ class DraftWeights:
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
     def _changed(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer, rounded or of fewer experts; or (None) a head, rounded or of few rows."""
+        """A sublayer, rounded or of fewer experts or slots; or (None) a head, or of few rows."""
         trained, backend = skip.trained, self.backend
         key: _Key
         if sublayer is None:
             rows = self._rows_of(skip)
             of = trained.hash if trained is not None and rows is not self._rows else None
-            key = (None, skip.head_bits, of, None)
+            key = (None, skip.head_bits, of, None, None)
             if key not in self._low:
                 self._low[key] = backend.head(rows, skip.head_bits)
             return self._low[key]
         bits = skip.low.bits if skip.low is not None and sublayer in skip.rounded() else None
         if bits is None or (trained is not None and trained.module):
             trained = None  # modules do not change the rounded sublayers
-        experts = skip.experts if sublayer % 2 else None
-        key = (sublayer, bits, None if trained is None else trained.hash, experts)
+        experts, window = (skip.experts, None) if sublayer % 2 else (None, skip.window)
+        key = (sublayer, bits, None if trained is None else trained.hash, experts, window)
         if key not in self._low:
             deltas = None if trained is None else self.deltas(trained)
-            self._low[key] = backend.low(sublayer, bits, deltas, experts)
+            self._low[key] = backend.low(sublayer, bits, deltas, experts, window)
         return self._low[key]
 
     def deltas(self, trained: Trained) -> Deltas:
@@ -261,6 +266,19 @@ class DraftWeights:
         lower = whole if low is None else model.weight_bytes(low.bits, experts=experts)
         read = [(lower if i in rounded else whole)["sublayers"][i] for i in skip.kept()]
         return [*read, self.head_bytes(skip)]
+
+    def keys_read_by(self, skip: SkipConfig | None, context: int) -> int:
+        """Bytes of keys and values that a step reads with so many slots in use.
+
+        Args:
+            skip: the resolved config of a draft; None: a step of the model.
+        """
+        skip = skip or SkipConfig().resolve(self.model.num_layers)
+        parts = [self.model.parts[i // 2] for i in skip.kept() if not i % 2]
+        dtype = self.model.dtype
+        return sum(
+            part.narrowed(skip.window).slots(context) * part.slot_bytes(dtype) for part in parts
+        )
 
     def head_bytes(self, skip: SkipConfig | None = None) -> float:
         """Bytes of the rows of the head that a draft reads."""

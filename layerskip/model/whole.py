@@ -519,6 +519,7 @@ class _Forward(Backend):
         bits: int | None,
         deltas: Deltas | None = None,
         experts: int | None = None,
+        window: int | None = None,
     ) -> Block:
         assert bits is not None
         return self._block(twin(self.model.base, self._low(bits), "the decoder"))
@@ -605,6 +606,8 @@ class _Weights(DraftWeights):
             raise ValueError(self.model.refusal("it cannot draft with trained weights"))
         if skip.experts is not None:
             raise ValueError(self.model.refusal("it cannot take fewer experts"))
+        if skip.window is not None:
+            raise ValueError(self.model.refusal("its drafts cannot have a window"))
         if skip.skipped():
             raise ValueError(self.model.refusal("it cannot leave sublayers out or exit early"))
         low = len(skip.rounded())

@@ -115,7 +115,8 @@ class Healing(Student):
         self.blocks = []
         for index in skip.kept():
             own, bits = (self._linear, skip.low.bits) if index in low else (None, None)
-            self.blocks.append(model.backend.block(index, own, bits, skip.experts))
+            block = model.backend.block(index, own, bits, skip.experts, skip.window)
+            self.blocks.append(block)
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         key, bias = self._names[id(module.weight)], module.bias

@@ -58,8 +58,8 @@ class ChainCache(RowCache):
         self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
         return self.read(layer_idx)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All that there is of a layer to attend to, (B, H, end, D) each."""
+    def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
+        """All that there is of a layer to attend to, (B, H, end, D) each; windows are masked."""
         if layer not in self.keys:  # that no chain writes
             self._open(layer, self.source.keys[layer], self.source.values[layer])
         return self.keys[layer].narrow(2, 0, self.end), self.values[layer].narrow(2, 0, self.end)
@@ -99,7 +99,7 @@ class ChainCache(RowCache):
         """Always: chains of a group must not see each other."""
         return True
 
-    def seen(self, window: int | None, device: Any) -> Tensor:
+    def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
         """Which slots each chain sees, (B, 1, G, end) bool."""
         steps = self._fed()
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
@@ -109,7 +109,7 @@ class ChainCache(RowCache):
         own = alone.repeat(1, steps)  # (G, steps G)
         if window is not None:
             place = self.placed(device)[:, :, None]  # (B, G, 1)
-            text = text & (slots > place - window)
+            text = text & ((slots > place - window) | (slots < sink))
             ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
-            own = own & (ages < window)
+            own = own & ((ages < window) | (place - ages < sink))  # (B, G, steps G)
         return torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)

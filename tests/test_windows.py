@@ -1,0 +1,207 @@
+"""Drafts with a window: which slots they see, their texts, bytes, prices and places in a search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
+from torch import Tensor
+
+from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip.config import SINK
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.sources.sublayers import key_of
+from layerskip.model.rounded import copies_of
+from layerskip.model.sublayers import Sublayers
+
+FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
+EXECUTIONS = ("modules", "fused", "native")
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
+LONG = 3 * WINDOW
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    return lively_model(family, dtype=dtype)
+
+
+def opened_of(family: str, execution: str) -> Sublayers:
+    dtype = torch.float32 if execution == "native" else torch.float64
+    return Sublayers(model_of(family, dtype), execution)
+
+
+def masks(model: Any, count: int, window: int) -> dict[str, Tensor]:
+    """By kind of layer, what the library adds to the scores of a draft with a window, (1, 1, T, T).
+
+    One slot at a time, as the words of `SkipConfig.window` have it.
+    """
+    found = {}
+    own = getattr(model.config, "sliding_window", None)
+    for kind in ("full_attention", "sliding_attention"):
+        mask = torch.full((count, count), torch.finfo(model.dtype).min, dtype=model.dtype)
+        for query in range(count):
+            for slot in range(query + 1):
+                if kind == "full_attention":
+                    seen = slot < SINK or query - slot < window
+                else:
+                    seen = query - slot < min(window, own or count)
+                if seen:
+                    mask[query, slot] = 0.0
+        found[kind] = mask[None, None]
+    return found
+
+
+def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig) -> Tensor:
+    """Of whole texts (B, T) as a draft computes them in one pass, (B, T, V)."""
+    hidden, step = opened.first_pass(ids)
+    return opened.backend.run(hidden, step, opened.weights.blocks(skip))
+
+
+@pytest.mark.parametrize("window", [1, 5, WINDOW, LONG - SINK - 1])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_draft_sees_the_first_slots_and_the_last(
+    family: str, execution: str, window: int
+) -> None:
+    opened, ids = opened_of(family, execution), prompt(LONG, rows=2)
+    model = model_of(family)
+    seen = masks(model, LONG, window)
+    by_kind = family not in ("llama",)
+    want = model(ids, attention_mask=seen if by_kind else seen["full_attention"]).logits
+    got = logits(opened, ids, SkipConfig(window=window))
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-5)
+    exact = opened.logits(opened.run(*opened.first_pass(ids), range(opened.num_sublayers)))
+    narrow = window + SINK < LONG
+    assert narrow != torch.allclose(got, exact, atol=1e-2)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize(
+    ("family", "execution"),
+    [*product(("llama", "gemma3", "gemma4"), EXECUTIONS), ("gemma3", "compiled")],
+)
+@torch.no_grad()
+def test_steps_of_one_token_see_as_much_as_whole_passes(
+    family: str, execution: str, behind: int
+) -> None:
+    opened, ids = opened_of(family, execution), prompt(LONG, rows=2)
+    skip = SkipConfig(window=5)
+    want, blocks = logits(opened, ids, skip), opened.weights.blocks(skip)
+    kept, rotary = opened.new_cache(2, LONG), opened.rotary(LONG, LONG)
+    for time in range(LONG + behind):
+        kept.settled = time > 0
+        places = [min(time, LONG - 1), max(0, time - behind)]
+        kept.place(places, 1, max(0, time - behind))
+        fed = torch.stack([ids[row, place] for row, place in enumerate(places)])[:, None]  # (2, 1)
+        hidden, step = opened.feed(fed, kept, rotary)
+        got = opened.backend.run(hidden, step, blocks)[:, 0]
+        for row, place in enumerate(places):
+            torch.testing.assert_close(got[row], want[row, place], rtol=0, atol=2e-5)
+
+
+DRAFTS = {
+    "exact": SkipConfig(window=6),
+    "rounded": replace(SkipConfig.low_precision(8), window=3),
+    "rounded, gaps, an exit": SkipConfig(
+        attention=(2,), mlp=(1,), exit_layer=5, window=4, low=LowPrecision(bits=4, mlp=(0, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
+def test_texts_do_not_depend_on_windows(family: str, execution: str, sample: bool) -> None:
+    opened = opened_of(family, execution)
+    ids, mask = ragged((LONG, 3, WINDOW + 2), seed=3)
+    drafted = accepted = 0
+
+    def text(skip: SkipConfig | None, **how: Any) -> Any:
+        out = opened.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=12,
+            do_sample=sample,
+            **({"temperature": 0.8, "top_k": 20} if sample else {}),
+            custom_generate=LayerSkipDecoding(
+                skip, costs=COSTS, execution=execution, seeds=(1, 2, 3) if sample else None, **how
+            ),
+            return_dict_in_generate=True,
+        )
+        return out.sequences.tolist(), out.stats
+
+    want, _ = text(None, enabled=False)
+    for skip in DRAFTS.values():
+        for how in ({"controller": "fixed", "max_draft_length": 4}, {"controller": Erratic(1)}):
+            got, stats = text(skip, **how)
+            assert got == want
+            drafted += stats.num_draft_tokens
+            accepted += stats.num_accepted_tokens
+    assert 0 < accepted < drafted
+
+
+# ---------------------------------------------------------------------------------------------
+# The choice.
+
+
+def test_a_window_is_part_of_a_draft(tmp_path: Any) -> None:
+    narrow, whole = SkipConfig(window=64), SkipConfig()
+    assert narrow != whole
+    assert hash(narrow) != hash(SkipConfig(window=65))
+    assert key_of(narrow.resolve(4)) != key_of(whole.resolve(4))
+    assert repr(narrow) == "SkipConfig(window=64)"
+    path = tmp_path / "skip.json"
+    SkipConfig(mlp=(2,), window=7).save(path)
+    assert SkipConfig.load(path) == SkipConfig(mlp=(2,), window=7)
+    path.write_text('{"window": 64}')
+    assert SkipConfig.load(path) == narrow
+    assert "window" not in whole.to_dict()
+    # the first attention may see less than the model's
+    assert narrow.shared_prefix(4) == 0
+    # where no attention runs there is nothing to see
+    assert SkipConfig(attention=(0, 1), window=3).resolve(2) == SkipConfig(attention=(0, 1))
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises((TypeError, ValueError), match="window must be"):
+            SkipConfig(window=wrong)  # type: ignore[arg-type]
+
+
+def test_windows_share_the_copies_of_weights() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    opened = Sublayers(model, "fused")
+    low = SkipConfig.low_precision(8)
+    first = opened.weights.blocks(low)
+    taken = copies_of(model).nbytes
+    narrow = opened.weights.blocks(replace(low, window=4))
+    assert copies_of(model).nbytes == taken == opened.weights.nbytes(replace(low, window=4))
+    # what is no attention is the same block
+    assert [a is b for a, b in zip(first, narrow, strict=True)] == [False, True] * 6 + [True]
+
+
+def test_layers_whose_window_is_smaller_stay_exact() -> None:
+    opened = Sublayers(tiny_model("gemma3"), "fused")
+    blocks = opened.weights.blocks(SkipConfig(window=WINDOW))
+    slides = [window is not None for window in opened.windows]
+    assert 0 < sum(slides) < opened.num_layers
+    assert [a is b for a, b in zip(blocks[:-1:2], opened.blocks[::2], strict=True)] == slides
+
+
+def test_bytes_of_keys_that_a_step_reads() -> None:
+    model = tiny_model("gemma3", dtype=torch.bfloat16)
+    opened = Sublayers(model, "modules")
+    config = model.config
+    slot = 2 * config.num_key_value_heads * config.head_dim * 2
+    full = opened.windows.count(None)
+    slides = opened.num_layers - full
+    read = opened.weights.keys_read_by
+    assert read(None, 100) == slot * (full * 100 + slides * WINDOW)
+    assert read(SkipConfig(window=20).resolve(6), 100) == slot * (
+        full * (20 + SINK) + slides * WINDOW
+    )
+    assert read(SkipConfig(window=3).resolve(6), 100) == slot * (full * (3 + SINK) + slides * 3)
+    assert read(SkipConfig(window=64, exit_layer=2).resolve(6), 5) == slot * 2 * 5
