@@ -273,8 +273,9 @@ struct Kernel {
   // those of the whole text are known, they are used instead, and probabilities come out.
   static std::pair<float, float> soften(const Sublayer& layer, const Query& query, int64_t begin,
                                         int64_t end, const float* known, float* scores) {
-    // slots that are not seen, from `begin` on
-    const int64_t none = std::clamp<int64_t>(layer.sink - begin, 0, end - begin);
+    // slots that are not seen, from `begin` on; of the sink's, too, none behind the query's own
+    const int64_t sink = std::min(layer.sink, query.last + 1);
+    const int64_t none = std::clamp<int64_t>(sink - begin, 0, end - begin);
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
     const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
     const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));

@@ -133,8 +133,6 @@ class Native(Fused):
         part = self.model.parts[sublayer // 2].narrowed(window)
         if bits is not None and sublayer % 2 and not _in_blocks(part):
             return fused
-        if not sublayer % 2 and part.sink:
-            return fused
         matrix = self._exact if bits is None else partial(self._low, bits=bits, deltas=deltas)
         return self._native(part, bool(sublayer % 2), fused, matrix, experts)
 
@@ -280,6 +278,7 @@ class Native(Fused):
             kv_heads=_kv_heads(module),
             width=module.head_dim,
             window=part.window or 0,
+            sink=part.sink,
             angles=self.model.kinds.index(part.kind),
             scale=module.scaling,
             softcap=cap or 0.0,
