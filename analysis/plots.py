@@ -215,7 +215,7 @@ def run_skip_map(run: Run) -> Plot | None:
     owners: dict[str, list[str]] = {}
     for method in run.drafting:
         settings = run.methods[method]
-        chosen = [settings.get(name) for name in ("skipped", "low", "experts")]
+        chosen = [settings.get(name) for name in ("skipped", "low", "experts", "window")]
         owners.setdefault(str(chosen), []).append(method)
     rows = [
         SkipMapRow(
@@ -223,6 +223,7 @@ def run_skip_map(run: Run) -> Plot | None:
             run.methods[names[0]]["skipped"],
             run.methods[names[0]].get("low"),
             run.methods[names[0]].get("experts"),
+            run.methods[names[0]].get("window"),
             fastest.reindex(names).max(),
         )
         for names in owners.values()
@@ -239,6 +240,7 @@ def search_skip_map(search: Search) -> Plot | None:
             finalist["skipped"],
             finalist.get("low"),
             finalist.get("experts"),
+            finalist.get("window"),
             line["forecast"] if np.isnan(line["measured"]) else line["measured"],
         )
         for finalist, line in zip(search.finalists, lines, strict=True)
@@ -256,6 +258,8 @@ class SkipMapRow(NamedTuple):
     """Layers run in low precision, likewise, with `bits`, and `head`: whether that is, too."""
     experts: int | None
     """How many of a mixture it runs for a token; None: as many as the model."""
+    window: int | None
+    """How many of a text's last slots it sees; None: as many as the model."""
     speedup: float
     """NaN where unknown."""
 
@@ -266,6 +270,7 @@ class SkipMapRow(NamedTuple):
         )
         rounded = f", runs {low} in {self.low['bits']} bits" if self.low else ""
         fewer = "" if self.experts is None else f", with {self.experts} experts"
+        fewer += "" if self.window is None else f", sees the last {self.window} slots"
         return f"{self.name} leaves out {left_out}{rounded}{fewer}, speedup {self.speedup:.2f}"
 
 

@@ -201,7 +201,7 @@ class Objective:
     def _evaluate(self, skip: SkipConfig) -> Evaluation:
         costs = self.costs(skip)
         # plain decoding by another name, whatever the clock says
-        if not skip.skipped() and skip.low is None and skip.experts is None:
+        if skip.bare() == SkipConfig().resolve(self.trace.model.num_layers).bare():
             plain = 1.0 / self.step_seconds
             return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
         limits = [

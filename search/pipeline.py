@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -53,11 +55,14 @@ from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
 from layerskip.timing import sublayers as sublayer_costs
+from layerskip.timing.sublayers import CONTEXTS
 from layerskip.timing.tables import machine
 
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
 FEWEST_TRIALS = 60
+WINDOWS = (256, 1024, 4096)
+"""Windows that drafts are searched with, where texts are long; shorter ones save nothing more."""
 FINALISTS = 3
 REPEATS = 2
 PREFILL = 1.5
@@ -156,6 +161,7 @@ def search(
         bits=bits,
         allow_ends=allow_ends,
         cost=cost,
+        context=typical_context(prompts, max_new_tokens),
     )
     task = Task(
         max_new_tokens,
@@ -190,12 +196,16 @@ def space_for(
     bits: Bits = "auto",
     allow_ends: bool = False,
     cost: Mapping[str, Any] | None = None,
+    context: int = 0,
 ) -> Space:
     """The space to search, around the config to try first that is healed, if one is.
 
     Its low precision is that config's, or as asked; "auto" is what a given `cost` has prices for,
     else 8 where passes are native: only they have products of 8 bits that are faster than exact
-    ones on every machine.
+    ones on every machine. It has windows where texts are long enough: see `windows_for`.
+
+    Args:
+        context: tokens of a typical text.
 
     Raises:
         ValueError: another precision was asked for than that of the healed config.
@@ -227,7 +237,19 @@ def space_for(
         trained=trained,
         read=tuple(opened.read_layers),
         experts=_fewer_experts(opened),
+        windows=windows_for(opened, context),
     )
+
+
+def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
+    """Tokens before the middle of a text's new ones, on average."""
+    return round(fmean(prompt.numel() for prompt in prompts) + max_new_tokens / 2) if prompts else 0
+
+
+def windows_for(opened: Sublayers, context: int) -> tuple[int, ...]:
+    """Of WINDOWS, those that leave out at least half of a typical text's keys in some layer."""
+    widest = max(context if window is None else window for window in opened.windows)
+    return tuple(window for window in WINDOWS if 2 * window <= min(widest, context))
 
 
 def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
@@ -363,7 +385,10 @@ class Search:
         if known is None:
             if mine is None:
                 started = time.perf_counter()
-                mine = measured_costs(self.opened, self.traced, self.law, low, self.progress)
+                context = self.trace.context
+                mine = measured_costs(
+                    self.opened, self.traced, self.law, low, context, self.progress
+                )
                 self.seconds["cost"] = time.perf_counter() - started
             self.study.set_user_attr("cost", dict(mine))
             known = self.study.user_attrs["cost"]  # another worker's, if that was later
@@ -388,7 +413,8 @@ class Search:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
         shallow = self.space.exit_mask(1)
         masks = [shallow, *([self.space.low_mask(shallow)] if self.space.bits else [])]
-        masks = [mask | few for mask in masks for few in (0, *self.space.fewer_experts)]
+        fewer = [(0, *bits.values()) for bits in (self.space.fewer_experts, self.space.narrower)]
+        masks = [mask | few | near for mask in masks for few, near in product(*fewer)]
         cheapest = min(
             self.objective.costs(self.space.skip_config(mask), size).draft
             for mask in masks
@@ -553,16 +579,24 @@ def measured_costs(
     prompts: Sequence[Tensor],
     law: Law,
     low: SkipConfig | None,
+    context: int,
     progress: Progress,
 ) -> dict[str, Any]:
     """What sublayers cost here, measured again where the machine was busy.
 
     Arguments and result are those of `layerskip.timing.sublayers.measure`.
+
+    Args:
+        context: of a typical text; where it is longer than those that costs are measured behind by
+            default, they are measured behind so many tokens, too.
     """
+    contexts = *CONTEXTS[:-1], max(CONTEXTS[-1], context)
     started, attempts = time.perf_counter(), 0
     while attempts < ATTEMPTS and (not attempts or time.perf_counter() - started < PATIENCE):
         attempts += 1
-        found = sublayer_costs.measure(model, prompts, law=law, low=low, progress=progress)
+        found = sublayer_costs.measure(
+            model, prompts, contexts=contexts, law=law, low=low, progress=progress
+        )
         if not sublayer_costs.disturbed(found):
             return found
     warnings.warn(

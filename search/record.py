@@ -71,7 +71,8 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
 
 def _sets(skip: SkipConfig) -> dict[str, Any]:
     skipped = {"attention": list(skip.attention), "mlp": list(skip.mlp)}
-    return {"skipped": skipped, "low": skip.to_dict().get("low"), "experts": skip.experts}
+    low = skip.to_dict().get("low")
+    return {"skipped": skipped, "low": low, "experts": skip.experts, "window": skip.window}
 
 
 def record(search: Search) -> dict[str, Any]:

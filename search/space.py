@@ -3,10 +3,11 @@
 A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
 the head does; what is low may be healed by trained weights, the same for all. Of a mixture, one of
-the bits above may say how many experts run for a token, fewer than the model's. A `layer` or
-`sublayer` space is made of switches, each of which chooses for its own few sublayers (or the head,
-or the experts), so that masks and parameters stand one to one: no two trials of a study with
-different parameters mean the same draft (but where no MLP runs, of which experts are a part).
+the bits above may say how many experts run for a token, fewer than the model's, and of long texts
+one of those above, how much of them is seen. A `layer` or `sublayer` space is made of switches,
+each of which chooses for its own few sublayers (or the head, the experts, the window), so that
+masks and parameters stand one to one: no two trials of a study with different parameters mean the
+same draft (but where no MLP runs, of which experts are a part, or no attention, which has windows).
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Space:
     experts: tuple[int, ...] = ()
     """Of a mixture's experts, the numbers that a draft may run in place of the model's; in an
     `exit` space it runs as many as the model."""
+    windows: tuple[int, ...] = ()
+    """Windows that a draft may have (`SkipConfig.window`); in an `exit` space it has none."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -94,16 +97,25 @@ class Space:
                     found[name] = {False: 0, **out}
         if self.bits and found:
             found["head"] = {EXACT: 0, LOW: self._low_head}
-        if self.experts and found:
-            fewer = zip(self.experts, self.fewer_experts, strict=True)
-            found["experts"] = {ALL: 0, **{str(count): bit for count, bit in fewer}}
+        for name, fewer in (("experts", self.fewer_experts), ("window", self.narrower)):
+            if fewer and found:
+                found[name] = {ALL: 0, **{str(count): bit for count, bit in fewer.items()}}
         return found
 
     @property
-    def fewer_experts(self) -> list[int]:
+    def fewer_experts(self) -> dict[int, int]:
         """By number of experts that a draft may run, the mask that runs as many, and all else."""
-        places = range(len(self.experts) if self.kind != "exit" else 0)
-        return [self._low_head << 1 + place for place in places]
+        return self._one_of(self.experts, 1)
+
+    @property
+    def narrower(self) -> dict[int, int]:
+        """By window that a draft may have, the mask of that one, and all else."""
+        return self._one_of(self.windows, 1 + len(self.experts))
+
+    def _one_of(self, numbers: tuple[int, ...], first: int) -> dict[int, int]:
+        """A bit for each of some numbers, so many above the head's."""
+        places = enumerate(numbers if self.kind != "exit" else (), first)
+        return {number: self._low_head << place for place, number in places}
 
     @cached_property
     def fields(self) -> dict[str, int]:
@@ -137,7 +149,7 @@ class Space:
         every = math.prod(map(len, self.switches.values()))
         if sum(self.leaving_out) < self._every:
             return every
-        # where nothing runs is no draft, whatever the head and the experts
+        # where nothing runs is no draft, whatever the head, the experts and the window
         kept = [c for c in self.switches.values() if OUT not in c and True not in c]
         return every - math.prod(map(len, kept))
 
@@ -237,14 +249,18 @@ class Space:
                 raise ValueError(f"it runs the head in {skip.low.head_bits} bits, not in {bits}")
         if skip.trained not in (None, self.trained):
             raise ValueError("its trained weights are not those that the search is around")
-        fewer = dict(zip(self.experts, self.fewer_experts, strict=False))
-        if skip.experts is not None and skip.experts not in fewer:
-            known = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
-            raise ValueError(f"it runs {skip.experts} experts, and the space has {known}")
-        experts = 0 if skip.experts is None else fewer[skip.experts]
+        chosen = 0
+        for number, fewer, words in (
+            (skip.experts, self.fewer_experts, "it runs {} experts"),
+            (skip.window, self.narrower, "it sees {} slots"),
+        ):
+            if number is not None and number not in fewer:
+                known = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
+                raise ValueError(f"{words.format(number)}, and the space has {known}")
+            chosen |= 0 if number is None else fewer[number]
         low = sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         head = self._low_head if skip.low is not None and skip.low.head else 0
-        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head | experts
+        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head | chosen
 
     def skip_config(self, mask: int) -> SkipConfig:
         """The resolved config that does with every sublayer what `mask` says."""
@@ -260,13 +276,17 @@ class Space:
             head=(self.head or True) if mask & self._low_head else False,
         )
         trained = self.trained if rounded & self._every else None
-        fewer = zip(self.experts, self.fewer_experts, strict=False)
+        experts, window = (
+            next((number for number, bit in fewer.items() if mask & bit), None)
+            for fewer in (self.fewer_experts, self.narrower)
+        )
         skip = SkipConfig(
             attention=layers(mask),
             mlp=layers(mask >> 1),
             low=low,
             trained=trained,
-            experts=next((count for count, bit in fewer if mask & bit), None),
+            experts=experts,
+            window=window,
         )
         return skip.resolve(self.num_layers)
 
@@ -308,7 +328,7 @@ class Space:
         if self.trained is not None:
             del known["trained"]["weights"]
         always = ("kind", "num_layers", "allow_ends")
-        known |= {"read": list(self.read) or None, "experts": list(self.experts) or None}
+        known |= {key: list(known[key]) or None for key in ("read", "experts", "windows")}
         return {k: v for k, v in known.items() if v is not None or k in always}
 
     def __str__(self) -> str:
@@ -317,4 +337,6 @@ class Space:
             words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
         if self.fewer_experts:
             words += f", with {', '.join(map(str, self.experts))} or all experts"
+        if self.narrower:
+            words += f", seeing {', '.join(map(str, self.windows))} or all slots"
         return f"{words}, ends free" if self.allow_ends else words

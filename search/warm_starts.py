@@ -27,13 +27,13 @@ def standard(space: Space) -> dict[str, int]:
     """Names and masks of skipping nothing, every early exit and evenly spaced sets.
 
     With low precision also all in it, without the head, behind exact halves, and at some exits; of
-    early exits alone all that there are. Of a mixture every number of experts, in low precision
-    where there is one.
+    early exits alone all that there are. Of a mixture every number of experts, of long texts every
+    window, in low precision where there is one.
     """
     found = {"none": 0}
-    fewer = zip(space.experts, space.fewer_experts, strict=False)
     everything = space.low_mask(0) if space.bits else 0
-    found |= {f"experts-{count}": everything | bit for count, bit in fewer}
+    found |= {f"experts-{n}": everything | bit for n, bit in space.fewer_experts.items()}
+    found |= {f"window-{n}": everything | bit for n, bit in space.narrower.items()}
     if space.bits:
         bits, low = f"{space.bits}-bits", space.low_mask(0)
         first = low & (1 << 2 * space.num_layers + space.num_layers // 2 * 2) - 1

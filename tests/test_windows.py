@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -9,15 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from cost_records import cost_record
 from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip.bench.methods import Task
 from layerskip.config import SINK
+from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.search import pipeline
+from layerskip.search.pipeline import Search, space_for, windows_for
+from layerskip.search.record import trials_table
+from layerskip.search.space import Space
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
 EXECUTIONS = ("modules", "fused", "native")
@@ -109,7 +117,7 @@ DRAFTS = {
     "exact": SkipConfig(window=6),
     "rounded": replace(SkipConfig.low_precision(8), window=3),
     "rounded, gaps, an exit": SkipConfig(
-        attention=(2,), mlp=(1,), exit_layer=5, window=4, low=LowPrecision(bits=4, mlp=(0, 3))
+        mlp=(1,), exit_layer=5, window=4, low=LowPrecision(bits=4, mlp=(0, 3))
     ),
 }
 
@@ -205,3 +213,84 @@ def test_bytes_of_keys_that_a_step_reads() -> None:
     )
     assert read(SkipConfig(window=3).resolve(6), 100) == slot * (full * (3 + SINK) + slides * 3)
     assert read(SkipConfig(window=64, exit_layer=2).resolve(6), 5) == slot * 2 * 5
+
+
+# ---------------------------------------------------------------------------------------------
+# The search.
+
+
+@pytest.mark.parametrize("experts", [(), (1,)])
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("kind", ["layer", "sublayer"])
+def test_spaces_hold_every_draft_with_every_window(
+    kind: str, bits: Any, experts: tuple[int, ...]
+) -> None:
+    space = Space(
+        kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=experts, windows=(64, 256)
+    )
+    masks = list(space.enumerate())
+    skips = [space.skip_config(mask) for mask in masks]
+    assert len(masks) == space.size
+    seeing = [skip for skip in skips if len(skip.attention) < 2]
+    assert Counter(skip.window for skip in seeing).keys() == {None, 64, 256}
+    for mask, skip in zip(masks, skips, strict=True):
+        assert space.from_params(space.params(mask)) == mask
+        if len(skip.attention) < 2 and (len(skip.mlp) < 2 or not experts):
+            assert space.mask(skip) == mask
+    assert tuple(space.switches["window"]) == ("all", "64", "256")
+    assert Space(**space.to_dict()).size == space.size
+    with pytest.raises(ValueError, match="it sees 5 slots, and the space has 64, 256 or all"):
+        space.mask(SkipConfig(window=5))
+    with pytest.raises(ValueError, match="it sees 64 slots, and the space has all only"):
+        Space(kind="exit", num_layers=2, windows=(64,)).mask(SkipConfig(window=64))
+    assert "seeing 64, 256 or all slots" in str(space)
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "found"),
+    [
+        ("llama", 511, ()),
+        ("llama", 512, (256,)),
+        ("llama", 9000, (256, 1024, 4096)),
+        ("gemma3", 3000, (256, 1024)),  # some of its layers slide
+        ("mistral", 3000, ()),  # all of its layers do
+    ],
+)
+def test_windows_are_searched_where_texts_are_long(
+    family: str, context: int, found: tuple[int, ...]
+) -> None:
+    assert windows_for(Sublayers(tiny_model(family), "modules"), context) == found
+
+
+def test_attention_with_a_window_is_priced_as_behind_less_text() -> None:
+    cost = cost_record(by_context=3.0) | {"contexts": [16 + SINK, 64 + SINK]}
+    whole, narrow, wide = (
+        cost_table(cost, SkipConfig(window=window), 64 + SINK) for window in (None, 16, 64)
+    )
+    assert wide.draft == whole.draft
+    step = step_seconds(cost, 64 + SINK)
+    assert narrow.draft == pytest.approx(whole.draft - 6 * 3e-3 / step)
+    assert narrow.verify == wide.verify  # nothing is shared
+    short = cost_table(cost, SkipConfig(window=16), 16 + SINK)
+    assert short.draft == cost_table(cost, SkipConfig(), 16 + SINK).draft
+
+
+def test_a_search_tries_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "WINDOWS", (4, 100))
+    model = lively_model("llama")
+    ids = [prompt(30, seed=seed) for seed in range(2)]
+    where = space_for(model, "auto", {}, kind="sublayer", bits=None, context=34)
+    assert where.windows == (4,)
+    steps = Search(model, ids, task=Task(8), space=where)
+    steps.open()
+    steps.price(cost_record())
+    steps.run(len(steps.warm_starts))
+    steps.choose(2)
+    assert where.skip_config(steps.warm_starts["window-4"]) == SkipConfig(window=4).resolve(6)
+    rows = trials_table(steps.study, where, steps.objective.step_seconds)
+    assert {row["window"] for row in rows} == {None, 4}
+    assert steps.finalists
+    accepted = [steps.objective(SkipConfig(window=n)).acceptance for n in (40, 4)]
+    assert accepted[0] == pytest.approx(1.0)  # it sees all that there is
+    assert accepted[1] is not None
+    assert 0 < accepted[1] < 1

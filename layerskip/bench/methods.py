@@ -185,6 +185,7 @@ class Engine:
                     "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
                     "low": skip.to_dict().get("low"),
                     "experts": skip.experts,
+                    "window": skip.window,
                     "num_kept": len(skip.kept()),
                     "prefix": skip.shared_prefix(),
                 }
@@ -390,5 +391,6 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
         label += f", {low.words(len(resolved.kept()))}"
     if resolved.experts is not None:
         label += f", {resolved.experts} experts" if resolved.experts else ", no experts"
+    label += "" if resolved.window is None else f", window {resolved.window}"
     label += "" if skip.trained is None else f", {skip.trained.words_with(low)}"
     return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

@@ -162,7 +162,7 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.pipeline import Search, space_for
+    from layerskip.search.pipeline import Search, space_for, typical_context
     from layerskip.search.workers import worker_processes
     from layerskip.timing.threads import cpu_threads
 
@@ -181,7 +181,10 @@ def search(
             kind=space,
             bits=named.get(bits, bits),
             allow_ends=allow_ends,
+            context=typical_context(traced, max_new_tokens),
         )
+        if not within.windows and space != "exit":
+            talk.say("drafts that see only the last slots are not searched: texts are too short")
         steps = Search(
             loaded.model,
             traced,
@@ -378,6 +381,7 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
         if low is not None:
             rounded = f"{len(low['attention']) + len(low['mlp'])}{' + head' * bool(low['head'])}"
             what.append(f"{rounded} in {low['bits']} bits")
+        what += [] if row["window"] is None else [f"window {row['window']}"]
         what += [] if vocabulary is None else [f"{vocabulary} tokens"]
         what += ["lookup"] if row["decoding"]["lookup"] else []
         line = [row["name"], ", ".join(what)]

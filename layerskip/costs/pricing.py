@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerskip.config import SkipConfig
+from layerskip.config import SINK, SkipConfig
 from layerskip.costs.speculation import CostTable, rising
 
 LOW_FACTS = ("low_bits", "low_head_bits", "healed")
@@ -46,7 +46,8 @@ def cost_table(
     A draft step runs the kept sublayers and the head over one token. Verification carries the last
     drafted token through the shared prefix alone, then all drafted tokens and the one before them
     through the rest of the model and the head. Sublayers in low precision have prices of
-    their own, with what heals them. MLPs of fewer experts cost as much less as they read less.
+    their own, with what heals them. MLPs of fewer experts cost as much less as they read less, and
+    attention with a window as much as with no more text than that.
 
     Args:
         record: what `layerskip.timing.sublayers.measure` returned; its `repeated` and `draft_rest`,
@@ -78,9 +79,12 @@ def cost_table(
         for a, m in zip(attention, mlp, strict=True)
     ]
     step = sum(sublayers[0]) + head[0] + rest[0]
-    low, rounded = _low(record, skip, context), set(skip.rounded())
+    near = _seen(record, skip, context)
+    low, rounded = _low(record, skip, near), set(skip.rounded())
     read = _read(record, skip)
-    exact = sum(read[i] * sublayers[0][i] for i in skip.kept() if i not in rounded)
+    drafted = list(sublayers[0])
+    drafted[::2] = _at(record, "attention", near)[0]
+    exact = sum(read[i] * drafted[i] for i in skip.kept() if i not in rounded)
     cheap = sum(read[i] * low[i] for i in rounded)
     share = (exact + cheap) / sum(sublayers[0])
     # a draft of everything repeats nothing sooner than a plain step does
@@ -125,7 +129,13 @@ def _verify(counts: Sequence[int], seconds: Sequence[float], step: float) -> tup
     return (1.0, *(max(1.0, _on_line(counts, seconds, count) / step) for count in counted))
 
 
-def _low(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> list[float]:
+def _seen(record: Mapping[str, Any], skip: SkipConfig, context: int | None) -> float:
+    """How many slots a draft's attention sees at a context."""
+    every = _typical(record, context)
+    return every if skip.window is None else min(every, skip.window + SINK)
+
+
+def _low(record: Mapping[str, Any], skip: SkipConfig, context: float) -> list[float]:
     """Seconds of every sublayer in a resolved config's low precision, over one token."""
     if skip.low is None:
         return []
@@ -178,11 +188,15 @@ def _head(
     return float(_on_line(sizes, known, vocabulary))
 
 
-def _at(record: Mapping[str, Any], name: str, context: int | None) -> Any:
+def _at(record: Mapping[str, Any], name: str, context: float | None) -> Any:
     """A table of the record at a context."""
+    return _on_line(record["contexts"], record[name], _typical(record, context))
+
+
+def _typical(record: Mapping[str, Any], context: float | None) -> float:
+    """A context, by default the middle of the record's."""
     contexts = record["contexts"]
-    wanted = (contexts[0] + contexts[-1]) / 2 if context is None else context
-    return _on_line(contexts, record[name], wanted)
+    return (contexts[0] + contexts[-1]) / 2 if context is None else context
 
 
 def _on_line(places: Sequence[float], values: Sequence[Any], place: float) -> Any:

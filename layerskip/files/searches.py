@@ -97,6 +97,7 @@ _FINALIST = has(
     decoding=has(**_DECODING, lookup=Maybe(flag)),
     low=Maybe(low_sets),
     experts=Maybe(COUNT),
+    window=Maybe(COUNT),
     trained=Maybe(text),
     alpha=optional(SHARE),
     draft_cost=POSITIVE,
