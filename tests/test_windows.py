@@ -199,22 +199,6 @@ def test_layers_whose_window_is_smaller_stay_exact() -> None:
     assert [a is b for a, b in zip(blocks[:-1:2], opened.blocks[::2], strict=True)] == slides
 
 
-def test_bytes_of_keys_that_a_step_reads() -> None:
-    model = tiny_model("gemma3", dtype=torch.bfloat16)
-    opened = Sublayers(model, "modules")
-    config = model.config
-    slot = 2 * config.num_key_value_heads * config.head_dim * 2
-    full = opened.windows.count(None)
-    slides = opened.num_layers - full
-    read = opened.weights.keys_read_by
-    assert read(None, 100) == slot * (full * 100 + slides * WINDOW)
-    assert read(SkipConfig(window=20).resolve(6), 100) == slot * (
-        full * (20 + SINK) + slides * WINDOW
-    )
-    assert read(SkipConfig(window=3).resolve(6), 100) == slot * (full * (3 + SINK) + slides * 3)
-    assert read(SkipConfig(window=64, exit_layer=2).resolve(6), 5) == slot * 2 * 5
-
-
 # ---------------------------------------------------------------------------------------------
 # The search.
 

@@ -163,15 +163,6 @@ class LayerParts:
         # a layer that slides is used to texts without their first slots
         return replace(self, window=window, sink=SINK if self.window is None else 0)
 
-    def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a slot's keys and values."""
-        width = self.attention.o_proj.in_features // self.attention.num_key_value_groups
-        return int(2 * width * dtype.itemsize)
-
-    def slots(self, context: int) -> int:
-        """How many slots the attention of a token sees that has so many before it."""
-        return context if self.window is None else min(context, self.window + self.sink)
-
 
 class Architecture:
     """A causal language model that can be opened, and its parts.

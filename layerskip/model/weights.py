@@ -267,19 +267,6 @@ class DraftWeights:
         read = [(lower if i in rounded else whole)["sublayers"][i] for i in skip.kept()]
         return [*read, self.head_bytes(skip)]
 
-    def keys_read_by(self, skip: SkipConfig | None, context: int) -> int:
-        """Bytes of keys and values that a step reads with so many slots in use.
-
-        Args:
-            skip: the resolved config of a draft; None: a step of the model.
-        """
-        skip = skip or SkipConfig().resolve(self.model.num_layers)
-        parts = [self.model.parts[i // 2] for i in skip.kept() if not i % 2]
-        dtype = self.model.dtype
-        return sum(
-            part.narrowed(skip.window).slots(context) * part.slot_bytes(dtype) for part in parts
-        )
-
     def head_bytes(self, skip: SkipConfig | None = None) -> float:
         """Bytes of the rows of the head that a draft reads."""
         rows = self._rows if skip is None else self._rows_of(skip)
