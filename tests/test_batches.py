@@ -194,12 +194,12 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     seen: list[int] = []
     with torch.no_grad():
         for round_ in run.rounds():
-            size, rows = len(run.session.rows), list(run.session.rows)
+            size, rows = len(run.passes.rows), list(run.passes.rows)
             assert rows == sorted(rows)
             assert (
-                [*run.session.rows.values()]
+                [*run.passes.rows.values()]
                 == list(range(size))
-                == list(range(run.session.cache.rows))
+                == list(range(run.passes.cache.rows))
             )
             if not seen or seen[-1] != size:
                 seen.append(size)
@@ -211,7 +211,7 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     config = llama.config
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8
     assert run.stats.compacted_bytes % token_bytes == 0
-    slots = run.session.cache.slots
+    slots = run.passes.cache.slots
     assert run.stats.compacted_bytes <= sum(sizes[1:]) * slots * token_bytes
     assert (run.stats.compacted_bytes > 0) == (len(sizes) > 1)
 
@@ -220,7 +220,7 @@ def test_what_finished_rows_held_is_freed(llama: Any) -> None:
     run = scripted(llama, (9, *[2] * 15))
     with torch.no_grad():
         before, *_, after = (held(run) for _ in run.rounds())
-    assert len(run.session.rows) == 1
+    assert len(run.passes.rows) == 1
     assert after == before // 16
 
 
@@ -228,8 +228,8 @@ def test_finished_rows_fill_up_a_power_of_two_the_shortest_first(llama: Any) -> 
     lengths = (9, 2, 9, 2, 9, 2, 2, 2)
     run = scripted(llama, lengths)
     play(run)
-    shortest = min((1, 3, 5, 6, 7), key=lambda row: run.session.lengths[row])
-    assert list(run.session.rows) == sorted([0, 2, 4, shortest])
+    shortest = min((1, 3, 5, 6, 7), key=lambda row: run.passes.lengths[row])
+    assert list(run.passes.rows) == sorted([0, 2, 4, shortest])
 
 
 def test_passes_carry_no_row_that_was_left_behind(llama: Any) -> None:
@@ -325,7 +325,7 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
     assert sum(differ[1::2]) >= 2
     run = scripted(llama, lengths)
     rounds = run.rounds()
-    while len(run.session.rows) == 8:
+    while len(run.passes.rows) == 8:
         next(rounds)
     with pytest.raises(AssertionError, match="not close"):
         check_cache(run, prefilled(run))
@@ -348,12 +348,12 @@ def test_prefill_in_chunks_is_the_prefill(
     model = lively_model(family)
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
-    logits = whole.session.prefill()  # (B, V)
+    logits = whole.passes.prefill()  # (B, V)
     monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9
-    chunked = run.session.prefill()
+    chunked = run.passes.prefill()
     torch.testing.assert_close(chunked, logits, rtol=tolerance, atol=tolerance)
     run.emitted = [[0]] * 4
     check_cache(run, prefilled(run), tolerance)

@@ -12,7 +12,7 @@ from models import WINDOW, lively_model, prompt, ragged
 from torch import Tensor
 
 from layerskip import SkipConfig
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.generation import generate
 from layerskip.model import cache
 from layerskip.model.cache import RowCache
@@ -88,14 +88,14 @@ def test_texts_across_windows_are_those_of_transformers(
     family: str, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "_MORE", 4)
-    sessions: list[Session] = []
-    keep = Session.__init__
+    made: list[Passes] = []
+    keep = Passes.__init__
 
-    def noted(self: Session, *args: Any, **kwargs: Any) -> None:
+    def noted(self: Passes, *args: Any, **kwargs: Any) -> None:
         keep(self, *args, **kwargs)
-        sessions.append(self)
+        made.append(self)
 
-    monkeypatch.setattr(Session, "__init__", noted)
+    monkeypatch.setattr(Passes, "__init__", noted)
     dtype = torch.float32 if execution == "native" else torch.float64
     model = lively_model(family, dtype=dtype)
     ids, mask = ragged((3 * WINDOW, 5, 2 * WINDOW + 3), seed=4)
@@ -105,15 +105,15 @@ def test_texts_across_windows_are_those_of_transformers(
     how |= {"skip": skip, "execution": execution, "max_draft_length": 3}
     out: Any = generate(model, ids, return_dict_in_generate=True, **how)
     assert torch.equal(out.sequences, want)
-    held = max((session.cache for session in sessions), key=lambda each: each.base)
+    held = max((passes.cache for passes in made), key=lambda each: each.base)
     assert held.base > 2 * WINDOW
     assert held.keys[0].shape[2] < held.slots
 
 
 def bases(opened: Sublayers, prompts: Sequence[Tensor]) -> list[int]:
-    session = Session(opened, [], prompts, max_new_tokens=4, max_draft_length=0)
-    session.prefill()
-    return [session.cache.held(layer)[0] for layer in range(opened.num_layers)]
+    passes = Passes(opened, [], prompts, max_new_tokens=4, max_draft_length=0)
+    passes.prefill()
+    return [passes.cache.held(layer)[0] for layer in range(opened.num_layers)]
 
 
 def test_compiled_passes_keep_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:

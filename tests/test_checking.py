@@ -17,7 +17,7 @@ from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.decoding import draws
 from layerskip.decoding.noise import TARGET, gumbel_noise
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 
@@ -73,14 +73,14 @@ def test_it_honours_processors_of_the_model():
 
 def shifted_verify(monkeypatch, step):
     """An engine whose verification reads logits that are off by `step` for one token."""
-    verify = Session.verify
+    verify = Passes.verify
 
     def wrong(self, tokens, positions):
         out = verify(self, tokens, positions).clone()  # of one's own
         out[..., 5] += step
         return out
 
-    monkeypatch.setattr(Session, "verify", wrong)
+    monkeypatch.setattr(Passes, "verify", wrong)
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -350,7 +350,7 @@ def test_devices_without_float64_are_served():
 @pytest.mark.usefixtures("few_draws")
 def test_a_stale_cache_is_found(monkeypatch):
     model = tiny_model("llama")
-    commit = Session.commit
+    commit = Passes.commit
 
     def wrong(self, row, emitted):
         commit(self, row, emitted)
@@ -358,7 +358,7 @@ def test_a_stale_cache_is_found(monkeypatch):
             for keys in self.cache.keys.values():
                 keys[row, :, self.lengths[row] - 1] += 1e-6
 
-    monkeypatch.setattr(Session, "commit", wrong)
+    monkeypatch.setattr(Passes, "commit", wrong)
     report = check(model, PROMPTS[:1], SKIP, max_new_tokens=8)
     assert not report.cache_passed
     assert not report.passed
@@ -368,7 +368,7 @@ def test_a_stale_cache_is_found(monkeypatch):
 @pytest.mark.parametrize("leave", ["weight", "hook", "setting", "patch"])
 def test_what_is_left_behind_is_named(monkeypatch, leave):
     model = tiny_model("llama")
-    prefill = Session.prefill
+    prefill = Passes.prefill
 
     def careless(self):
         if leave == "weight":
@@ -382,7 +382,7 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
             model.model.norm.forward = model.model.norm.forward
         return prefill(self)
 
-    monkeypatch.setattr(Session, "prefill", careless)
+    monkeypatch.setattr(Passes, "prefill", careless)
     report = check(model, PROMPTS[:1], SKIP, max_new_tokens=4)
     named = {"weight": "lm_head.weight", "setting": "config"}
     assert report.changed == (named.get(leave, "model.norm (module)"),)

@@ -29,7 +29,7 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
 from layerskip.model.extension import refusal
@@ -334,14 +334,14 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
 
 
 def break_verify(monkeypatch):
-    verify = Session.verify
+    verify = Passes.verify
 
     def wrong(self, tokens, positions):
         out = verify(self, tokens, positions).clone()  # of one's own
         out[..., 5] += 9.0
         return out
 
-    monkeypatch.setattr(Session, "verify", wrong)
+    monkeypatch.setattr(Passes, "verify", wrong)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from layerskip import SkipConfig
 from layerskip.bench import runner as benchmark
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import compiled
@@ -189,17 +189,17 @@ def test_logits_are_those_of_the_lean_path(dtype):
     found = {}
     with torch.no_grad():
         for execution in ("fused", "compiled"):
-            session = Session(
+            passes = Passes(
                 Sublayers(model, execution),
                 [SkipConfig.early_exit(1)],
                 [prompt(12)[0]],
                 max_new_tokens=20,
                 max_draft_length=4,
             )
-            session.prefill()
+            passes.prefill()
             verified = [(0, offset) for offset in range(4)]
-            steps = [session.draft_step(torch.tensor([token]), token) for token in range(3)]
-            found[execution] = torch.cat([*steps, session.verify(torch.tensor([[3]]), verified)])
+            steps = [passes.draft_step(torch.tensor([token]), token) for token in range(3)]
+            found[execution] = torch.cat([*steps, passes.verify(torch.tensor([[3]]), verified)])
     bound = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8}[dtype]
     want = found["fused"]
     assert (found["compiled"] - want).abs().max() <= bound * want.abs().max()

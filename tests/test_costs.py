@@ -25,7 +25,7 @@ from transformers import (
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import Request
-from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import families
@@ -52,19 +52,19 @@ def request(lengths: tuple[int, ...] = (40, 4), **how: Any) -> Request:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """Seconds that passes alone let go by: 3 a draft step, `VERIFY` a verify pass."""
     now = [0.0]
-    draft_step, verify = Session.draft_step, Session.verify
+    draft_step, verify = Passes.draft_step, Passes.verify
 
-    def slow_draft(self: Session, tokens: Tensor, offset: int, draft: int) -> Tensor:
+    def slow_draft(self: Passes, tokens: Tensor, offset: int, draft: int) -> Tensor:
         now[0] += DRAFT
         return draft_step(self, tokens, offset, draft)
 
-    def slow_verify(self: Session, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+    def slow_verify(self: Passes, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         drafted = max(offset for _, offset in positions)
         now[0] += VERIFY[drafted + 1]
         return verify(self, tokens, positions)
 
-    monkeypatch.setattr(Session, "draft_step", slow_draft)
-    monkeypatch.setattr(Session, "verify", slow_verify)
+    monkeypatch.setattr(Passes, "draft_step", slow_draft)
+    monkeypatch.setattr(Passes, "verify", slow_verify)
     monkeypatch.setattr(costs, "_BUDGET", 1e9)
     return lambda: now[0]
 
@@ -104,13 +104,13 @@ def test_several_drafts_are_measured_together(
     for tokens, seconds in {4: 14.5, 8: 18.0, 16: 34.0}.items():
         monkeypatch.setitem(VERIFY, tokens, seconds)
     steps: list[int] = []
-    draft_step = Session.draft_step
+    draft_step = Passes.draft_step
 
-    def dearer(self: Session, tokens: Tensor, offset: int, draft: int) -> Tensor:
+    def dearer(self: Passes, tokens: Tensor, offset: int, draft: int) -> Tensor:
         steps.append(draft)
         return draft_step(self, tokens, offset, draft)
 
-    monkeypatch.setattr(Session, "draft_step", dearer)
+    monkeypatch.setattr(Passes, "draft_step", dearer)
     found = measure(opened, [LOOKUP, SKIP, LOOKUP], request(), now=clock)
     assert found is not None
     looked_up, own, again = found.tables()
@@ -360,10 +360,10 @@ class Disturbed:
         self.factors = random.Random(3)
         self.left = {"draft_step": drafts, "verify": passes}
         for name in self.left:
-            monkeypatch.setattr(Session, name, self._slower(name, getattr(Session, name)))
+            monkeypatch.setattr(Passes, name, self._slower(name, getattr(Passes, name)))
 
     def _slower(self, name: str, whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def slower(session: Session, tokens: Tensor, *rest: Any) -> Tensor:
+        def slower(passes: Passes, tokens: Tensor, *rest: Any) -> Tensor:
             if name == "verify":
                 seconds = VERIFY[1 + max(offset for _, offset in rest[0])]
             else:
@@ -371,7 +371,7 @@ class Disturbed:
             self.left[name] -= 1
             # by another factor each time, as other work comes and goes
             self.now += seconds * (self.factors.uniform(2, 9) if self.left[name] >= 0 else 1.0)
-            return whole(session, tokens, *rest)
+            return whole(passes, tokens, *rest)
 
         return slower
 

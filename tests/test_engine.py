@@ -33,7 +33,7 @@ from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled
 from layerskip.model.sublayers import Sublayers
@@ -167,39 +167,39 @@ def check_caches(family: str, skip: str, execution: str, device: str = "cpu") ->
             check_cache(run, fresh, tolerance)
             rejected |= any(a < d for a, d in zip(round_.accepted, round_.drafted, strict=True))
             ended_early |= any(round_.finished) and not all(round_.finished)
-        assert max(run.session.lengths) > WINDOW
+        assert max(run.passes.lengths) > WINDOW
     assert rejected == (skip != "nothing")
     assert ended_early
 
 
-def prefilled(run: Decoder) -> list[tuple[list[int], Session]]:
-    """Prompt and emitted tokens of every row, and a session that has read them all at once."""
+def prefilled(run: Decoder) -> list[tuple[list[int], Passes]]:
+    """Prompt and emitted tokens of every row, and passes that has read them all at once."""
     found = []
-    for prompt_ids, emitted in zip(run.session.prompts, run.emitted, strict=True):
+    for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
         text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
-        fresh = Session(run.session.model, [], [text], max_new_tokens=1, max_draft_length=0)
+        fresh = Passes(run.passes.model, [], [text], max_new_tokens=1, max_draft_length=0)
         fresh.prefill()
         found.append((text.tolist(), fresh))
     return found
 
 
 def check_cache(
-    run: Decoder, prefilled: list[tuple[list[int], Session]], tolerance: float = 1e-9
+    run: Decoder, prefilled: list[tuple[list[int], Passes]], tolerance: float = 1e-9
 ) -> None:
     """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
-    session = run.session
-    for row, place in session.rows.items():
+    passes = run.passes
+    for row, place in passes.rows.items():
         text, fresh = prefilled[row]
-        length = session.lengths[row]
+        length = passes.lengths[row]
         # the last emitted token is fed by the next pass
-        assert [*session.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
-        layers = range(session.model.num_layers)
+        assert [*passes.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
+        layers = range(passes.model.num_layers)
         for name in ("keys", "values"):
-            ours, theirs = getattr(session.cache, name), getattr(fresh.cache, name)
+            ours, theirs = getattr(passes.cache, name), getattr(fresh.cache, name)
             for layer in layers:
-                bases = [each.cache.held(layer)[0] for each in (session, fresh)]
+                bases = [each.cache.held(layer)[0] for each in (passes, fresh)]
                 # sliding layers may have dropped what is far behind
-                assert max(bases) <= max(0, length - (session.cache.windows[layer] or length))
+                assert max(bases) <= max(0, length - (passes.cache.windows[layer] or length))
                 have = ours[layer][place, :, max(bases) - bases[0] : length - bases[0]]  # (H, T, D)
                 want = theirs[layer][0, :, max(bases) - bases[1] : length - bases[1]]
                 torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
@@ -210,17 +210,17 @@ def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None
     run = decoder(llama, request((6,)), skip="scattered")
     with torch.no_grad():
         first = next(run.rounds())
-        session = run.session
-        session.draft_step(torch.tensor(first.tokens[0]), 0)
+        passes = run.passes
+        passes.draft_step(torch.tensor(first.tokens[0]), 0)
         run.emitted[0].append(5)
-        session.commit(0, [5])  # as if the draft's own keys and values were exact
+        passes.commit(0, [5])  # as if the draft's own keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
             check_cache(run, prefilled(run))
 
 
 def held(run: Decoder) -> int:
     """Bytes of all keys and values."""
-    cache = run.session.cache
+    cache = run.passes.cache
     return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
 
 
@@ -233,7 +233,7 @@ def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
     slot = 2 * 6 * 2 * 8 * 8  # keys and values of 6 layers, 2 heads, 8 dimensions of 8 bytes
     assert len(run.emitted[0]) <= 5
     assert 0 < held(run) <= 321 * slot
-    assert run.session.cache.slots > 32_768
+    assert run.passes.cache.slots > 32_768
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
@@ -245,8 +245,8 @@ def test_a_long_text_holds_less_than_twice_its_slots(execution: str) -> None:
     rounds, sizes = run.rounds(), set()
     while len(run.emitted[0]) < 900:
         next(rounds)
-        sizes.add(run.session.cache.size)
-        assert held(run) <= 2 * (run.session.lengths[0] + 5) * 2 * 2 * 2 * 8 * 8
+        sizes.add(run.passes.cache.size)
+        assert held(run) <= 2 * (run.passes.lengths[0] + 5) * 2 * 2 * 2 * 8 * 8
     assert len(sizes) == 2  # it grew once: copies are rare
     emitted = torch.tensor(run.emitted)  # (1, N)
     want = model(torch.cat([asked.input_ids, emitted], 1)).logits[0, 699:-1].argmax(-1)  # (N,)
@@ -277,9 +277,9 @@ def test_texts_across_growing_buffers(family: str, execution: str) -> None:
     play(want)
     fresh = prefilled(want)
     for _ in run.rounds():
-        size = run.session.cache.size
+        size = run.passes.cache.size
         if sizes and size > sizes[-1]:
-            edges += max(run.session.lengths) < sizes[-1]
+            edges += max(run.passes.lengths) < sizes[-1]
         sizes.append(size)
         check_cache(run, fresh)
     assert run.emitted == want.emitted
@@ -308,7 +308,7 @@ def test_growing_buffers_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     before = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     long = run(200)
     after = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert long.session.cache.size > 200
+    assert long.passes.cache.size > 200
     assert after == before
     want = model.generate(long.request.input_ids, max_new_tokens=200, do_sample=False)
     assert long.emitted[0] == want[0, 5:].tolist()
@@ -334,8 +334,8 @@ def test_layers_may_differ_in_dtype(attention: str) -> None:
     attend.register_forward_hook(lambda module, args, out: (out[0].double(), *out[1:]))
     run = decoder(model, request(), skip="scattered", controller=Erratic())
     play(run)
-    assert run.session.model.execution == "modules"
-    for text, emitted in zip(run.session.prompts, run.emitted, strict=True):
+    assert run.passes.model.execution == "modules"
+    for text, emitted in zip(run.passes.prompts, run.emitted, strict=True):
         want = model.generate(text[None], max_new_tokens=20, do_sample=False)
         assert emitted == want[0, len(text) :].tolist()
 
@@ -486,7 +486,7 @@ def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama: Any) -> Non
     assert rounds[1].finished == (True,)
     assert run.stats.num_accepted_tokens == end
     assert run.stats.num_new_tokens == end + 1
-    assert run.session.lengths == [5 + end]
+    assert run.passes.lengths == [5 + end]
 
 
 def test_end_in_the_first_token(llama: Any) -> None:
@@ -639,7 +639,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
     opened = Sublayers(llama)
     calls = {"n": 0}
 
-    class Overflowing(Session):
+    class Overflowing(Passes):
         def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
             calls["n"] += 1
             logits = super().draft_step(tokens, offset, draft)
@@ -648,7 +648,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
     for sample, rejection in ((False, False), (True, False), (True, True)):
         asked = request(sample=sample, rejection=rejection)
         run = Decoder(opened, SKIPS["early exit"].resolve(6), Fixed(3), asked, max_draft_length=3)
-        run.session.__class__ = Overflowing
+        run.passes.__class__ = Overflowing
         play(run)
         assert run.stats.num_draft_tokens > 0
         if not rejection:
@@ -762,9 +762,9 @@ def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
     with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
         decoder(llama, request(), controller=Nothing())
     rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
-    session = Session(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
+    passes = Passes(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
     with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
-        session.cache.place([4], 3)
+        passes.cache.place([4], 3)
 
 
 def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:

@@ -39,7 +39,7 @@ from layerskip.decoding.draws import Draws
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension
@@ -393,7 +393,7 @@ def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
     played = replay(trace, draft)
     starts = [(t, t.prompt + i) for t in trace.texts for i in range(t.starts)]
     texts = [text.tokens[place:] for text, place in starts]
-    session = Session(
+    passes = Passes(
         trace.model,
         [draft],
         [text.tokens[:place] for text, place in starts],
@@ -401,12 +401,12 @@ def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
         max_draft_length=steps,
         emitted=[[int(tokens[0])] for tokens in texts],
     )
-    session.prefill()
+    passes.prefill()
     longest = min(steps, played.longest or steps)
     fed = torch.stack([tokens[: longest + 1] for tokens in texts])  # (N, J + 1)
-    drafted = [session.draft_step(fed[:, step], step) for step in range(longest)]
+    drafted = [passes.draft_step(fed[:, step], step) for step in range(longest)]
     places = [(row, step) for row in range(len(starts)) for step in range(longest)]
-    raw = session.verify(fed[:, longest - 1 : longest], places)  # (N J, V)
+    raw = passes.verify(fed[:, longest - 1 : longest], places)  # (N J, V)
     lucky = []
     for step, raw_q in enumerate(drafted):
         p, q = (

@@ -135,13 +135,13 @@ def test_a_controller_that_chooses_is_told_how_good_every_lookup_was() -> None:
     """Also of those that it did not take."""
     fickle = Fickle(4)
     run = decoded(MIXTURES["two lookups, exit, scattered"], fickle)
-    texts = [prompt.tolist() for prompt in run.session.prompts]
+    texts = [prompt.tolist() for prompt in run.passes.prompts]
     want = []
     lookups = [run.drafts[0], run.drafts[1]]
     for round_ in run.played:
         for row, tokens in enumerate(round_.tokens):
             if round_.index and tokens:
-                left = 40 - (len(texts[row]) - len(run.session.prompts[row]))
+                left = 40 - (len(texts[row]) - len(run.passes.prompts[row]))
                 for number, lookup in enumerate(lookups):
                     assert isinstance(lookup, Lookup)
                     draft = lookup.row(texts[row]).find(min(6, left - 1)).tokens

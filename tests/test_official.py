@@ -40,7 +40,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.official import Official
 from layerskip.environment import _compiler
 from layerskip.files.records import read_run
@@ -203,7 +203,7 @@ def test_its_steps_are_those_of_the_librarys_own_class(
     rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
     fed = [[5, 7, 3, 9], [4, 4, 8, 2], [11, 6, 20, 21]]
     opened = Sublayers(target_of(family), execution)
-    session = Session(
+    passes = Passes(
         opened,
         [source_of(family, centroids, execution)],
         rows,
@@ -211,9 +211,9 @@ def test_its_steps_are_those_of_the_librarys_own_class(
         max_draft_length=5,
         emitted=[tokens[:1] for tokens in fed],
     )
-    session.prefill()
+    passes.prefill()
     got = [
-        session.draft_step(torch.tensor(step), i) for i, step in enumerate(zip(*fed, strict=True))
+        passes.draft_step(torch.tensor(step), i) for i, step in enumerate(zip(*fed, strict=True))
     ]
     for row, (prompt, tokens) in enumerate(zip(rows, fed, strict=True)):
         built = assistant_of(family, centroids)
@@ -518,12 +518,10 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids: bool) -> Non
     target, few = Sublayers(target_of("gemma4")), [3, 5, 7, 8, 9, 11]
     source = Official(target, Sublayers(assistant_of("gemma4", centroids)), few)
     prompt = torch.tensor([5, 6, 7])
-    session = Session(
-        target, [source], [prompt], max_new_tokens=2, max_draft_length=1, emitted=[[8]]
-    )
+    passes = Passes(target, [source], [prompt], max_new_tokens=2, max_draft_length=1, emitted=[[8]])
     with torch.no_grad():
-        session.prefill()
-        raw = session.draft_step(torch.tensor([8]), 0)[0]  # (V,)
+        passes.prefill()
+        raw = passes.draft_step(torch.tensor([8]), 0)[0]  # (V,)
     drawn = raw.isfinite().nonzero().flatten().tolist()
     assert drawn
     assert {*drawn} <= {*few}

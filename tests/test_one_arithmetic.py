@@ -16,7 +16,7 @@ from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
 from torch import Tensor
 
 from layerskip import SkipConfig
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.generation import LONGEST_DRAFT, generate
 from layerskip.model import extension
 from layerskip.model.sublayers import Sublayers
@@ -37,16 +37,16 @@ def verified(opened: Sublayers, rows: int, lengths: list[int]) -> Tensor:
     prompts = [torch.arange(2 + row, 9 + 3 * row) % (VOCABULARY - 2) + 2 for row in range(rows)]
     total = sum(lengths)
     texts = torch.randint(2, VOCABULARY, (rows, total), generator=torch.Generator().manual_seed(3))
-    session = Session(opened, [], prompts, max_new_tokens=total, max_draft_length=LONGEST_DRAFT)
+    passes = Passes(opened, [], prompts, max_new_tokens=total, max_draft_length=LONGEST_DRAFT)
     with torch.no_grad():
-        session.prefill()
+        passes.prefill()
         pieces, start = [], 0
         for count in lengths:
             positions = [(row, offset) for row in range(rows) for offset in range(count)]
-            logits = session.verify(texts[:, start : start + count], positions)
+            logits = passes.verify(texts[:, start : start + count], positions)
             pieces.append(logits.clone().view(rows, count, -1))
             for row in range(rows):
-                session.commit(row, range(count))
+                passes.commit(row, range(count))
             start += count
     return torch.cat(pieces, 1)
 

@@ -27,7 +27,7 @@ from layerskip.bench.methods import Engine, Task
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources import trained as states
 from layerskip.decoding.sources.assistant import Assistant
@@ -79,33 +79,31 @@ ASSISTED = (
 def check_states(run: Decoder) -> Counter[str]:
     """Keys and values of every state are those of one pass over each row's text; how many were
     looked at, and how many rows' states fall short of what the row has emitted."""
-    session, model, counts = run.session, run.session.model, Counter[str]()
-    for state in session.states:
+    passes, model, counts = run.passes, run.passes.model, Counter[str]()
+    for state in passes.states:
         if not isinstance(state, (states._Layered, assistants._State)):
             continue
-        for row, place in session.rows.items():
-            text = torch.tensor([*session.prompts[row].tolist(), *run.emitted[row]])
+        for row, place in passes.rows.items():
+            text = torch.tensor([*passes.prompts[row].tolist(), *run.emitted[row]])
             seen = state.seen[row]
             counts["short"] += seen < len(text) - 1
             if not seen:
                 continue
             if isinstance(state, assistants._State):
-                other = Session(
-                    state.model, [], [text[:seen]], max_new_tokens=1, max_draft_length=0
-                )
+                other = Passes(state.model, [], [text[:seen]], max_new_tokens=1, max_draft_length=0)
                 other.prefill()
                 fresh = other.cache
             else:
                 cache = model.new_cache(1, len(text))
                 cache.place([0], len(text))
-                step = Pass(model, cache, session.rotary)
+                step = Pass(model, cache, passes.rotary)
                 hidden = model.run(model.embed(text[None]), step, range(state.tap or 0))
                 if isinstance(state, states._Features):
                     before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
                     hidden = state.block.join(before, model.embed(text[None]))
                 fresh = states.RowCache(1, len(text), state.cache.windows)
                 fresh.place([0], len(text))
-                model.backend.run(hidden, Pass(model, fresh, session.rotary), state.blocks)
+                model.backend.run(hidden, Pass(model, fresh, passes.rotary), state.blocks)
             for name in ("keys", "values"):
                 for layer, ours in getattr(state.cache, name).items():
                     want = getattr(fresh, name)[layer][0, :, :seen]
@@ -184,9 +182,9 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
 def drafting(opened: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
     """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
     rows: dict[str, Any] = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
-    session = Session(opened, [skip.resolve(6)], [ids], **rows)
-    session.prefill()
-    return torch.stack([session.draft_step(torch.tensor([3]), n) for n in range(3)])
+    passes = Passes(opened, [skip.resolve(6)], [ids], **rows)
+    passes.prefill()
+    return torch.stack([passes.draft_step(torch.tensor([3]), n) for n in range(3)])
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -25,7 +25,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import second_model
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import open_model
@@ -226,12 +226,12 @@ def _cache_error(
     decoder = Decoder(model, drafts, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass
-    length = decoder.session.lengths[0]
+    length = decoder.passes.lengths[0]
     tokens = torch.cat([ids[0], ids.new_tensor(decoder.emitted[0])])[:length]  # (length,)
-    fresh = Session(model, [], [tokens], max_new_tokens=1, max_draft_length=0)
+    fresh = Passes(model, [], [tokens], max_new_tokens=1, max_draft_length=0)
     fresh.prefill()
     return max(
-        _deviation(getattr(decoder.session.cache, name)[layer], wanted, length)
+        _deviation(getattr(decoder.passes.cache, name)[layer], wanted, length)
         for name in ("keys", "values")
         for layer, wanted in getattr(fresh.cache, name).items()
     )

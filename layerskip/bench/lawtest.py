@@ -21,7 +21,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.cache import RowCache
 from layerskip.model.modules import ModuleRotary
@@ -48,7 +48,7 @@ class LawTest:
 
 
 class Recorded:
-    """Stands for a model whose law is given, in all that a `Session` asks of one.
+    """Stands for a model whose law is given, in all that a `Passes` asks of one.
 
     Args:
         target: raw logits, (V,).
@@ -214,14 +214,12 @@ def _record(
     """
     ids = torch.tensor(tokens)
     prompt, emitted = [ids[:-1]], [tokens[-1:]]
-    session = Session(
-        model, [source], prompt, max_new_tokens=2, max_draft_length=1, emitted=emitted
-    )
-    session.prefill()
+    passes = Passes(model, [source], prompt, max_new_tokens=2, max_draft_length=1, emitted=emitted)
+    passes.prefill()
     last = ids[-1:].to(model.device)  # (1,)
-    draft = session.draft_step(last, 0)[0].float().cpu()  # (V,)
+    draft = passes.draft_step(last, 0)[0].float().cpu()  # (V,)
     # what follows `last` is not read
-    target = session.verify(last[None], [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
+    target = passes.verify(last[None], [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
     either = torch.maximum(softmax_law(target), softmax_law(draft))
     kept = either.topk(min(_SUPPORT, len(either))).indices
     return target[kept], draft[kept]

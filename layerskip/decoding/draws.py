@@ -45,7 +45,7 @@ class DraftedTokens:
         tokens: drafted tokens per row; empty if they have not been read from the device yet.
         confidences: per row, the tokens' confidences, if the controller needs them.
         lengths: per row, how many tokens the target is to verify.
-        fed: tokens still to feed, (R, T), in the session's order of rows: each row's last token,
+        fed: tokens still to feed, (R, T), in the passes' order of rows: each row's last token,
             drafted or emitted; for looked-up drafts the last emitted one and all of the draft.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.

@@ -24,7 +24,7 @@ from layerskip.decoding.controller import (
 )
 from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Position, Session
+from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
@@ -108,7 +108,7 @@ class Decoder:
         self.device = model.device
         self.drafts = tuple(drafts) if isinstance(drafts, Sequence) else (drafts,)
         self.emitted: list[list[int]] = [[] for _ in self.rows]
-        self.session = Session(
+        self.passes = Passes(
             model,
             self.drafts,
             [
@@ -132,7 +132,7 @@ class Decoder:
             rejection=request.rejection,
             history=self.history,
             width=self.width,
-            prompt_lengths=self.session.prompt_lengths,
+            prompt_lengths=self.passes.prompt_lengths,
             emitted=self.emitted,
             native=model.drawn,
         )
@@ -151,14 +151,14 @@ class Decoder:
         index = 0
         while not all(self.finished):
             index += 1
-            with self.session.model.disturbed():
+            with self.passes.model.disturbed():
                 round_ = self._round(index)
             yield round_
 
     def _first_round(self) -> Round:
         self._mark(begin=True)
         self._mark()
-        raw = self.session.prefill()  # (B, V)
+        raw = self.passes.prefill()  # (B, V)
         self._mark()
         positions = [(row, 0) for row in self.rows]
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
@@ -179,7 +179,7 @@ class Decoder:
             if not self.finished[row]
             for offset in range(drafts.lengths[row] + 1)
         ]
-        raw = self.session.verify(drafts.fed, positions)  # (N, V)
+        raw = self.passes.verify(drafts.fed, positions)  # (N, V)
         self._mark()
         verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
         tokens = self._judged(drafts, positions, verdict)
@@ -187,16 +187,16 @@ class Decoder:
 
     def _compact(self) -> None:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
-        rows = self.session.rows
+        rows = self.passes.rows
         going = [row for row in rows if not self.finished[row]]
         size = remaining(len(rows), len(going))
         if size == len(rows):
             return
         done = [row for row in rows if self.finished[row]]
-        done.sort(key=self.session.lengths.__getitem__)  # the shortest have the least to attend to
+        done.sort(key=self.passes.lengths.__getitem__)  # the shortest have the least to attend to
         kept = sorted([*going, *done[: size - len(going)]])
         self.stats.num_compactions += 1
-        self.stats.compacted_bytes += self.session.keep(kept)
+        self.stats.compacted_bytes += self.passes.keep(kept)
 
     def _mark(self, *, begin: bool = False) -> None:
         """Note the time, if the request has a clock."""
@@ -209,11 +209,11 @@ class Decoder:
         """The source of the round, if any, and how many tokens each row drafts at most."""
         controller = self.controller
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
-        lengths = [self.session.lengths[row] for row in allowed]
-        controller.begin(sum(lengths) // len(lengths), len(self.session.rows))
+        lengths = [self.passes.lengths[row] for row in allowed]
+        controller.begin(sum(lengths) // len(lengths), len(self.passes.rows))
         self._proposals = [
             {row: self._proposed(state.offer(row, most)) for row, most in allowed.items()}
-            for state in self.session.states
+            for state in self.passes.states
         ]
         offers = [_offer(each) for each in self._proposals]
         source = (self._chooser.choose if self._chooser else first_offer)(offers)
@@ -226,7 +226,7 @@ class Decoder:
     def _allowed(self, row: int) -> int:
         """How many tokens any draft may have in the row's next round."""
         left = self.request.max_new_tokens - len(self.emitted[row])
-        free = self.session.cache.slots - self.session.lengths[row]
+        free = self.passes.cache.slots - self.passes.lengths[row]
         return draft_limit(self.max_draft_length, left, free)
 
     def _proposed(self, proposal: Proposal) -> Proposal:
@@ -249,7 +249,7 @@ class Decoder:
             for offset, token in enumerate(draft):
                 self._remember(row, offset, token)
         longest = max(map(len, tokens))
-        fed = [[self.emitted[row][-1], *tokens[row]] for row in self.session.rows]
+        fed = [[self.emitted[row][-1], *tokens[row]] for row in self.passes.rows]
         fed = [each + each[-1:] * (longest + 1 - len(each)) for each in fed]
         return DraftedTokens(
             tokens=tokens,
@@ -266,7 +266,7 @@ class Decoder:
         """
         law, controller = self.request.law, self.controller
         unread = not controller.needs_confidence and not law.reads_history
-        places = self.session.rows
+        places = self.passes.rows
         drafts = DraftedTokens(
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
@@ -279,7 +279,7 @@ class Decoder:
             if not (drafting and controller.draft_together(drafting)):
                 break
             last = drafts.fed[:, 0]  # (R,)
-            raw = self.session.draft_step(last, step, source)  # (R, V)
+            raw = self.passes.draft_step(last, step, source)  # (R, V)
             here = None
             if len(drafting) < len(places):
                 # processors cannot be called for the other rows: their histories are shorter
@@ -388,7 +388,7 @@ class Decoder:
         scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
-        """Emit each row's tokens until it ends, update the counts, and commit the session."""
+        """Emit each row's tokens until it ends, update the counts, and commit the passes."""
         emitted: list[list[int]] = [[] for _ in self.rows]
         drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
         for row, candidates in enumerate(tokens):
@@ -403,9 +403,9 @@ class Decoder:
                     break
             self.draws.forget(row, finished=self.finished[row])
             if not index:
-                self.session.tell(row, emitted[row])
+                self.passes.tell(row, emitted[row])
             else:
-                self.session.commit(row, emitted[row])
+                self.passes.commit(row, emitted[row])
                 self._learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
@@ -426,9 +426,9 @@ class Decoder:
             logits=kept_logits,
             times=tuple(self._times) or None,
         )
-        state = None if source is None else self.session.states[source]
+        state = None if source is None else self.passes.states[source]
         prefix, kept = (0, 0) if state is None else (state.prefix, state.kept)
-        sublayers = self.session.model.num_sublayers
+        sublayers = self.passes.model.num_sublayers
         self.stats.add(
             round_, lambda drafted: round_sublayer_tokens(drafted, kept, prefix, sublayers)
         )

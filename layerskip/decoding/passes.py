@@ -1,6 +1,6 @@
 """The three forward passes of a call: prefill, draft step, verify.
 
-A session holds one batch's cache and the length of each row's exact keys and values. Drafting
+A `Passes` holds one batch's cache and the length of each row's exact keys and values. Drafting
 computes the sublayers of the shared prefix exactly and keeps the hidden states at its end;
 verification starts from them. Rows keep their number in the call after finished ones are dropped.
 Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
@@ -36,7 +36,7 @@ def _in_inference_mode(method: Method) -> Method:
     """
 
     @wraps(method)
-    def run(self: Session, *args: Any) -> Any:
+    def run(self: Passes, *args: Any) -> Any:
         if self.model.execution in ("modules", "whole"):
             return method(self, *args)
         with torch.inference_mode():
@@ -45,7 +45,7 @@ def _in_inference_mode(method: Method) -> Method:
     return cast(Method, run)
 
 
-class Session:
+class Passes:
     """One batch on one model with any number of sources, one of which drafts in a round.
 
     It is the `Batch` that the states of sources read.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
 
 _BUDGET = 0.3  # seconds after which no further sweep starts
@@ -50,8 +50,8 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
         return most
     counts = [*(1 << power for power in range((most - 1).bit_length())), most]
     token = torch.tensor([0])  # (1,)
-    session = Session(model, [], [token], max_new_tokens=1, max_draft_length=0)
-    session.prefill()
+    passes = Passes(model, [], [token], max_new_tokens=1, max_draft_length=0)
+    passes.prefill()
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     with torch.no_grad(), cpu_threads(None):
         started = now()
@@ -60,7 +60,7 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                 torch.set_num_threads(count)
                 for number in range(_PASSES):
                     start = now()
-                    session.verify(token[None], [(0, 0)])  # at a place that is never committed
+                    passes.verify(token[None], [(0, 0)])  # at a place that is never committed
                     if number:
                         seconds[count].append(now() - start)
                 if count == most and min(seconds[most]) > _LONG:
