@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerskip.model.opening import release as release
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
+    from layerskip.session import Session as Session
     from layerskip.vocabulary import check_vocabularies as check_vocabularies
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOME = {
     "Lookup": "layerskip.decoding.sources.lookup",
     "LowPrecision": "layerskip.config",
     "Proposal": "layerskip.decoding.sources.base",
+    "Session": "layerskip.session",
     "SkipConfig": "layerskip.config",
     "Source": "layerskip.decoding.sources.base",
     "State": "layerskip.decoding.sources.base",

@@ -15,7 +15,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.model.extension import stamps
 from layerskip.model.opening import sublayers_of
 from layerskip.timing.bandwidth import Sweeps
@@ -39,7 +39,7 @@ def show(model: torch.nn.Module, context: int, passes: int) -> None:
     """Decode tokens at a length of context and print the phases."""
     opened = sublayers_of(model, "native")
     prompt = torch.arange(context) % opened.model.vocab_size + 1  # (context,)
-    session = Session(opened, [], [prompt], max_new_tokens=passes + 8, max_draft_length=1)
+    session = Passes(opened, [], [prompt], max_new_tokens=passes + 8, max_draft_length=1)
     session.prefill()
     sweeps, times, reads = Sweeps(torch.device("cpu"), time.perf_counter), [], []
     token = torch.zeros(1, 1, dtype=torch.long)  # (R, T)

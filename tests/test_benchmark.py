@@ -443,7 +443,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
         asked.append(len(request.input_ids))
         return [COSTS for _ in drafts]
 
-    monkeypatch.setattr("layerskip.generation.cost_tables", costs)
+    monkeypatch.setattr("layerskip.settings.cost_tables", costs)
     price(method, Engine(model, task), few, iter(range(10_000)).__next__)
     assert asked == [1, 1, 2, 2]  # measured, then taken
     entry = method.describe()["costs"]["1"]
@@ -455,7 +455,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
 
 def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
-    monkeypatch.setattr("layerskip.generation.cost_tables", lambda *_, **__: [COSTS])
+    monkeypatch.setattr("layerskip.settings.cost_tables", lambda *_, **__: [COSTS])
     method = Engine(model, Task(4), "self", own)
     (batch,) = batches(5)
     price(method, Engine(model, Task(4)), [batch], Clock())

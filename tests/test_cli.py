@@ -507,7 +507,7 @@ def priced(monkeypatch):
     """Costs that take no time to measure."""
     table = CostTable(0.2, (1.0, 1.1, 1.2))
     monkeypatch.setattr(
-        "layerskip.generation.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
+        "layerskip.settings.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
     )
 
 

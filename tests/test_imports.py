@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},
-    {"generation", "requests", "checkpoints", "defaults"},  # doors
+    {"generation", "session", "settings", "requests", "checkpoints", "defaults"},  # doors
     {"replay"},
     {"bench"},
     {"search", "training"},

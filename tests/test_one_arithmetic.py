@@ -17,9 +17,10 @@ from torch import Tensor
 
 from layerskip import SkipConfig
 from layerskip.decoding.passes import Passes
-from layerskip.generation import LONGEST_DRAFT, generate
+from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.model.sublayers import Sublayers
+from layerskip.settings import LONGEST_DRAFT
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
@@ -76,7 +77,7 @@ def carried(opened: Sublayers, lengths: Sequence[int], chunk: int, threads: int)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        session = Session(opened, [], prompts, max_new_tokens=1, max_draft_length=1)
+        session = Passes(opened, [], prompts, max_new_tokens=1, max_draft_length=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * len(lengths))
             logits = session.prefill()  # (B, V)

@@ -20,13 +20,9 @@ from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.generation import (
-    DEFAULT_CONTROLLER,
-    GenerationOutput,
-    LayerSkipDecoding,
-    generate,
-)
+from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
 from layerskip.requests import end_tokens
+from layerskip.settings import DEFAULT_CONTROLLER
 
 Clock = Callable[[], float]
 

@@ -23,8 +23,9 @@ from layerskip.decoding.controller import (
     signal_of,
 )
 from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
+from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.passes import Filling, Passes, Position
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
@@ -56,6 +57,8 @@ class Request:
             rounds.
         pictures: in the prompts, if there are any.
         encoded: what an encoder has read; the prompts are then its decoder's.
+        progress: told, after every pass over the prompts, how many of their tokens are done, and of
+            how many.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
@@ -71,6 +74,7 @@ class Request:
     keep_logits: bool = False
     pictures: Pictures | None = None
     encoded: Encoded | None = None
+    progress: Callable[[int, int], None] | None = None
     clock: Callable[[], float] | None = None
 
 
@@ -83,6 +87,8 @@ class Decoder:
         controller: decides how long to draft, and from what (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
+        known: keys and values of earlier texts to start from, where those of this one are kept,
+            too; not for texts with pictures, or of an encoder-decoder.
 
     Raises:
         TypeError: the controller lacks a part of the protocol.
@@ -98,8 +104,11 @@ class Decoder:
         request: Request,
         *,
         max_draft_length: int,
+        known: KnownTexts | None = None,
     ) -> None:
         self.request = request
+        self._weights: object = None  # that what is known is of
+        self.known = known if request.pictures is None and request.encoded is None else None
         self.controller = controller = completed(controller)
         self._chooser = controller if isinstance(controller, Chooser) else None
         self.max_draft_length = max_draft_length
@@ -147,24 +156,61 @@ class Decoder:
 
     def rounds(self) -> Iterator[Round]:
         """Yield the prefill's round and every round after it, until all rows are finished."""
-        yield self._first_round()
-        index = 0
-        while not all(self.finished):
-            index += 1
-            with self.passes.model.disturbed():
-                round_ = self._round(index)
-            yield round_
+        try:
+            yield self._first_round()
+            index = 0
+            while not all(self.finished):
+                index += 1
+                with self.passes.model.disturbed():
+                    round_ = self._round(index)
+                yield round_
+        except GeneratorExit:  # between two rounds: what has been decoded is exact
+            for row in self.rows:
+                if not self.finished[row]:
+                    self._keep_text(row, self.passes.lengths[row])
+            raise
 
     def _first_round(self) -> Round:
         self._mark(begin=True)
         self._mark()
-        raw = self.passes.prefill()  # (B, V)
+        raw = self._prefill()  # (B, V)
         self._mark()
         positions = [(row, 0) for row in self.rows]
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
         (first,) = self._read(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
         return self._close(0, tokens, None, None, positions, verdict.scores, raw)
+
+    def _prefill(self) -> Tensor:
+        """The prefill, from what is known on; logits after the prompts, (B, V)."""
+        passes, lengths = self.passes, self.passes.prompt_lengths
+        filled: list[list[Filling]] = []
+        marks: list[set[int]] = [set() for _ in self.rows]  # where to keep texts with windows
+        if self.known is not None:
+            self._weights = self.known.check(passes.model)
+            window = passes.cache.window
+            for row, length in enumerate(lengths):
+                prompt = passes.prompts[row].tolist()
+                parts, same = self.known.start(prompt, window, passes.needed)
+                filled.append(parts)
+                at = parts[-1].end if parts else 0
+                self.stats.num_known_tokens += at
+                if window:
+                    marks[row] = {length} | ({same} if same > at else set())
+
+        def reached() -> None:
+            if self.request.progress is not None:
+                self.request.progress(sum(passes.lengths), sum(lengths))
+            for row, places in enumerate(marks):
+                for place in sorted(each for each in places if each <= passes.lengths[row]):
+                    places.remove(place)
+                    self._keep_text(row, place)
+
+        return passes.prefill(filled, reached)
+
+    def _keep_text(self, row: int, length: int) -> None:
+        if self.known is not None:
+            self.known.keep(self._weights, self.passes, row, length)
 
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
@@ -408,6 +454,8 @@ class Decoder:
                 self.passes.commit(row, emitted[row])
                 self._learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
+            if self.finished[row]:
+                self._keep_text(row, self.passes.lengths[row])
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
         kept_scores = None if scores is None else _by_row(scores, positions, emitted)

@@ -9,9 +9,9 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
+
+
+Part = tuple[str, int]  # ("keys" or "values", layer), or ("tap", sublayers)
+
+
+class Filling(NamedTuple):
+    """What some slots of a row hold from an earlier text (see `Passes.parts`), up to `end`."""
+
+    end: int
+    parts: Mapping[Part, Tensor]
 
 
 def _in_inference_mode(method: Method) -> Method:
@@ -102,30 +112,85 @@ class Passes:
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
     @_in_inference_mode
-    def prefill(self) -> Tensor:
-        """Run every prompt through the whole model; logits after its last token, (B, V)."""
+    def prefill(
+        self,
+        filled: Sequence[Sequence[Filling]] = (),
+        reached: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Run every prompt through the whole model; logits after its last token, (B, V).
+
+        Args:
+            filled: per row, what its first slots are filled with, in order; at least the last
+                token is run.
+            reached: called after every pass; `lengths` are then what is exact.
+        """
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
         lasts = [length - 1 for length in self.prompt_lengths]
+        for row, parts in enumerate(filled):
+            self.lengths[row] = parts[-1].end if parts else 0
+        if any(self.lengths):  # buffers begin where passes read
+            self.cache.place(self.lengths, 1, min(self.lengths))
+        for row, parts in enumerate(filled):
+            for part in parts:
+                self._fill(row, part)
         every = self.model.num_sublayers
         # layers that only read others' keys are needed for the last tokens alone
         needed = any(each.whole_prompts and each.tap is not None for each in self.states)
         through = every if needed else 2 * self.model.first_reader
 
-        def run(chunk: Tensor, first: int) -> Tensor:
-            self.cache.place([first] * len(chunk), chunk.shape[1], min(lasts))
-            hidden, step = self.model.feed(chunk, self.cache, self.rotary, self.pictures)
-            return self._carry(hidden, step, 0, through)
+        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
+            lowest = min(*self.lengths, *lasts)
+            self.cache.place(firsts, chunk.shape[1], lowest, rows)
+            pictures = None if self.pictures is None else self.pictures.some(rows)
+            hidden, step = self.model.feed(chunk, self.cache, self.rotary, pictures)
+            hidden = self._carry(hidden, step, 0, through)
+            for row, first in zip(rows, firsts, strict=True):
+                self.lengths[row] = min(first + chunk.shape[1], self.prompt_lengths[row])
+            reached()
+            return hidden
 
         inside = () if self.pictures is None else self.pictures.inside
-        last = in_chunks(tokens, lasts, run, inside)[:, None]  # (B, 1, H)
+        places = [range(*each) for each in zip(self.lengths, self.prompt_lengths, strict=True)]
+        last = in_chunks(tokens, places, run, inside=inside, apart=self.cache.apart)  # (B, H)
+        last = last[:, None]  # (B, 1, H)
         if through < every:
             ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)
             self.cache.place(lasts, 1, min(lasts))
             _, step = self.model.feed(ends, self.cache, self.rotary, self.pictures)
             last = self._carry(last, step, through, every)
-        self.lengths = list(self.prompt_lengths)
         self.cache.settled = True
         return self.model.logits(last.transpose(0, 1))[0]
+
+    def tokens(self, row: int, length: int) -> list[int]:
+        """A row's first tokens, of its prompt and those that it has emitted."""
+        prompt: list[int] = self.prompts[row][:length].tolist()
+        return [*prompt, *self.emitted[row][: length - len(prompt)]]
+
+    def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
+        """What there is of a row's slots first .. end - 1, by name: keys, values, states at taps.
+
+        Views (..., n, D), all of which end with the last slot; those of layers with windows may
+        begin later than the first.
+        """
+        place = self.rows[row]
+        yield from self.cache.parts(place, first, end)
+        for name in self.needed:
+            yield name, self._tapped[name[1]][place, first + 1 : end + 1]  # (n, H)
+
+    @property
+    def needed(self) -> set[Part]:
+        """The names among `parts` that drafts read of whole prompts."""
+        return {
+            ("tap", each.tap) for each in self.states if each.whole_prompts and each.tap is not None
+        }
+
+    def _fill(self, row: int, filling: Filling) -> None:
+        for (kind, number), held in filling.parts.items():
+            if kind != "tap":
+                self.cache.fill(row, (kind, number), filling.end, held)
+            elif number in self._taps:
+                states = self._states(number, held, len(self.prompts))
+                states[row, filling.end + 1 - len(held) : filling.end + 1] = held
 
     @_in_inference_mode
     def keep(self, rows: Sequence[int]) -> int:
@@ -159,24 +224,37 @@ class Passes:
         return self.model.run(hidden, step, range(first, last))
 
     def _keep_states(self, tap: int, hidden: Tensor) -> None:
-        if tap not in self._tapped:
-            shape = hidden.shape[0], self.cache.slots + 1, hidden.shape[2]
-            self._tapped[tap] = hidden.new_zeros(shape)  # (R, S + 1, H)
+        states = self.cache.taking_part(self._states(tap, hidden, self.cache.rows))
         if self.cache.in_step:
-            self._tapped[tap][:, self.cache.start + 1 : self.cache.end + 1] = hidden
+            states[:, self.cache.start + 1 : self.cache.end + 1] = hidden
             return
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
-        self._tapped[tap][rows, self.cache.placed(hidden.device) + 1] = hidden
+        states[rows, self.cache.placed(hidden.device) + 1] = hidden
 
-    def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
+    def _states(self, tap: int, like: Tensor, rows: int) -> Tensor:
+        if tap not in self._tapped:
+            shape = rows, self.cache.slots + 1, like.shape[-1]
+            self._tapped[tap] = like.new_zeros(shape)  # (R, S + 1, H)
+        return self._tapped[tap]
+
+    def tapped(
+        self,
+        tap: int,
+        starts: Sequence[int],
+        count: int,
+        before: int = 0,
+        rows: range | None = None,
+    ) -> Tensor:
         """States at a tap, (R, count, H), from each row's `starts` token, or `before` it, on."""
         states, start = self._tapped[tap], starts[0] + 1 - before
+        if rows is not None:
+            states = states[rows.start : rows.stop]
         if start + count <= states.shape[1] and all(each == starts[0] for each in starts):
             return states[:, start : start + count]
         first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)
         slots = first + torch.arange(count, device=states.device)  # (R, count)
-        rows = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
-        return states[rows, slots.clamp(max=states.shape[1] - 1)]
+        places = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
+        return states[places, slots.clamp(max=states.shape[1] - 1)]
 
     @_in_inference_mode
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:

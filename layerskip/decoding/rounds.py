@@ -66,6 +66,7 @@ class DecodingStats:
         sources: per source, the three counts of drafts and drafted tokens.
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
         num_sequences: rows, each of which got one token from the prefill.
+        num_known_tokens: tokens of prompts whose keys and values were known, and not computed.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
         num_compactions: times that finished rows were dropped, and the other rows moved up.
         compacted_bytes: bytes of keys and values that this copied.
@@ -80,6 +81,7 @@ class DecodingStats:
     sources: list[SourceCounts] = field(default_factory=list)
     num_new_tokens: int = 0
     num_sequences: int = 0
+    num_known_tokens: int = 0
     sublayer_tokens: int = 0
     num_compactions: int = 0
     compacted_bytes: int = 0

@@ -13,7 +13,7 @@ Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,26 @@ class RowCache:
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.firsts: list[int] = []  # of each row, the first slot of the pass
+        self.firsts: list[int] = []  # of each row of the pass, its first slot
+        self.active: range | None = None  # the rows of the pass; None: all
         self.start = 0  # the same, where all rows share it
         self.end = 0  # one past the last slot any row writes in this pass
         self.count = 0  # T
         self.in_step = True  # all rows write the same slots
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
+        self.apart = True  # whether a pass may be of some rows
         self.settled = False  # the prompts are in: passes are short, and worth compiling
 
-    def place(self, starts: Sequence[int], count: int, lowest: int = 0) -> None:
+    def place(
+        self, starts: Sequence[int], count: int, lowest: int = 0, rows: range | None = None
+    ) -> None:
         """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
 
         Args:
             lowest: no later pass will begin before this slot.
+            rows: the rows of the pass, if it is of some; `starts` are theirs.
         """
+        self.active = None if rows is not None and len(rows) == self.rows else rows
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
@@ -149,10 +155,15 @@ class RowCache:
         for own, theirs in layers.items():
             self.keys[own], self.values[own] = other.keys[theirs], other.values[theirs]
 
+    def taking_part(self, buffer: Tensor) -> Tensor:
+        """The rows of something (B, ...) that take part in the pass, a view."""
+        return buffer if self.active is None else buffer[self.active.start : self.active.stop]
+
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
         if self.in_step:
-            return torch.arange(self.start, self.end, device=device).repeat(self.rows, 1)
+            slots = torch.arange(self.start, self.end, device=device)  # (T,)
+            return slots.repeat(len(self.firsts), 1)
         if device not in self._index:
             self._index[device] = self._index["cpu"].to(device, non_blocking=True)
         return self._index[device]
@@ -167,7 +178,7 @@ class RowCache:
             all_keys.narrow(2, self.start - base, self.count).copy_(keys)
             all_values.narrow(2, self.start - base, self.count).copy_(values)
         else:
-            rows = torch.arange(self.rows, device=keys.device)[:, None]  # (B, 1)
+            rows = torch.arange(len(keys), device=keys.device)[:, None]  # (B, 1)
             index = self.placed(keys.device) - base
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
@@ -183,7 +194,7 @@ class RowCache:
         place, count = 0, self.end - first
         if self.in_step and self.count == 1 and window is not None:
             place = max(0, count - window)  # `needs_mask` counts on this slice
-        both = self.keys[layer], self.values[layer]
+        both = [self.taking_part(each) for each in (self.keys[layer], self.values[layer])]
         if 0 < sink < place:
             keys, values = (
                 torch.cat([each[:, :, :sink], each[:, :, place:count]], 2) for each in both
@@ -194,13 +205,39 @@ class RowCache:
         return keys, values
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's whole keys and values, (B, H, S, D) each, for heads (H, D)."""
+        """Whole keys and values of a layer in a pass, (B, H, S, D) each, for heads (H, D)."""
         if layer not in self.keys:
-            # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
-            shape = (self.rows, heads[0], self.held(layer)[1], heads[1])
-            self.keys[layer] = like.new_zeros(shape)  # (B, H, S, D)
-            self.values[layer] = like.new_zeros(shape)  # (B, H, S, D)
-        return self.keys[layer], self.values[layer]
+            for buffers in (self.keys, self.values):
+                self._allocate(buffers, layer, *heads, like)
+        return self.taking_part(self.keys[layer]), self.taking_part(self.values[layer])
+
+    def _allocate(
+        self, buffers: dict[int, Tensor], layer: int, heads: int, width: int, like: Tensor
+    ) -> None:
+        # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
+        shape = (self.rows, heads, self.held(layer)[1], width)
+        buffers[layer] = like.new_zeros(shape)  # (B, H, S, D)
+
+    def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        """What a row has in slots first .. end - 1: keys and values by layer, views (H, n, D).
+
+        Those of trimmed layers may begin later; all end with the last slot.
+        """
+        for name in ("keys", "values"):
+            for layer, buffer in getattr(self, name).items():
+                base = self.held(layer)[0]
+                slots = slice(max(first - base, 0), max(end - base, 0))
+                yield (name, layer), buffer[place, :, slots]
+
+    def fill(self, place: int, part: tuple[str, int], end: int, held: Tensor) -> None:
+        """Write `parts` (H, n, D) into a row's slots before `end`, as far as those are held."""
+        name, layer = part
+        buffers = getattr(self, name)
+        if layer not in buffers:
+            self._allocate(buffers, layer, held.shape[0], held.shape[2], held)
+        last = max(0, end - self.held(layer)[0])
+        count = min(last, held.shape[1])
+        buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
     def keep(self, places: Sequence[int], length: int) -> int:
         """Keep only the rows at `places` (ascending), up to a length, and free the others.
@@ -212,6 +249,11 @@ class RowCache:
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         copied = self._renew(whole, list(places), 0, length)
         return copied + self._renew(some, list(places), 0, length - self.base)
+
+    @property
+    def window(self) -> int:
+        """The longest window of layers that need not hold every slot; 0: there are none."""
+        return self._window if self.trimmed else 0
 
     def needs_mask(self, window: int | None) -> bool:
         """Whether attention in this pass needs a mask beyond what `update` already leaves out.

@@ -56,6 +56,12 @@ class Pictures:
         blocks = None if self.blocks is None else self.blocks.to(device)
         return Pictures(self.features.to(device), self.numbers.to(device), blocks)
 
+    def some(self, rows: range) -> Pictures:
+        """The pictures of neighbouring rows."""
+        few = slice(rows.start, rows.stop)
+        blocks = None if self.blocks is None else self.blocks[few]
+        return Pictures(self.features, self.numbers[few], blocks)
+
     def over(self, hidden: Tensor, slots: Tensor) -> Tensor:
         """Embedded tokens (B, T, H) at slots (B, T), with features in place of placeholders."""
         numbers = self.numbers.gather(1, slots)  # (B, T)

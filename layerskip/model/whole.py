@@ -359,6 +359,7 @@ class WholeCache(RowCache):
     ) -> None:
         super().__init__(rows, slots, windows)
         self.encoded = encoded
+        self.apart = encoded is None
         self.crossed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, places: Sequence[int], length: int) -> int:
@@ -371,25 +372,25 @@ class WholeCache(RowCache):
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self._open(layer_idx, keys, values)
+        self._make(layer_idx, keys, values)
         return super().update(keys, values, layer_idx)
 
-    def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def _make(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Make a layer's buffers; values may be narrower than keys (DeepSeek)."""
         for buffers, like in ((self.keys, keys), (self.values, values)):
             if layer not in buffers:
-                shape = (self.rows, like.shape[1], self.size, like.shape[3])
-                buffers[layer] = like.new_zeros(shape)  # (B, H, S, D)
+                self._allocate(buffers, layer, like.shape[1], like.shape[3], like)
 
     def write(
         self, rows: list[int], start: int, keys: Tensor, values: Tensor, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """As `update`, of some rows that all begin at one slot."""
-        self._open(layer, keys, values)
+        """As `update`, of some rows of the pass that all begin at one slot."""
+        self._make(layer, keys, values)
         end = start + keys.shape[2]
-        for buffers, new in ((self.keys, keys), (self.values, values)):
-            buffers[layer][rows, :, start:end] = new
-        return self.keys[layer][rows, :, :end], self.values[layer][rows, :, :end]
+        both = self.taking_part(self.keys[layer]), self.taking_part(self.values[layer])
+        for buffer, new in zip(both, (keys, values), strict=True):
+            buffer[rows, :, start:end] = new
+        return both[0][rows, :, :end], both[1][rows, :, :end]
 
     def handed(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
         """This cache, or some of its rows, as the library's class for one pass."""

@@ -31,7 +31,7 @@ from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Session
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.following import Following
 from layerskip.environment import hardware
@@ -330,7 +330,7 @@ def measure(
     return times
 
 
-def _put_before(session: Session, zeros: int) -> None:
+def _put_before(session: Passes, zeros: int) -> None:
     """Let all rows go on behind so many slots of zeros, as if tokens had been computed there."""
     session.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in session.prompts]
     for lengths in (session.prompt_lengths, session.lengths):

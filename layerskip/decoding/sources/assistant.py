@@ -104,18 +104,22 @@ class _State(Following):
     def _catch_up(self, count: int) -> Tensor:
         """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
         model = self.model
-        starts, lasts, tokens = self.latest(count)
+        starts, missing, tokens = self.latest(count)
 
-        def run(chunk: Tensor, first: int) -> Tensor:
-            step = self._feed(chunk, [start + first for start in starts])
-            return model.run(*step, range(model.num_sublayers))
+        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
+            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
+            return model.run(*self._feed(chunk, places, rows), range(model.num_sublayers))
 
-        last = in_chunks(known(tokens, model, self.batch.model), lasts, run)  # (R, H)
+        last = in_chunks(
+            known(tokens, model, self.batch.model), missing, run, apart=self.cache.apart
+        )
         self.cache.settled = True
         return self.head(last[None], None)[0]
 
-    def _feed(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Tensor, Pass]:
-        self.cache.place(starts, tokens.shape[1])
+    def _feed(
+        self, tokens: Tensor, starts: Sequence[int], rows: range | None = None
+    ) -> tuple[Tensor, Pass]:
+        self.cache.place(starts, tokens.shape[1], rows=rows)
         return self.model.feed(tokens, self.cache, self.rotary)
 
 

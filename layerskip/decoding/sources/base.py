@@ -59,10 +59,20 @@ class Batch(Protocol):
     @property
     def cache(self) -> RowCache: ...
 
-    def tapped(self, tap: int, starts: Sequence[int], count: int, before: int = 0) -> Tensor:
+    def tapped(
+        self,
+        tap: int,
+        starts: Sequence[int],
+        count: int,
+        before: int = 0,
+        rows: range | None = None,
+    ) -> Tensor:
         """The target's hidden states after `tap` sublayers (see `State.tap`), (R, count, H).
 
         They begin at each row's token `starts`, or so many tokens `before` it.
+
+        Args:
+            rows: of a pass, if only some are asked for.
         """
 
 

@@ -9,7 +9,7 @@ Letters: R rows of a pass, T tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, State
 from layerskip.model.cache import on_device
 
-# Tokens of one pass of the prefill, all rows together: enough to keep a machine busy, but so few
-# that their activations are small compared with the weights.
-_CHUNK = 512
+# Tokens of one pass over a prompt, all rows together: enough to keep a machine busy.
+CHUNK = 512
+_PADDING = 64  # tokens of padding in such a pass that cost less than another pass
 
 
 class Following(State):
@@ -47,55 +47,86 @@ class Following(State):
         for row in self.batch.rows:
             self.seen[row] = self.batch.lengths[row] + 1
 
-    def latest(self, count: int) -> tuple[list[int], list[int], Tensor]:
+    def latest(self, count: int) -> tuple[list[int], list[range], Tensor]:
         """The last `count` tokens of every row (or all, if it has fewer), and marks them as seen.
 
-        Rows that miss fewer see some again, which changes nothing.
-
         Returns:
-            For each row of a pass the place of the first of them, and the index of the last; and
-            the tokens, (R, T), padded behind the last.
+            For each row of a pass the place of the first of them, and the indices of those that
+            were missing; and the tokens, (R, T), padded behind the last.
         """
         batch = self.batch
-        starts, lasts, tokens = [], [], []
+        starts, missing, tokens = [], [], []
         for row in batch.rows:
-            end = self.seen[row] = batch.lengths[row] + 1
+            end = batch.lengths[row] + 1
             first, prompt = max(0, end - count), batch.prompt_lengths[row]
             known = batch.prompts[row][first:].tolist()
             known += batch.emitted[row][max(0, first - prompt) : end - prompt]
             starts.append(first)
-            lasts.append(end - first - 1)
+            missing.append(range(min(self.seen[row], end - 1) - first, end - first))
             tokens.append(known + known[-1:] * (count - len(known)))
-        return starts, lasts, on_device(tokens, batch.model.device)
+            self.seen[row] = end
+        return starts, missing, on_device(tokens, batch.model.device)
 
 
 def in_chunks(
     tokens: Tensor,
-    lasts: Sequence[int],
-    run: Callable[[Tensor, int], Tensor],
+    places: Sequence[range],
+    run: Callable[[Tensor, range, list[int]], Tensor],
+    *,
+    most: int = CHUNK,
     inside: Container[int] = (),
+    apart: bool = True,
 ) -> Tensor:
-    """Run many tokens (R, T) through a model in chunks.
+    """Run many tokens through a model in chunks: each row's as far as it has any.
 
     Args:
-        lasts: the index of each row's last token.
-        run: takes a chunk (R, t) and the index of its first token, returns states (R, t, H).
+        tokens: (R, T), of which each row's indices in `places` are run.
+        run: takes a chunk (r, t), its rows, and the index of each row's first token in it; returns
+            states (r, t, H).
+        most: tokens of a chunk.
         inside: where no chunk may begin.
+        apart: whether a chunk may be of some rows only; else all must begin at one index.
 
     Returns:
         The hidden states of the last tokens, (R, H).
     """
-    count = max(1, _CHUNK // len(tokens))
-    if tokens.shape[1] <= count and min(lasts) == tokens.shape[1] - 1:
-        return run(tokens, 0)[:, -1]
-    end = 0
-    while (first := end) < tokens.shape[1]:
-        end = first + count
-        while end in inside:
-            end += 1
-        hidden = run(tokens[:, first:end], first)  # (R, t, H)
-        if first == 0:
-            found = torch.empty_like(hidden[:, 0])  # (R, H)
-        here = [row for row, last in enumerate(lasts) if 0 <= last - first < hidden.shape[1]]
-        found[here] = hidden[here, [lasts[row] - first for row in here]]
+    firsts, ends = [each.start for each in places], [each.stop for each in places]
+    found: Tensor | None = None
+    while any(first < end for first, end in zip(firsts, ends, strict=True)):
+        # in step, so that caches need not hold what one row is ahead of the others
+        groups = _groups(firsts, ends, tokens.shape[1], most) if apart else [range(len(tokens))]
+        for rows in groups:
+            most_here = most if apart else max(1, most // len(tokens))
+            count = min(most_here, max(ends[row] - firsts[row] for row in rows))
+            while firsts[rows[0]] + count in inside:
+                count += 1
+            here = firsts[rows.start : rows.stop]
+            chunk = torch.stack(
+                [tokens[row, at : at + count] for row, at in zip(rows, here, strict=True)]
+            )
+            hidden = run(chunk, rows, here)  # (r, t, H)
+            if found is None:
+                found = hidden.new_empty(len(tokens), hidden.shape[2])  # (R, H)
+            for place, row in enumerate(rows):
+                if 0 < ends[row] - firsts[row] <= count:
+                    found[row] = hidden[place, ends[row] - firsts[row] - 1]
+                firsts[row] += count
+    assert found is not None
     return found
+
+
+def _groups(firsts: Sequence[int], ends: Sequence[int], width: int, most: int) -> Iterator[range]:
+    """Neighbouring rows that one pass carries with little padding, and none beyond a width."""
+    group, left = range(0), [end - first for first, end in zip(firsts, ends, strict=True)]
+    for row in (row for row, count in enumerate(left) if count > 0):
+        wider = range(group.start, row + 1) if group and group.stop == row else range(row, row + 1)
+        counts = left[wider.start : wider.stop]
+        whole = len(wider) * max(counts)
+        beyond = any(firsts[each] + max(counts) > width for each in wider)
+        if len(wider) > 1 and (whole > most or whole - sum(counts) > _PADDING or beyond):
+            wider = range(row, row + 1)
+        if group and wider.start != group.start:
+            yield group
+        group = wider
+    if group:
+        yield group

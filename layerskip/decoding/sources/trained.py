@@ -105,25 +105,35 @@ class _Layered(Following):
         self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
 
     @abstractmethod
-    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
-        """The layer's inputs for tokens (R, T) from those places on, (R, T, H)."""
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        """The layer's inputs for tokens (R, T) from those places on, (R, T, H).
+
+        Args:
+            rows: of a pass, if it is of some.
+        """
 
     def catch_up(self) -> Tensor:
         """Feed all tokens that are known; states after the last ones, (R, H)."""
-        starts, lasts, tokens = self.latest(self.missing())
+        starts, missing, tokens = self.latest(self.missing())
 
-        def run(chunk: Tensor, first: int) -> Tensor:
-            places = [start + first for start in starts]
-            return self.advance(self.inputs(places, chunk), places, self.blocks)
+        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
+            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
+            return self.advance(self.inputs(places, chunk, rows), places, self.blocks, rows)
 
-        last = in_chunks(tokens, lasts, run)  # (R, H)
+        last = in_chunks(tokens, missing, run)  # (R, H)
         self.cache.settled = True
         return last
 
-    def advance(self, inputs: Tensor, starts: Sequence[int], blocks: Sequence[Block]) -> Tensor:
+    def advance(
+        self,
+        inputs: Tensor,
+        starts: Sequence[int],
+        blocks: Sequence[Block],
+        rows: range | None = None,
+    ) -> Tensor:
         """Run inputs (R, T, H) of tokens from those places on through blocks."""
         batch = self.batch
-        self.cache.place(starts, inputs.shape[1])
+        self.cache.place(starts, inputs.shape[1], rows=rows)
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
@@ -152,8 +162,8 @@ class _Exit(_Layered):
         super().__init__(batch, draft)
         self.prefix = self.tap = self.kept = draft.prefix
 
-    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
-        return self.batch.tapped(self.prefix, starts, tokens.shape[1])
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        return self.batch.tapped(self.prefix, starts, tokens.shape[1], rows=rows)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
@@ -203,8 +213,8 @@ class _Features(_Layered):
         self.tap: int = batch.model.num_sublayers
         self.feature: Tensor  # of the last token, (R, H)
 
-    def inputs(self, starts: Sequence[int], tokens: Tensor) -> Tensor:
-        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1)
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
         inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
         return inputs
 
