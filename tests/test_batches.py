@@ -241,9 +241,12 @@ def test_passes_carry_no_row_that_was_left_behind(llama: Any) -> None:
         for longest in (0, 2):
             rows_of.clear()
             play(scripted(llama, tuple(range(1, 17)), longest=longest))
-            assert rows_of == sorted(rows_of, reverse=True)
-            assert set(rows_of) <= {16, 8, 4, 2, 1}
-            assert {16, 8, 1} <= set(rows_of)
+            prefill = rows_of.index(16)
+            assert sum(rows_of[:prefill]) == 16  # each row in one pass
+            rounds = rows_of[prefill:]
+            assert rounds == sorted(rounds, reverse=True)
+            assert set(rounds) <= {16, 8, 4, 2, 1}
+            assert {16, 8, 1} <= set(rounds)
     finally:
         hook.remove()
 
@@ -349,7 +352,7 @@ def test_prefill_in_chunks_is_the_prefill(
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.passes.prefill()  # (B, V)
-    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * 4)
+    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9
@@ -361,7 +364,7 @@ def test_prefill_in_chunks_is_the_prefill(
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "passes"), [(1, 1300, [512, 512, 276]), (3, 400, [510, 510, 180])]
+    ("rows", "width", "passes"), [(1, 1300, [512, 512, 276]), (3, 400, [400, 10])]
 )
 def test_passes_of_the_prefill_are_bounded(rows: int, width: int, passes: list[int]) -> None:
     model = lively_model("llama", max_position_embeddings=2048)
@@ -375,5 +378,5 @@ def test_passes_of_the_prefill_are_bounded(rows: int, width: int, passes: list[i
         lambda _, args: tokens.append(args[0].shape[:-1].numel())
     )
     got = model.generate(ids * mask, custom_generate=decoding(), **how)
-    assert tokens[:3] == passes
+    assert tokens[: len(passes)] == passes
     assert got.tolist() == want.tolist()

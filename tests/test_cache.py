@@ -118,7 +118,7 @@ def bases(opened: Sublayers, prompts: Sequence[Tensor]) -> list[int]:
 
 def test_compiled_passes_keep_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MORE", 1)
-    monkeypatch.setattr("layerskip.decoding.sources.following._CHUNK", 8)
+    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 8)
     opened = Sublayers(lively_model("mistral"), "fused")
     assert min(bases(opened, [prompt(60)[0]])) > 30
     assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # a row that still sees slot 0

@@ -244,7 +244,7 @@ def test_prompts_longer_than_a_pass(
     model = conditional(kind, LARGE)
     inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
     want = run(model, inputs)
-    monkeypatch.setattr(following, "_CHUNK", 15)  # five tokens of each row
+    monkeypatch.setattr(following, "_most", lambda *_: 15)  # five tokens of each row
     passes = []
     feed = Sublayers.feed
 

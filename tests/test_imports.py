@@ -84,7 +84,7 @@ def allowed(module: str) -> set[str]:
     floor = next(index for index, rooms in enumerate(FLOORS) if own in rooms)
     if floor == 0:
         return {own} | WORDS.get(own, set())
-    doors = FLOORS[floor] if own == "generation" else {own}
+    doors = FLOORS[floor] if own in ("generation", "session", "settings") else {own}
     below = set().union(*FLOORS[:floor])
     return below | doors | ({"analysis"} if own == "cli" else set())
 

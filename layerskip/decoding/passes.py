@@ -151,7 +151,9 @@ class Passes:
 
         inside = () if self.pictures is None else self.pictures.inside
         places = [range(*each) for each in zip(self.lengths, self.prompt_lengths, strict=True)]
-        last = in_chunks(tokens, places, run, inside=inside, apart=self.cache.apart)  # (B, H)
+        last = in_chunks(
+            self.model, tokens, places, run, inside=inside, apart=self.cache.apart
+        )  # (B, H)
         last = last[:, None]  # (B, 1, H)
         if through < every:
             ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)

@@ -111,7 +111,11 @@ class _State(Following):
             return model.run(*self._feed(chunk, places, rows), range(model.num_sublayers))
 
         last = in_chunks(
-            known(tokens, model, self.batch.model), missing, run, apart=self.cache.apart
+            model,
+            known(tokens, model, self.batch.model),
+            missing,
+            run,
+            apart=self.cache.apart,
         )
         self.cache.settled = True
         return self.head(last[None], None)[0]

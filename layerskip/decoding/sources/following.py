@@ -16,9 +16,10 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, State
 from layerskip.model.cache import on_device
+from layerskip.model.sublayers import Sublayers
 
-# Tokens of one pass over a prompt, all rows together: enough to keep a machine busy.
-CHUNK = 512
+_CHUNK = 512  # tokens of a pass over prompts, all rows together, that keep a CPU busy
+_SHARE = 1 / 8  # of the weights' bytes that activations of longer passes may take
 _PADDING = 64  # tokens of padding in such a pass that cost less than another pass
 
 
@@ -69,11 +70,11 @@ class Following(State):
 
 
 def in_chunks(
+    model: Sublayers,
     tokens: Tensor,
     places: Sequence[range],
     run: Callable[[Tensor, range, list[int]], Tensor],
     *,
-    most: int = CHUNK,
     inside: Container[int] = (),
     apart: bool = True,
 ) -> Tensor:
@@ -83,7 +84,6 @@ def in_chunks(
         tokens: (R, T), of which each row's indices in `places` are run.
         run: takes a chunk (r, t), its rows, and the index of each row's first token in it; returns
             states (r, t, H).
-        most: tokens of a chunk.
         inside: where no chunk may begin.
         apart: whether a chunk may be of some rows only; else all must begin at one index.
 
@@ -92,6 +92,7 @@ def in_chunks(
     """
     firsts, ends = [each.start for each in places], [each.stop for each in places]
     found: Tensor | None = None
+    most = _most(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
         # in step, so that caches need not hold what one row is ahead of the others
         groups = _groups(firsts, ends, tokens.shape[1], most) if apart else [range(len(tokens))]
@@ -113,6 +114,24 @@ def in_chunks(
                 firsts[row] += count
     assert found is not None
     return found
+
+
+def _most(model: Sublayers, slots: int) -> int:
+    """Tokens of a pass over prompts, all rows together.
+
+    Long passes keep a GPU busy, and their activations should be small compared with the weights.
+    Native passes are as fast in pieces that stay in a CPU's caches.
+    """
+    if model.execution == "native" or slots <= _CHUNK:
+        return _CHUNK
+    config, size = model.config, model.dtype.itemsize
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    each = (4 * hidden + 3 * inner) * size + slots  # and a row of a mask
+    if model.eager:
+        each += 4 * slots * config.num_attention_heads  # scores
+    weights = model.pass_bytes([slots])[0]
+    return max(_CHUNK, int(_SHARE * weights / each))
 
 
 def _groups(firsts: Sequence[int], ends: Sequence[int], width: int, most: int) -> Iterator[range]:

@@ -120,7 +120,7 @@ class _Layered(Following):
             places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
             return self.advance(self.inputs(places, chunk, rows), places, self.blocks, rows)
 
-        last = in_chunks(tokens, missing, run)  # (R, H)
+        last = in_chunks(self.batch.model, tokens, missing, run)  # (R, H)
         self.cache.settled = True
         return last
 
