@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,8 +31,10 @@ from layerskip.cli.options import (
     warn_idle,
     write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, decode_text, title
+from layerskip.cli.terminal import Talk, TextStream, decode_text, reading, title
 from layerskip.prompts import Prompt
+
+_MEASURING = 0.5  # seconds, where costs are not known from earlier commands
 
 
 def generate(
@@ -63,6 +66,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
+    began = time.perf_counter()
     prompts = spoken(_given_prompts(prompt, prompt_file), chat)
     given = draft.given()
     text_to_draft = sources.text()
@@ -86,6 +90,7 @@ def generate(
     from layerskip.checkpoints import encode
     from layerskip.generation import LayerSkipDecoding
     from layerskip.generation import generate as generate_tokens
+    from layerskip.session import Session
 
     inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
     if sampling.do_sample and seed is None:
@@ -111,22 +116,26 @@ def generate(
                 warn_idle(drafting, "without drafts")
             settings |= {"enabled": enabled} | drafts.settings
             if enabled:
-                talk.progress("measuring what drafting costs here")  # not in the times below
+                talk.progress("measuring what drafting costs here")
                 own = {**drafting, **drafts.settings, "execution": loading.execution}
                 law = {"do_sample": sampling.do_sample, **sampling.settings}
-                LayerSkipDecoding(**own).prepare(loaded.model, **law)
+                LayerSkipDecoding(**own).prepare(loaded.model, seconds=_MEASURING, **law)
+        continued: Any = partial(generate_tokens, loaded.model)
+        if len(prompts) > 1 and not getattr(opened, "both", False):  # an encoder-decoder
+            continued = Session(loaded.model, execution=loading.execution).generate
         for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
             if len(prompts) > 1 and (stream or not as_json):
                 write_out(f"{title(f'prompt {each.id}')}\n")
             talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
             start = time.perf_counter()
-            output = generate_tokens(
-                loaded.model,
+            output = continued(
                 # without a mask the library takes a pad token in the prompt for padding
                 {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
                 streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
                 seed=own_seed,
+                progress=reading(talk),
+                clock=time.perf_counter,
                 max_new_tokens=max_new_tokens,
                 **settings,
             )
@@ -136,20 +145,27 @@ def generate(
             if not stream and not as_json:
                 talk.progress("")
                 write_out(text + "\n")
-            assert output.stats is not None
             result = {
                 "text": text,
                 "token_ids": token_ids,
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
                 "tokens_per_second": len(token_ids) / seconds,
+                "time_to_first_token": output.rounds[0].times[-1] - start,
+                "num_known_tokens": output.stats.num_known_tokens,
                 **counts(output.stats, names),
                 "seed": own_seed,
             }
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(prompts) > 1 else result)
+    total = time.perf_counter() - began
+    talk.say(
+        f"{total:.1f} s in all, "
+        f"{total - sum(result['seconds'] for result in results):.1f} of them to load and measure"
+    )
     if as_json:
-        print(to_json({"results": results} if len(prompts) > 1 else results[0]))
+        found = {"results": results} if len(prompts) > 1 else results[0]
+        print(to_json({**found, "total_seconds": total}))
 
 
 def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
@@ -166,8 +182,11 @@ def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]
 def _summary(result: dict[str, Any]) -> str:
     words = (
         f"{result['new_tokens']} tokens in {result['seconds']:.2f} s, "
-        f"{result['tokens_per_second']:.1f} tokens/s"
+        f"{result['tokens_per_second']:.1f} tokens/s, "
+        f"the first after {result['time_to_first_token']:.2f} s"
     )
+    if result["num_known_tokens"]:
+        words += f"; {result['num_known_tokens']} tokens known from earlier prompts"
     if result["num_drafts"]:
         by = f" ({by_source(result)})" if len(result["sources"]) > 1 else ""
         words += (

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 EVERY, SOON = 30.0, 5.0
+PATIENCE = 3.0  # seconds without a bar
+_BAR = 30  # characters
 
 
 class Talk:
@@ -25,14 +27,14 @@ class Talk:
 
     def __init__(self, quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
         self.quiet = quiet
-        self._live = sys.stderr.isatty() and not quiet
+        self.live = sys.stderr.isatty() and not quiet
         self._now, self._told, self._stage = now, now(), ""
 
     def say(self, text: str) -> None:
         """A line that stays."""
         self.progress("")
         if not self.quiet:
-            print(wrap(text) if self._live else text, file=sys.stderr, flush=True)
+            print(wrap(text) if self.live else text, file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces; where there is no terminal, one now and then.
@@ -40,7 +42,7 @@ class Talk:
         That is one every EVERY seconds, or SOON where a stage begins: a stage is named by the first
         word without a digit.
         """
-        if self._live:
+        if self.live:
             print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
         elif text and not self.quiet:
             stage = next((word for word in text.split() if word.isalpha()), "")
@@ -48,6 +50,20 @@ class Talk:
             if silent >= (EVERY if stage == self._stage else SOON):
                 print(text.strip(), file=sys.stderr, flush=True)
                 self._told, self._stage = self._now(), stage
+
+
+def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Shows on a terminal how much of a prompt is read, if that takes more than a few seconds."""
+    began = now()
+
+    def told(done: int, whole: int) -> None:
+        if not talk.live or now() - began < PATIENCE:
+            return
+        full = _BAR * done // whole
+        bar = f"reading [{'#' * full:<{_BAR}}] {done} of {whole} tokens"
+        talk.progress(bar if done < whole else "")
+
+    return told
 
 
 def width() -> int:
