@@ -301,7 +301,7 @@ def measure(
     rounds = decoder.rounds()
     next(rounds)
     if zeros:
-        _put_before(decoder.session, zeros)
+        _put_before(decoder.passes, zeros)
         next(rounds)  # the buffers grow
     times = _Times(
         rounds={each: [] for each in order},
@@ -330,12 +330,12 @@ def measure(
     return times
 
 
-def _put_before(session: Passes, zeros: int) -> None:
+def _put_before(passes: Passes, zeros: int) -> None:
     """Let all rows go on behind so many slots of zeros, as if tokens had been computed there."""
-    session.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in session.prompts]
-    for lengths in (session.prompt_lengths, session.lengths):
+    passes.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in passes.prompts]
+    for lengths in (passes.prompt_lengths, passes.lengths):
         lengths[:] = [length + zeros for length in lengths]
-    for state in session.states:
+    for state in passes.states:
         if isinstance(state, Following):
             state.seen = [seen + zeros for seen in state.seen]
 
