@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from layerskip.analysis.plots import INK, LINE, MUTED, PAPER
-from layerskip.analysis.tables import ALL
+from layerskip.analysis.runs import ALL
 from layerskip.analysis.verdict import Verdict
 
 
@@ -94,7 +94,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Losslessness",
         "Texts compared with the baseline's, all repeats. A near-tie is a difference at a place "
         "where two scores are closer than the arithmetic resolves; anything else is a fault.",
-        "method compared equal near_ties faults",
+        "category method compared equal near_ties faults",
     ),
     "acceptance": (
         "Acceptance",

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import ranges
-from layerskip.analysis.runs import Run
+from layerskip.analysis.runs import ALL, Run
 from layerskip.analysis.searches import Search
 from layerskip.analysis.trainings import Trainings
 
@@ -136,7 +136,7 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         for _, row in table.iterrows()
     ]
     table = table.assign(words=words)
-    for number, text in enumerate(table[table["category"] == tables.ALL]["words"]):
+    for number, text in enumerate(table[table["category"] == ALL]["words"]):
         _note_at_the_side(axes, text, number * lanes)
     axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
@@ -210,7 +210,7 @@ def phases(run: Run) -> Plot:
 def run_skip_map(run: Run) -> Plot | None:
     """What the skip configs leave out or round, with the best speedup of their methods."""
     table = tables.speedup(run)
-    table = table[(table["over"] == run.baseline) & (table["category"] == tables.ALL)]
+    table = table[(table["over"] == run.baseline) & (table["category"] == ALL)]
     fastest = table.groupby("method")["speedup"].max()
     owners: dict[str, list[str]] = {}
     for method in run.drafting:

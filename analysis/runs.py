@@ -20,6 +20,7 @@ from layerskip.costs.ratios import Totals
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 
+ALL = "all"
 PHASES = ("draft", "verify", "other")
 LOOKUP = "lookup"  # the source whose drafts cost nothing
 
@@ -92,6 +93,19 @@ class Run:
         """Kinds of prompts, in the records' order; none where there is only one."""
         kinds = list(dict.fromkeys(record["category"] or "other" for record in self.records))
         return kinds if len(kinds) > 1 else []
+
+    @property
+    def contexts(self) -> dict[str, int | None]:
+        """The contexts that prompts were joined or cut to, by their category; ascending.
+
+        Where there is one kind of prompts only, the category is "all", and its context may be None.
+        """
+        found = {
+            record["category"] if self.categories else ALL: record.get("context")
+            for record in self.records
+        }
+        known = {name: context for name, context in found.items() if context is not None}
+        return dict(sorted(known.items(), key=lambda item: item[1])) or {ALL: None}
 
     @property
     def num_layers(self) -> int:

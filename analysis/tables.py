@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import PHASES, Round, Run, longest_drafts, totals, typical
+from layerskip.analysis.runs import ALL, PHASES, Round, Run, longest_drafts, totals, typical
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable, speedup_bound
-
-ALL = "all"
 
 
 def comparisons(run: Run) -> list[str]:
@@ -237,57 +235,50 @@ def weights_read(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _by_category(run: Run) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
+    """A method's records, all of them and those of each category, all batch sizes together."""
+    for category, method in product((ALL, *run.categories), run.measured):
+        own = [
+            record
+            for record in run.records
+            if record["method"] == method and category in (ALL, record["category"] or "other")
+        ]
+        if own:
+            yield {"category": category, "method": method}, own
+
+
 def losslessness(run: Run) -> pd.DataFrame:
-    """Texts compared with the baseline's, all repeats: `equal`, `near_ties`, `faults`.
+    """Texts compared with the baseline's, by category: `equal`, `near_ties`, `faults`.
 
     A text that differs without a near-tie to show for it is a fault. Methods whose law promises no
     equal text have `compared` 0.
     """
     rows = []
-    for method in run.measured:
+    for place, records in _by_category(run):
         compared = equal = ties = 0
-        for record in run.records:
-            if record["method"] != method or record["equal"] is None:
-                continue
+        for record in records:
             excused = {d["row"] for d in record["differences"] if d["near_tie"]}
             excused -= {d["row"] for d in record["differences"] if not d["near_tie"]}
-            for row, same in enumerate(record["equal"]):
+            for row, same in enumerate(record["equal"] or ()):
                 if same is not None:
                     compared += 1
                     equal += bool(same)
                     ties += not same and row in excused
+        faults = compared - equal - ties
         rows.append(
-            {
-                "method": method,
-                "compared": compared,
-                "equal": equal,
-                "near_ties": ties,
-                "faults": compared - equal - ties,
-            }
+            place | {"compared": compared, "equal": equal, "near_ties": ties, "faults": faults}
         )
     return pd.DataFrame(rows)
 
 
 def repetition(run: Run) -> pd.DataFrame:
     """Mean share of 4-grams seen before in the same text, and texts that loop, by category."""
-    by_group: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
-    for record in run.records:
-        texts = list(zip(record["repeated_4grams"], record["loops"], strict=True))
-        by_group[ALL, record["method"]] += texts
-        if run.categories:
-            by_group[record["category"] or "other", record["method"]] += texts
-    rows = [
-        {
-            "category": category,
-            "method": method,
-            "texts": len(by_group[category, method]),
-            "repeated_4grams": float(np.mean([share for share, _ in by_group[category, method]])),
-            "loops": sum(loop for _, loop in by_group[category, method]),
-        }
-        for category in (ALL, *run.categories)
-        for method in run.measured
-        if by_group[category, method]
-    ]
+    rows = []
+    for place, records in _by_category(run):
+        shares = [share for record in records for share in record["repeated_4grams"]]
+        loops = sum(sum(record["loops"]) for record in records)
+        mean = float(np.mean(shares))
+        rows.append(place | {"texts": len(shares), "repeated_4grams": mean, "loops": loops})
     return pd.DataFrame(rows)
 
 

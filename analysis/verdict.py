@@ -14,7 +14,7 @@ import pandas as pd
 
 from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import setting
-from layerskip.analysis.runs import Run
+from layerskip.analysis.runs import ALL, Run
 from layerskip.analysis.searches import PAYS, Search
 from layerskip.analysis.trainings import Trainings
 
@@ -51,11 +51,11 @@ def words(verdicts: Sequence[Verdict]) -> str:
 
 def judge_run(run: Run) -> Verdict:
     """The verdict on a run's fastest self-speculative method at the smallest batch size."""
-    texts = tables.losslessness(run)
+    texts = tables.losslessness(run).query("category == @ALL")
     verdict = Verdict(run.label, _faults(texts, "method"))
     table = tables.speedup(run)
     first = table["batch_size"] == run.batch_sizes[0]
-    table = table[(table["category"] == tables.ALL) & first]
+    table = table[(table["category"] == ALL) & first]
     own = table[table["over"] == run.baseline].set_index("method")
     drafting = [method for method in run.drafting if method in own.index]
     if not drafting:
@@ -281,7 +281,7 @@ def _more_prompts(row: Any, speedup: float) -> list[str]:
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:
     """A method's line over all prompts at the smallest batch size, if there is one."""
     if len(table):
-        table = table[(table["category"] == tables.ALL) & (table["method"] == method)]
+        table = table[(table["category"] == ALL) & (table["method"] == method)]
     if "batch_size" in table:
         table = table[table["batch_size"] == run.batch_sizes[0]]
     return table.iloc[0] if len(table) else None

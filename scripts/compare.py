@@ -1,12 +1,14 @@
 """Compare what `layerskip benchmark` has no method for: llama.cpp, and drafts by replay.
 
     python scripts/compare.py llama-cpp smollm2 --prompts spec-bench --chat --output run.jsonl
+    python scripts/compare.py llama-cpp smollm2 --prompts FILE --context 4000 --output run.jsonl
     python scripts/compare.py drafts smollm2 runs/heads skip.json --output drafts.json
 
-`llama-cpp` goes by the clock: it adds a contender to the benchmark's loop, writes its records and
-prints its table. `drafts` decodes every prompt once, replays all drafts from every place of the
-answers, and prices them with one cost table, so that no clock's noise stands between them. For
-drafts by the clock there is `layerskip benchmark MODEL --skip FILE --skip FILE`.
+`llama-cpp` goes by the clock: it adds two contenders, without and with flash attention, to the
+benchmark's loop, writes its records and prints its table. `drafts` decodes every prompt once,
+replays all drafts from every place of the answers, and prices them with one cost table, so that no
+clock's noise stands between them. For drafts by the clock there is
+`layerskip benchmark MODEL --skip FILE --skip FILE`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from layerskip.bench.batches import PromptBatch, make_batches
+from layerskip.bench.batches import Encoded, PromptBatch, encode_all, long_prompts, make_batches
 from layerskip.bench.methods import Clock, Decoded, Engine, Peer, Task
 from layerskip.bench.plans import make_header, price
 from layerskip.bench.runner import device_clock
-from layerskip.checkpoints import DTYPES, Loaded, encode
+from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.cli.benchmark import record
 from layerskip.cli.options import (
     Loading,
@@ -57,7 +59,11 @@ from layerskip.timing.threads import cpu_threads
 from layerskip.training.judging import answers, formula, request_of, trained_skip
 
 PACKAGE = "llama-cpp-python==0.3.36"
-WIDE = {"float32": ("LLAMA_FTYPE_ALL_F32", "F32"), "bfloat16": ("LLAMA_FTYPE_MOSTLY_BF16", "BF16")}
+WIDE = {
+    "float32": ("LLAMA_FTYPE_ALL_F32", "F32"),
+    "bfloat16": ("LLAMA_FTYPE_MOSTLY_BF16", "BF16"),
+    "float16": ("LLAMA_FTYPE_MOSTLY_F16", "F16"),
+}
 LOOKUP = "lookup"
 LONGEST = 12  # tokens that a replayed round drafts
 SECONDS = 5.0  # that pricing a draft may take
@@ -73,11 +79,12 @@ class Setting:
     loaded: Loaded
     opened: Sublayers
     prompts: Sequence[Prompt]
-    ids: Sequence[torch.Tensor]
-    """Of each prompt, (1, T)."""
+    asked: Sequence[Encoded]
+    """The prompts as they are, or joined or cut to lengths of context."""
 
     def header(self, task: Task) -> dict[str, Any]:
-        return make_header(self.loaded, self.opened, task, self.prompts, self.args.prompts)
+        path = self.args.prompts
+        return make_header(self.loaded, self.opened, task, self.prompts, path, self.asked)
 
     def task(self) -> Task:
         at, new = self.args.temperature, self.args.new_tokens
@@ -87,14 +94,20 @@ class Setting:
 @contextmanager
 def setting(args: argparse.Namespace) -> Iterator[Setting]:
     talk = Talk(quiet=False)
-    chosen = first_of_each(spoken(given_prompts(args.prompts, args.model), args.chat), args.limit)
+    chosen = spoken(given_prompts(args.prompts, args.model), args.chat)
+    if not args.context:
+        chosen = first_of_each(chosen, args.limit)
     loading = Loading(args.model, dtype=args.dtype, execution=args.execution, threads=args.threads)
     loaded = open_model(loading, talk)
     with open_passes(loaded, loading, talk) as opened:
-        ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
-        lengths = [each.shape[1] for each in ids]
-        opened.check_lengths(lengths, max(lengths) + args.new_tokens)
-        yield Setting(args, talk, loaded, opened, chosen, ids)
+        device = opened.device
+        asked = encode_all(loaded.tokenizer, [] if args.context else chosen, device)
+        if args.context:
+            asked, _ = long_prompts(loaded.tokenizer, chosen, args.context, device, most=args.limit)
+        for each in asked:
+            length = each.ids.shape[1]
+            opened.check_lengths([length], length + args.new_tokens)
+        yield Setting(args, talk, loaded, opened, chosen, asked)
     talk.progress("")
 
 
@@ -105,11 +118,11 @@ def setting(args: argparse.Namespace) -> Iterator[Setting]:
 class LlamaCpp:
     """llama.cpp with its own greedy sampler, through llama-cpp-python."""
 
-    name = kind = "llama.cpp"
+    kind = "llama.cpp"
     one_row = True
 
-    def __init__(self, llama: Any, task: Task, ends: frozenset[int]) -> None:
-        self.llama, self.task, self.ends = llama, task, ends
+    def __init__(self, name: str, llama: Any, task: Task, ends: frozenset[int]) -> None:
+        self.name, self.llama, self.task, self.ends = name, llama, task, ends
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind, "package": PACKAGE}
@@ -129,8 +142,10 @@ class LlamaCpp:
         return Decoded([tokens], first, [1])
 
 
-def open_llama(at: Setting, context: int) -> Any:
+def open_llama(at: Setting, context: int) -> dict[str, Any]:
     """The checkpoint's own GGUF in llama.cpp, widened to the precision that is compared.
+
+    Twice, by names of contenders: without and with flash attention.
 
     Raises:
         ValueError: llama.cpp is not installed, no GGUF lies beside the checkpoint, another dtype.
@@ -164,7 +179,10 @@ def open_llama(at: Setting, context: int) -> Any:
     own = {"n_threads": threads, "n_threads_batch": threads, "n_ctx": context, "verbose": False}
     if dtype == "float32":  # the keys and values, too, which are half precision otherwise
         own |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    return llama_cpp.Llama(str(wide), **own)
+    return {
+        name: llama_cpp.Llama(str(wide), flash_attn=flash, **own)
+        for name, flash in (("llama.cpp", False), ("llama.cpp-flash", True))
+    }
 
 
 def compare_llama(args: argparse.Namespace) -> None:
@@ -173,20 +191,22 @@ def compare_llama(args: argparse.Namespace) -> None:
         raise ValueError("llama.cpp is compared greedily: leave --temperature out")
     with setting(args) as at:
         model, task = at.loaded.model, at.task()
-        context = max(ids.shape[1] for ids in at.ids) + args.new_tokens
-        llama = LlamaCpp(open_llama(at, context), task, end_tokens(model))
+        context = max(each.ids.shape[1] for each in at.asked) + args.new_tokens
+        ends = end_tokens(model)
+        llamas = [
+            LlamaCpp(name, each, task, ends) for name, each in open_llama(at, context).items()
+        ]
         skip = SkipConfig.load(args.skip) if args.skip else automatic_draft(at.opened).skip
         plain, ours = Engine(model, task), Engine(model, task, "self", skip, lookup=True)
-        asked = [(p.id, p.category, ids) for p, ids in zip(at.prompts, at.ids, strict=True)]
-        batches, _ = make_batches(asked, [1], 0)
+        batches, _ = make_batches(at.asked, [1], 0)
         price(ours, plain, batches, device_clock(at.opened.device))
-        methods = [llama, Peer(model, task), plain, ours]
+        methods = [*llamas, Peer(model, task), plain, ours]
         header = at.header(task) | {
             "repeats": args.repeats,
-            "warmup": 1,
+            "warmup": args.warmup,
             "batch_sizes": [1],
             "methods": [each.describe() for each in methods],
-            "baseline": llama.name,  # what the table's speedups are over
+            "baseline": llamas[0].name,  # what the table's speedups are over
         }
         record(args.output, header, model, task, methods, batches, at.talk)
 
@@ -206,7 +226,11 @@ def compare_drafts(args: argparse.Namespace) -> None:
         drafts = given_drafts(at)
         at.talk.progress("answers")
         trace = answers(
-            at.opened, at.ids, args.temperature, new_tokens=args.new_tokens, draft_length=LONGEST
+            at.opened,
+            [each.ids for each in at.asked],
+            args.temperature,
+            new_tokens=args.new_tokens,
+            draft_length=LONGEST,
         )
         replays, costs, rows = {}, {}, []
         for name, draft in drafts.items():
@@ -281,7 +305,7 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
     if at.args.costs:
         step, *verify = at.args.costs
         return CostTable(0.0 if isinstance(draft, Lookup) else step, tuple(verify))
-    request = request_of(at.opened, at.ids[0], at.args.temperature)
+    request = request_of(at.opened, at.asked[0].ids, at.args.temperature)
     context = request.input_ids.shape[1]
     return cost_tables(at.opened, [draft], request, seconds=SECONDS)[0].at(context)
 
@@ -296,7 +320,10 @@ def arguments() -> argparse.ArgumentParser:
     asked.add_argument("--output", type=Path, required=True, help="replaced")
     asked.add_argument("--prompts", type=Path, help="a file, spec-bench or copying")
     asked.add_argument("--chat", action="store_true", help="prompts are what a user says")
-    asked.add_argument("--limit", type=int, help="prompts of each category, at most")
+    asked.add_argument("--limit", type=int, help="prompts of each category or context, at most")
+    asked.add_argument(
+        "--context", type=int, action="append", help="prompts joined or cut to N tokens; repeatable"
+    )
     asked.add_argument("--temperature", type=float, help="of sampling; greedy if not given")
     asked.add_argument("--new-tokens", type=int, default=64)
     asked.add_argument("--dtype", choices=DTYPES, default="auto")
@@ -307,6 +334,7 @@ def arguments() -> argparse.ArgumentParser:
     llama = commands.add_parser("llama-cpp", parents=[asked], description=compare_llama.__doc__)
     llama.set_defaults(run=compare_llama)
     llama.add_argument("--repeats", type=int, default=1)
+    llama.add_argument("--warmup", type=int, default=1)
     llama.add_argument("--skip", type=Path, help="of self, which needs no set-up otherwise")
     llama.add_argument("--work", type=Path, default=Path("runs/llama-cpp"), help="wide GGUFs")
     drafts = commands.add_parser("drafts", parents=[asked], description=compare_drafts.__doc__)

@@ -9,7 +9,7 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
-from layerskip.bench.batches import PromptBatch, make_batches
+from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.methods import (
     Decoded,
     Engine,
@@ -422,14 +422,14 @@ def test_early_exit_has_the_librarys_defaults(model):
 
 def test_batches_are_of_one_category_and_padded_on_the_left():
     categories = ["a", "b", "a", "a", None]
-    prompts = [(str(n), c, prompt(3 + n, seed=n)) for n, c in enumerate(categories)]
+    prompts = [Encoded(str(n), c, prompt(3 + n, seed=n)) for n, c in enumerate(categories)]
     made, words = make_batches(prompts, [1, 2], pad=0)
     assert [batch.names for batch in made] == [("0",), ("2",), ("3",), ("1",), ("4",), ("0", "2")]
     pair = made[-1]
     assert pair.numbers == (0, 2)
     assert pair.category == "a"
     assert pair.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1] * 5]
-    assert pair.input_ids[0].tolist() == [0, 0, *prompts[0][2][0].tolist()]
+    assert pair.input_ids[0].tolist() == [0, 0, *prompts[0].ids[0].tolist()]
     assert words == ["3 prompts are left out at batch size 2: they fill no batch"]
 
 

@@ -585,6 +585,34 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     ]
 
 
+def test_benchmark_at_lengths_of_context(folder, two_prompts, tmp_path, priced):
+    output = tmp_path / "run.jsonl"
+    flags = ("--method", "self", "--method", "generate", "--exit-layer", 3)
+    flags += ("--context", 30, "--context", 12, "--batch-size", 1, "--batch-size", 2)
+    result = bench(folder, two_prompts, output, *flags, "--json")
+    rows = document(result)["methods"]
+    assert [(row["batch_size"], row["context"]) for row in rows[::3]] == [
+        (1, 12), (1, 30), (2, 12), (2, 30),
+    ]  # fmt: skip
+    assert all((row["compared"], row["faults"]) == (4, 0) for row in rows)  # of both batch sizes
+    assert result.stderr.count("prompts are repeated from a context of 12 tokens on") == 1
+    assert "context" in result.stdout.splitlines()[0]
+    found = read_run(output)
+    assert found.header["contexts"] == [12, 30]
+    assert found.header["prompts"]["count"] == 4
+    assert {tuple(r["prompt_tokens"]) for r in found.records} == {
+        (12,),
+        (30,),
+        (12,) * 2,
+        (30,) * 2,
+    }
+    line = refused_bench(folder, two_prompts, output, *flags, "--context", 40)
+    assert "holds records of other settings: prompts.count is" in line
+    assert run("report", output, "--output", tmp_path / "report").exit_code == 0
+    line = refused_bench(folder, two_prompts, tmp_path / "other.jsonl", "--context", 300)
+    assert "at most 256 tokens for this model, got 306" in line
+
+
 def test_benchmark_finds_the_best_exit_and_traces(
     folder, two_prompts, tmp_path, priced, monkeypatch
 ):
@@ -684,6 +712,7 @@ def _tail(path):
         (("--batch-size", 3, "--exit-layer", 3), "no 3 prompts share a category"),
         (("--repeats", 0), "'--repeats': "),
         (("--do-sample", "--acceptance", "rejection", "--trace"), "--trace needs --acceptance"),
+        (("--context", 9, "--trace"), "--trace traces prompts as they are; leave out --context"),
     ],
 )
 def test_bad_flags_of_benchmark(folder, two_prompts, tmp_path, flags, words):

@@ -188,23 +188,34 @@ def test_llama_cpp_takes_turns_with_the_others(there, tmp_path, llama, capsys, m
     run(there, "llama-cpp", "--skip", there / "gaps.json", "--work", llama, "--output", output)
     found = read_run(output)
     assert [each["name"] for each in found.header["methods"]] == [
-        "llama.cpp", "generate", "plain", "self",
+        "llama.cpp", "llama.cpp-flash", "generate", "plain", "self",
     ]  # fmt: skip
     assert (llama / "model-F32.gguf").read_bytes() == b"wide"
-    assert len(found.records) == 3 * 4
+    assert len(found.records) == 3 * 5
     assert {record["new_tokens"][0] for record in found.records} == {NEW}
     for record in found.records:
-        right = record["method"] != "llama.cpp" or wrong is None
+        right = "llama.cpp" not in record["method"] or wrong is None
         assert record["equal"] == [right]
         positions = [each["position"] for each in record["differences"]]
         assert positions[:1] == ([] if right else [wrong])
     assert "x llama.cpp" in capsys.readouterr().out
 
 
+def test_llama_cpp_at_lengths_of_context(there, tmp_path, llama, capsys):
+    output = tmp_path / "run.jsonl"
+    more = ("--context", 8, "--context", 12, "--limit", 1, "--warmup", 0)
+    run(there, "llama-cpp", *more, "--work", llama, "--output", output)
+    found = read_run(output)
+    assert found.header["contexts"] == [8, 12]
+    lengths = [(r["context"], *r["prompt_tokens"]) for r in found.records]
+    assert lengths == [(8, 8)] * 5 + [(12, 12)] * 5
+    assert "method           context" in capsys.readouterr().out
+
+
 def test_what_llama_cpp_lacks_is_one_line(there, tmp_path, capsys, monkeypatch, llama):
     words = ("llama-cpp", "--work", llama, "--output", tmp_path / "run.jsonl")
     message = refused(there, capsys, *words, "--dtype", "float64")
-    assert "must be one of float32, bfloat16 beside llama.cpp, got float64" in message
+    assert "must be one of float32, bfloat16, float16 beside llama.cpp, got float64" in message
     assert "greedily" in refused(there, capsys, *words, "--temperature", 0.8)
     (there / "model" / "model.gguf").rename(tmp_path / "model.gguf")
     message = refused(there, capsys, *words)

@@ -1,14 +1,28 @@
-"""Prompts that are decoded together, left-padded."""
+"""Prompts as token ids: joined or cut to a length of context, and in left-padded batches."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from layerskip.checkpoints import encode
+from layerskip.prompts import Prompt
+
+
+class Encoded(NamedTuple):
+    """A prompt's name, category, token ids (1, T), and the context that it was made for."""
+
+    name: str
+    category: str | None
+    ids: Tensor
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,7 @@ class PromptBatch:
         names: their ids; `numbers` their places among all prompts of the run.
         category: of all of them.
         input_ids, attention_mask: left-padded, (B, W).
+        context: of them, where prompts were made for one.
     """
 
     names: tuple[str, ...]
@@ -26,6 +41,7 @@ class PromptBatch:
     category: str | None
     input_ids: Tensor
     attention_mask: Tensor
+    context: int | None = None
 
     @property
     def rows(self) -> int:
@@ -41,20 +57,19 @@ def one_by_one(prompts: Sequence[Tensor]) -> list[PromptBatch]:
 
 
 def make_batches(
-    prompts: Sequence[tuple[str, str | None, Tensor]], sizes: Sequence[int], pad: int
+    prompts: Sequence[Encoded], sizes: Sequence[int], pad: int
 ) -> tuple[list[PromptBatch], list[str]]:
     """Batches of every size, of prompts of one category in their order, left-padded.
 
     Args:
-        prompts: name, category and token ids (1, T) of each.
         pad: the token to fill up with.
 
     Returns:
         The batches, and words about prompts that are left over at a size.
     """
     by_category: dict[str | None, list[int]] = defaultdict(list)
-    for number, (_, category, _) in enumerate(prompts):
-        by_category[category].append(number)
+    for number, prompt in enumerate(prompts):
+        by_category[prompt.category].append(number)
     batches, words = [], []
     for size in sizes:
         left = 0
@@ -62,14 +77,15 @@ def make_batches(
             left += len(numbers) % size
             for start in range(0, len(numbers) - size + 1, size):
                 chosen = tuple(numbers[start : start + size])
-                ids = [prompts[number][2][0] for number in chosen]
+                ids = [prompts[number].ids[0] for number in chosen]
                 batches.append(
                     PromptBatch(
-                        names=tuple(prompts[number][0] for number in chosen),
+                        names=tuple(prompts[number].name for number in chosen),
                         numbers=chosen,
                         category=category,
                         input_ids=_left_padded(ids, pad),
                         attention_mask=_left_padded(list(map(torch.ones_like, ids)), 0),
+                        context=prompts[chosen[0]].context,
                     )
                 )
         if left:
@@ -80,3 +96,84 @@ def make_batches(
 def _left_padded(rows: list[Tensor], filler: int) -> Tensor:
     """Rows (T,) of any lengths as one tensor, (B, W)."""
     return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side="left")
+
+
+def encode_all(tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> list[Encoded]:
+    """The prompts as they are, on a device."""
+    return [Encoded(p.id, p.category, encode(tokenizer, p).to(device)) for p in prompts]
+
+
+def long_prompts(
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    contexts: Sequence[int],
+    device: torch.device,
+    *,
+    least: int = 1,
+    most: int | None = None,
+) -> tuple[list[Encoded], int | None]:
+    """Prompts of exactly so many tokens, each made of the next whole prompts in their order.
+
+    They are joined until they suffice, chats inside one user turn. What is too many is cut out of
+    the middle: the text's begin, its last question and the chat template's ends stay.
+
+    Args:
+        least: how many there must be of each context; prompts that do not suffice are repeated.
+        most: how many there may be; by default as many as no repeating makes.
+
+    Returns:
+        The long prompts by context, and from which context on prompts are repeated, if they are.
+
+    Raises:
+        ValueError: the chat template takes more than half of a context.
+    """
+    made: list[Encoded] = []
+    again = None
+    for context in sorted(set(contexts)):
+        joined = _joined(tokenizer, prompts, context)
+        for number, (ids, repeated) in enumerate(joined, 1):
+            if repeated and number > least:
+                break
+            again = context if repeated and again is None else again
+            tail = context // 2
+            ids = torch.cat([ids[:, : context - tail], ids[:, ids.shape[1] - tail :]], dim=1)
+            name, category = f"{context}-{number}", f"{context:,} tokens"
+            made.append(Encoded(name, category, ids.to(device), context))
+            if number == most:
+                break
+    return made, again
+
+
+def _joined(
+    tokenizer: Any, prompts: Sequence[Prompt], tokens: int
+) -> Iterator[tuple[Tensor, bool]]:
+    """Joined prompts as ids (1, so many or more), without end; and whether they are repeated."""
+    chat = any(prompt.messages is not None for prompt in prompts)
+
+    def encoded(text: str) -> Tensor:
+        prompt = Prompt(id="joined", text=text)
+        return encode(tokenizer, prompt.as_chat() if chat else prompt)
+
+    around = encoded("a").shape[1] - 1
+    if 2 * around > tokens:
+        raise ValueError(f"--context must be at least {2 * around} for this model, got {tokens}")
+    texts = [
+        "\n\n".join(each["content"] for each in prompt.messages)
+        if prompt.messages is not None
+        else str(prompt.text)
+        for prompt in prompts
+    ]
+    lengths = [encoded(text).shape[1] - around for text in texts]
+    used, source = 0, cycle(zip(texts, lengths, strict=True))
+    while True:
+        parts: list[str] = []
+        count = around
+        while count < tokens:
+            while count < tokens:  # by the texts' own tokens, as joining anew takes time
+                text, length = next(source)
+                parts.append(text)
+                count += max(1, length)
+                used += 1
+            ids = encoded("\n\n".join(parts))  # (1, T)
+            count = ids.shape[1]
+        yield ids, used > len(texts)

@@ -18,9 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from layerskip.bench.batches import PromptBatch
+from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.methods import (
     Clock,
     Engine,
@@ -50,18 +48,27 @@ TRACE_PROMPTS = 2  # of each category
 CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs
 CALIBRATION_BATCHES = 3
 PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, for each batch size
-_Named = tuple[str, str | None, Tensor]  # name, category, token ids (1, T)
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
 WITH_THRESHOLD = ("confidence", "adaptive-threshold")
 
 
 def make_header(
-    loaded: Loaded, opened: Sublayers, task: Task, prompts: Sequence[Prompt], path: Path | None
+    loaded: Loaded,
+    opened: Sublayers,
+    task: Task,
+    prompts: Sequence[Prompt],
+    path: Path | None,
+    encoded: Sequence[Encoded] = (),
 ) -> dict[str, Any]:
-    """The header but for what the command adds: repeats, warm-ups, batch sizes, methods."""
+    """The header but for what the command adds: repeats, warm-ups, batch sizes, methods.
+
+    Args:
+        path: the prompts' file.
+        encoded: what is made of them, if they are joined or cut.
+    """
     content = [[p.id, p.category, p.text, p.messages] for p in prompts]
-    categories = [p.category or "none" for p in prompts]
+    categories = [p.category or "none" for p in encoded or prompts]
     found = environment()
     model = loaded.model
     return {
@@ -92,9 +99,10 @@ def make_header(
         "prompts": {
             "name": "shipped" if path is None else path.name,
             "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-            "count": len(prompts),
+            "count": len(categories),
             "categories": {name: categories.count(name) for name in dict.fromkeys(categories)},
         },
+        "contexts": sorted({p.context for p in encoded if p.context is not None}) or None,
         "baseline": "plain",
     }
 
@@ -113,7 +121,8 @@ class Plan:
 
     loaded: Loaded
     task: Task
-    prompts: Sequence[_Named]
+    prompts: Sequence[Encoded]
+    """For quick traces, not joined to long ones."""
     batches: Sequence[PromptBatch]
     found: Run | None
     talk: Talk
@@ -279,8 +288,8 @@ class Plan:
         few = self._few()
         return exit_trace(
             self._opened,
-            [ids for _, _, ids in few],
-            names=[name for name, _, _ in few],
+            [each.ids for each in few],
+            names=[each.name for each in few],
             law=self._law,
             max_new_tokens=min(self.task.max_new_tokens, TRACE_TOKENS),
             progress=self._progress,
@@ -291,16 +300,16 @@ class Plan:
         """What sublayers cost, on the same prompts."""
         return measure(
             self._opened,
-            [ids for _, _, ids in self._few()],
+            [each.ids for each in self._few()],
             law=law_of(self._law),
             progress=self._progress,
         )
 
-    def _few(self) -> list[_Named]:
+    def _few(self) -> list[Encoded]:
         """The first prompts of every category."""
-        chosen: dict[str | None, list[_Named]] = {}
+        chosen: dict[str | None, list[Encoded]] = {}
         for prompt in self.prompts:
-            chosen.setdefault(prompt[1], []).append(prompt)
+            chosen.setdefault(prompt.category, []).append(prompt)
         return [prompt for each in chosen.values() for prompt in each[:TRACE_PROMPTS]]
 
     @property

@@ -370,6 +370,7 @@ def record_of(
         "method": timed.method.name,
         "prompts": list(batch.names),
         "category": batch.category,
+        "context": batch.context,
         "batch_size": batch.rows,
         "repeat": timed.repeat,
         "order": timed.order,

@@ -86,11 +86,16 @@ def benchmark(
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, metavar="N", help="Repeatable.  [default: 1]")
     ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Prompts joined or cut to N tokens; repeatable."),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Seed = 0,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Prompts of each category, at most.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Prompts of each category or context, at most."),
     ] = None,
     save_text: Annotated[
         bool, typer.Option("--save-text", help="Keep prompts and texts in the records.")
@@ -110,6 +115,8 @@ def benchmark(
     sampling.check()
     if trace and sampling.do_sample and sampling.acceptance == "rejection":
         raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
+    if trace and context:
+        raise ValueError("--trace traces prompts as they are; leave out --context or --trace")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if "self" not in kinds:
@@ -120,24 +127,32 @@ def benchmark(
     found = read_unfinished(output)
     if found is not None and not (found.records or found.traces or found.costs):
         found = None  # it was refused or stopped before it measured: its settings bind nobody
-    chosen = first_of_each(spoken(given_prompts(prompts, loading.model), chat), limit)
+    chosen = spoken(given_prompts(prompts, loading.model), chat)
+    if not context:
+        chosen = first_of_each(chosen, limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
 
     second = sources.second(loading, loaded, talk) if kinds & {*ASSISTED} else None
 
-    from layerskip.bench.batches import make_batches
+    from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
-    from layerskip.checkpoints import encode
 
     known = found.header["threads"] if found else None  # a run goes on as it began
     with open_passes(loaded, loading, talk, known) as opened:
-        ids = [encode(loaded.tokenizer, each).to(opened.device) for each in chosen]
-        lengths = [each.shape[1] for each in ids]
-        opened.check_lengths(lengths, max(lengths) + max_new_tokens)
-        triples = [(p.id, p.category, t) for p, t in zip(chosen, ids, strict=True)]
-        batches, words = make_batches(triples, sizes, loaded.tokenizer.pad_token_id or 0)
+        short = encode_all(loaded.tokenizer, chosen, opened.device)
+        asked = short
+        if context:
+            asked, again = long_prompts(
+                loaded.tokenizer, chosen, context, opened.device, least=max(sizes), most=limit
+            )
+            if again is not None:
+                talk.say(f"the prompts are repeated from a context of {again:,} tokens on")
+        batches, words = make_batches(asked, sizes, loaded.tokenizer.pad_token_id or 0)
+        for batch in batches:
+            lengths = batch.attention_mask.sum(-1).tolist()
+            opened.check_lengths(lengths, max(lengths) + max_new_tokens)
         for line in words:
             talk.say(line)
         if not batches:
@@ -146,7 +161,7 @@ def benchmark(
                 "--batch-size"
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
-        plan = Plan(loaded, task, triples, batches, found, talk)
+        plan = Plan(loaded, task, short, batches, found, talk)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
         default = None
@@ -170,7 +185,7 @@ def benchmark(
             talk.say(f"{each.name.partition(':')[0]} drafts: {told}")
         methods = plan.methods(kinds, engines, second)
         header = {
-            **make_header(loaded, opened, task, chosen, prompts),
+            **make_header(loaded, opened, task, chosen, prompts, asked),
             "repeats": repeats,
             "warmup": warmup,
             "batch_sizes": sizes,
@@ -266,35 +281,39 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
 
 
 def summarise(path: Path) -> list[dict[str, Any]]:
-    """The headline numbers of every method and batch size, as the report has them; JSON values."""
+    """The headline numbers of every batch size, context and method, as the report has them."""
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
 
     (run,) = load_runs([path])
-    all_rates, all_repeats, all_speedups = (
-        [row for row in table(run).to_dict("records") if row["category"] == "all"]
-        for table in (acceptance, repetition, speedup)
+    rates, repeats, texts = (
+        {
+            (row.get("batch_size"), row["category"], row["method"]): row
+            for row in table(run).to_dict("records")
+        }
+        for table in (acceptance, repetition, losslessness)
     )
-    rates = {(row["batch_size"], row["method"]): row["acceptance_rate"] for row in all_rates}
-    repeats = {row["method"]: row for row in all_repeats}
-    texts = {row["method"]: row for row in losslessness(run).to_dict("records")}
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in all_speedups:
-        size, method = row["batch_size"], row["method"]
+    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for row in speedup(run).to_dict("records"):
+        size, category, method = place = row["batch_size"], row["category"], row["method"]
+        if category not in run.contexts:
+            continue
+        whole = None, category, method  # all batch sizes together
         found = rows.setdefault(
-            (size, method),
+            place,
             {
                 "method": method,
                 "kind": run.methods[method]["kind"],
                 "batch_size": size,
+                "context": run.contexts[category],
                 "tokens_per_second": row["tokens_per_second"],
                 "speedups": {},
                 "prefill_speedups": {},
                 "decode_speedups": {},
-                "acceptance_rate": _known(rates.get((size, method))),
-                "repeated_4grams": repeats[method]["repeated_4grams"],
-                "loops": repeats[method]["loops"],
-                **{name: texts[method][name] for name in _COMPARED},
+                "acceptance_rate": _known(rates.get(place, {}).get("acceptance_rate")),
+                "repeated_4grams": repeats[whole]["repeated_4grams"],
+                "loops": repeats[whole]["loops"],
+                **{name: texts[whole][name] for name in _COMPARED},
             },
         )
         found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
@@ -305,13 +324,14 @@ def summarise(path: Path) -> list[dict[str, Any]]:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
-    sizes = len({row["batch_size"] for row in rows}) > 1
+    places = {"batch": "batch_size", "context": "context"}
+    told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
-    head = ["method", *(["batch"] if sizes else []), "tokens/s", *(f"x {name}" for name in over)]
     apart = ("prefill", "decode")  # over the baseline, which is the first
+    head = ["method", *told, "tokens/s", *(f"x {name}" for name in over)]
     lines = [[*head, *apart, "accepted", "repeats", "same text"]]
     for row in rows:
-        line = [row["method"], *([str(row["batch_size"])] if sizes else [])]
+        line = [row["method"], *(str(row[places[name]]) for name in told)]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
             speedup, low, high = row["speedups"].get(name, (None, None, None))

@@ -41,14 +41,13 @@ def demo(
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
     talk, prompts = Talk(quiet), shipped_prompts(1)
     with open_drafts(draft, sources, loading, talk) as (loaded, opened, drafts):
-        from layerskip.bench.batches import make_batches
+        from layerskip.bench.batches import encode_all, make_batches
         from layerskip.bench.methods import Engine, Peer, Task
         from layerskip.bench.runner import benchmark
-        from layerskip.checkpoints import encode
 
         model, passes, threads = loaded.model, opened.describe(), opened.threads
-        inputs = [(p.id, p.category, encode(loaded.tokenizer, p).to(model.device)) for p in prompts]
-        batches, _ = make_batches(inputs, [1], 0)
+        encoded = encode_all(loaded.tokenizer, prompts, model.device)
+        batches, _ = make_batches(encoded, [1], 0)
         sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
         greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
         print(title("A prompt, held out from training"))

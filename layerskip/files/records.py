@@ -162,6 +162,7 @@ _HEADER = has(
     methods=items(_METHOD),
     baseline=text,
     passes=Maybe(text),
+    contexts=Maybe(items(integer(1))),
 )
 
 
@@ -208,6 +209,7 @@ def _record_of(rows: int) -> Check:
         **dict.fromkeys(("repeat", "order"), COUNT),
         prompts=by_row(text),
         category=optional(text),
+        context=Maybe(integer(1)),
         **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), counts),
         repeated_4grams=by_row(SECONDS),
         loops=by_row(flag),

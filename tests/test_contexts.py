@@ -1,0 +1,91 @@
+"""Benchmarks at lengths of context: prompts joined or cut, and what records and reports say."""
+
+import pytest
+import torch
+from checkpoints import tiny_tokenizer
+from models import lively_model
+
+from layerskip.bench.batches import long_prompts, make_batches
+from layerskip.bench.methods import Engine, Peer, Task
+from layerskip.bench.runner import benchmark
+from layerskip.config import SkipConfig
+from layerskip.prompts import Prompt
+
+CPU = torch.device("cpu")
+TEMPLATE = (
+    "{% for m in messages %}w90 {{ m['role'] }} {{ m['content'] }} w91 {% endfor %}"
+    "{% if add_generation_prompt %}w92 w93{% endif %}"
+)
+
+
+def prompts(*lengths):
+    """Prompts of so many words: w2 ..., w12 ..., w22 ..."""
+    texts = [
+        " ".join(f"w{10 * i + 2 + j % 10}" for j in range(length))
+        for i, length in enumerate(lengths)
+    ]
+    return [Prompt(id=f"p{i}", text=text) for i, text in enumerate(texts)]
+
+
+def made(found, contexts, tokenizer=None, **limits):
+    long, again = long_prompts(tokenizer or tiny_tokenizer(), found, contexts, CPU, **limits)
+    return [(each.name, each.ids[0].tolist()) for each in long], again
+
+
+def test_prompts_are_joined_in_order_and_cut_in_the_middle():
+    found, again = made(prompts(4, 3, 3, 4, 9), [6])
+    assert found == [
+        ("6-1", [2, 3, 4, 12, 13, 14]),
+        ("6-2", [22, 23, 24, 33, 34, 35]),
+        ("6-3", [42, 43, 44, 48, 49, 50]),
+    ]
+    assert again is None
+    assert made(prompts(4, 3, 3, 4, 9), [6], most=1) == (found[:1], None)
+
+
+def test_prompts_that_do_not_suffice_are_repeated():
+    found, again = made(prompts(4, 3), [20, 6, 6], least=2)
+    assert [name for name, _ in found] == ["6-1", "6-2", "20-1", "20-2"]
+    assert [len(ids) for _, ids in found] == [6, 6, 20, 20]
+    assert found[1][1] == [2, 3, 4, 12, 13, 14]  # from the first prompt on again
+    assert found[2][1][:9] == [2, 3, 4, 5, 12, 13, 14, 2, 3]
+    assert again == 6
+    assert made(prompts(4, 3), [6, 20])[1] == 20
+
+
+def test_the_templates_ends_stay():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chats = [each.as_chat() for each in prompts(4, 3, 8)]
+    for context, last in ((10, 14), (16, 29)):
+        ((_, ids), *_), _ = made(chats, [context], tokenizer)
+        assert len(ids) == context
+        assert ids[:3] == [90, 1, 2]  # one turn's begin, and the first prompt's
+        assert ids.count(90) == 1
+        assert ids[-4:] == [last, 91, 92, 93]
+    with pytest.raises(ValueError, match="--context must be at least 10 for this model, got 9"):
+        made(chats, [9], tokenizer)
+    with pytest.raises(ValueError, match="has no chat template"):
+        made(chats, [16])
+
+
+def test_every_method_answers_at_a_context():
+    model = lively_model("llama")
+    long, _ = long_prompts(tiny_tokenizer(), prompts(9, 9, 9, 9), [8, 16], CPU, least=2)
+    batches, words = make_batches(long, [1, 2], 0)
+    assert words == []
+    task = Task(4)
+    skip = SkipConfig.early_exit(3)
+    methods = [
+        Engine(model, task),
+        Engine(model, task, "self", skip, controller="fixed", max_draft_length=2),
+        Peer(model, task),
+        Peer(model, task, "generate-prompt-lookup", options={"prompt_lookup_num_tokens": 3}),
+    ]
+    records = []
+    benchmark(model, task, methods, batches, repeats=1, warmup=0, write=records.append)
+    assert {(r["context"], r["batch_size"]) for r in records} == {(8, 1), (8, 2), (16, 1), (16, 2)}
+    for record in records:
+        assert set(record["prompt_tokens"]) == {record["context"]}
+        assert record["category"] == f"{record['context']} tokens"
+        assert record["equal"] == [True] * record["batch_size"]
