@@ -64,11 +64,11 @@ HEADINGS = {
     "gigabytes_per_second": "GB/s",
     "high": "to",
     "low": "from",
-    "megabytes": "MB of a target pass",
     "memory": "memory, GB/s",
     "mlp": "MLP",
     "near_ties": "near-ties",
     "own_megabytes": "MB",
+    "prefill_seconds": "prefill, s",
     "prompts": "n",
     "tokens_per_pass": "tokens per target pass",
     "tokens_per_second": "tokens/s",
@@ -109,11 +109,14 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
         "mean_draft_length",
     ),
-    "weights-read": (
-        "Weights read",
-        "By plain passes behind the first token, each weight once, beside what sweeps over memory "
-        "read. What a cache keeps between passes can make the share exceed 1.",
-        "batch_size method megabytes gigabytes_per_second memory share",
+    "decoding": (
+        "Decoding",
+        "Behind the first tokens: medians over calls, from the slowest call to the fastest. GB/s: "
+        "weights, keys and values that passes read, by the model's own formula, beside what sweeps "
+        "over memory between the calls read. What the CPU's caches keep can make the share exceed "
+        "1.",
+        "batch_size category method calls prefill_seconds tokens_per_second low high "
+        "gigabytes_per_second memory share",
     ),
     "predictions": (
         "Predicted and measured",
@@ -157,7 +160,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
 }
 """By table: title, note, and the columns shown, in order; tables not named here are files only."""
 
-MOST = 20  # rows of a table on the page; all are in its CSV file
+MOST = 24  # rows of a table on the page; all are in its CSV file
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --muted: #59636e;
@@ -298,7 +301,8 @@ def _html_table(table: Table) -> str:
     title, note, _ = SHOWN[table.name]
     frame = table.frame
     if len(frame) > MOST:
-        frame = frame[frame["category"] == ALL] if "category" in frame else frame.head(MOST)
+        whole = frame[frame["category"] == ALL] if "category" in frame else frame[:0]
+        frame = whole if len(whole) else frame.head(MOST)
         note += f" {len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
     columns = columns_of(table.name, frame)
     aligned = [' class="t"' if words else "" for _, words, _ in columns]

@@ -83,7 +83,8 @@ class Plot:
 def run_plots(run: Run) -> list[Plot]:
     """All plots of one run that its records have data for."""
     return _known(
-        [*(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
+        [*(contexts(run, size) for size in run.batch_sizes),
+         *(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
          run_skip_map(run)]
     )  # fmt: skip
 
@@ -153,6 +154,48 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         f"speedup-batch-{batch_size}" if where else "speedup",
         f"Speedup over {run.baseline}{where}",
         f"Speed relative to {run.baseline}: {said}.",
+        figure,
+    )
+
+
+def contexts(run: Run, batch_size: int) -> Plot | None:
+    """Every method's speed behind the first tokens by length of context, where there are several.
+
+    With its slowest and fastest calls, and what memory allows for plain decoding.
+    """
+    table = tables.decoding(run)
+    table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
+    if table["context"].nunique() < 2:
+        return None
+    figure, axes = _new_figure(4.2)
+    words = []
+    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
+        rows = rows.sort_values("context")
+        speeds = rows["tokens_per_second"]
+        axes.errorbar(
+            rows["context"], speeds, yerr=_error_bars(rows, "tokens_per_second"),
+            marker=_marker_of(number), color=_colour_of(number), markersize=5.5, linewidth=1.6,
+            elinewidth=1.2, capsize=2.5, label=str(method),
+        )  # fmt: skip
+        words.append(f"{method} {_listed(rows, '{tokens_per_second:.1f} at {context:,.0f}')}")
+        if run.methods[str(method)]["kind"] == "plain" and rows["share"].notna().all():
+            axes.plot(
+                rows["context"], speeds / rows["share"], color=MUTED, linestyle="--",
+                linewidth=1.2, label="what memory allows plain",
+            )  # fmt: skip
+    places = sorted(table["context"].unique())
+    axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("tokens a second")
+    _add_legend(figure, axes)
+    where = f", batch size {batch_size}" if len(run.batch_sizes) > 1 else ""
+    return Plot(
+        f"contexts-batch-{batch_size}" if where else "contexts",
+        f"Speed by length of context{where}",
+        f"Tokens a second behind the first, by tokens of context: {'; '.join(words)}.",
         figure,
     )
 

@@ -55,7 +55,7 @@ def kinds() -> dict[str, Kind]:
                 "sources": tables.sources,
                 "positions": tables.positions,
                 "phases": tables.phases,
-                "weights-read": tables.weights_read,
+                "decoding": tables.decoding,
                 "predictions": tables.predictions,
                 "repetition": tables.repetition,
                 "exits": tables.exits,
@@ -216,10 +216,13 @@ def _run_facts(run: Run) -> dict[str, str]:
         f"after {header['warmup']} for warming up"
     )
     for method in run.drafting:
-        costs = run.cost_table(method, run.batch_sizes[0])
-        if costs is not None:
-            verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
-            facts[f"Costs of {method}"] = f"c = {costs.draft:.3f}, {verify} ({costs.source})"
+        for context in run.contexts.values():
+            costs = run.cost_table(method, run.batch_sizes[0], context)
+            if costs is not None:
+                verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
+                at = "" if context is None else f" at {context:,} tokens"
+                said = f"c = {costs.draft:.3f}, {verify} ({costs.source})"
+                facts[f"Costs of {method}{at}"] = said
         if run.sources(method):
             facts[f"Drafts of {method}"] = run.methods[method].get("label") or method
     return facts

@@ -18,7 +18,7 @@ import pandas as pd
 from layerskip.analysis.labels import labels_of, printable, slug_of
 from layerskip.costs.ratios import Totals
 from layerskip.costs.speculation import CostTable
-from layerskip.files.records import read_run
+from layerskip.files.records import costs_key, read_run
 
 ALL = "all"
 PHASES = ("draft", "verify", "other")
@@ -111,9 +111,11 @@ class Run:
     def num_layers(self) -> int:
         return int(self.header["model"]["num_layers"])
 
-    def cost_table(self, method: str, batch_size: int) -> CostTable | None:
-        """The header's costs of a `self` method at a batch size; None where it holds none."""
-        table = (self.methods[method].get("costs") or {}).get(str(batch_size))
+    def cost_table(
+        self, method: str, batch_size: int, context: int | None = None
+    ) -> CostTable | None:
+        """The header's costs of a `self` method in such batches; None where it holds none."""
+        table = (self.methods[method].get("costs") or {}).get(costs_key(batch_size, context))
         if table is None:
             return None
         return CostTable(float(table["draft"]), tuple(table["verify"]), table["source"])
@@ -158,12 +160,12 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     ]
 
 
-def typical(run: Run) -> pd.DataFrame:
-    """One row per (batch size, method, unit): medians over the unit's repeats.
+def calls(run: Run) -> pd.DataFrame:
+    """One row per record: a method's call on a unit.
 
     Columns: `category`; `tokens` and `seconds`, of the whole call; `first` (seconds to the first
     tokens), `decode_tokens` and `decode_seconds` (of what came after them); `draft`, `verify`,
-    `other` (seconds).
+    `other` (seconds); `read` (bytes, after the first tokens), `memory` (bytes a second).
     """
     rows = []
     for record in run.records:
@@ -180,9 +182,16 @@ def typical(run: Run) -> pd.DataFrame:
                 "decode_tokens": tokens - sum(record["first_tokens"]),
                 "decode_seconds": seconds["total"] - spent["first"],
                 **spent,
+                "read": _known(record.get("bytes_read")),
+                "memory": _known(record.get("read_bandwidth")),
             }
         )
-    grouped = pd.DataFrame(rows).groupby(["batch_size", "method", "unit"], sort=False)
+    return pd.DataFrame(rows)
+
+
+def typical(run: Run) -> pd.DataFrame:
+    """One row per (batch size, method, unit): medians of `calls` over the unit's repeats."""
+    grouped = calls(run).groupby(["batch_size", "method", "unit"], sort=False)
     medians = grouped.median(numeric_only=True)
     return medians.join(grouped["category"].first()).reset_index()
 
@@ -193,8 +202,8 @@ def totals(frame: pd.DataFrame, part: str = "") -> Totals:
     return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
 
 
-def _known(seconds: float | None) -> float:
-    return math.nan if seconds is None else float(seconds)
+def _known(number: float | None) -> float:
+    return math.nan if number is None else float(number)
 
 
 def rounds_of(record: dict[str, Any]) -> list[Round]:

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from layerskip.analysis.runs import ALL, PHASES, Round, Run, longest_drafts, totals, typical
+from layerskip.analysis.runs import (
+    ALL,
+    PHASES,
+    Round,
+    Run,
+    calls,
+    longest_drafts,
+    totals,
+    typical,
+)
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.ratios import measured_speedup
@@ -200,39 +209,45 @@ def phases(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def weights_read(run: Run) -> pd.DataFrame:
-    """Weights that plain decoding and `generate()` read a second, beside what memory gives.
+def decoding(run: Run) -> pd.DataFrame:
+    """Speed behind the first tokens and use of memory, by batch size, category and method.
 
-    Every pass behind the first token reads each weight once; key-value cache and activations are
-    not counted. Medians over calls. Columns: `megabytes` of a pass, `gigabytes_per_second`,
-    `memory` (the same of sweeps between the calls), `share` (the one over the other).
+    Medians over calls, of each context where there are several. Columns: `context`, `calls`,
+    `prefill_seconds` (to the first tokens),
+    `tokens_per_second` with `low` and `high` (of the slowest and the fastest call),
+    `gigabytes_per_second` (weights, keys and values that passes read), `memory` (the same of
+    sweeps between the calls), `share` (the one over the other).
     """
-    weights: dict[str, Any] = run.header.get("weights") or {}
+    frame = calls(run)
+    frame = frame[frame["decode_tokens"] > 0]
+    frame = frame.assign(
+        tokens_per_second=frame["decode_tokens"] / frame["decode_seconds"],
+        gigabytes_per_second=frame["read"] / frame["decode_seconds"] / 1e9,
+        memory=frame["memory"] / 1e9,
+        prefill_seconds=frame["first"],
+    ).assign(share=lambda known: known["gigabytes_per_second"] / known["memory"])
     rows = []
-    plain = [m for m in run.measured if run.methods[m]["kind"] in ("plain", "generate")]
-    for batch_size, method in product(run.batch_sizes, plain if weights else ()):
-        whole = sum(weights["sublayers"]) + weights["head"]
-        rates, sweeps = [], []
-        for record in run.records:
-            seconds = record["seconds"]["total"] - record["seconds"]["first"]
-            passes = max(record["new_tokens"]) - max(record["first_tokens"])
-            known = record.get("read_bandwidth") and seconds > 0 and passes
-            if known and (record["method"], record["batch_size"]) == (method, batch_size):
-                rates.append(whole * passes / seconds / 1e9)
-                sweeps.append(record["read_bandwidth"] / 1e9)
-        if rates:
-            rate, memory = float(np.median(rates)), float(np.median(sweeps))
+    for (batch_size, category), group in _groups(run, frame):
+        if category not in run.contexts and run.contexts.keys() != {ALL}:
+            continue  # calls at several contexts have no typical speed
+        for method, own in group.groupby("method", sort=False):
+            speeds = own["tokens_per_second"]
             rows.append(
                 {
                     "batch_size": batch_size,
+                    "category": category,
                     "method": method,
-                    "megabytes": whole / 1e6,
-                    "gigabytes_per_second": rate,
-                    "memory": memory,
-                    "share": rate / memory,
+                    "context": run.contexts.get(category),
+                    "calls": len(own),
+                    **{name: own[name].median() for name in _MEDIANS},
+                    "low": speeds.min(),
+                    "high": speeds.max(),
                 }
             )
     return pd.DataFrame(rows)
+
+
+_MEDIANS = (*("prefill_seconds", "tokens_per_second", "gigabytes_per_second", "memory", "share"),)
 
 
 def _by_category(run: Run) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
@@ -293,7 +308,10 @@ def predictions(run: Run) -> pd.DataFrame:
     for line in table[table["over"] == run.baseline].to_dict("records"):
         place = {name: line[name] for name in ("batch_size", "category", "method")}
         method, batch_size = line["method"], line["batch_size"]
-        costs = run.cost_table(method, batch_size) if method in run.drafting else None
+        if method not in run.drafting:
+            continue
+        # over several contexts there is no price: their steps cost different seconds
+        costs = run.cost_table(method, batch_size, run.contexts.get(line["category"]))
         if costs is None:
             continue
         paid, plain = price(run, method, batch_size, costs, line["category"])

@@ -193,24 +193,38 @@ class Settings:
             )
         return "\n".join(lines)
 
-    def prepare(self, model: Any, *, rows: int = 1, seconds: float = 2.0, **sampling: Any) -> None:
+    def prepare(
+        self,
+        model: Any,
+        *,
+        rows: int = 1,
+        context: int = 0,
+        seconds: float = 2.0,
+        **sampling: Any,
+    ) -> CostTable | None:
         """Make copies and measure costs now instead of in the first calls.
 
         Args:
             rows: of later batches.
+            context: tokens that they get to; behind long ones costs are measured, too.
             seconds: about how long measuring may take.
             sampling: do_sample, temperature, top_k and top_p of later calls, as for `decode`.
+
+        Returns:
+            The costs there, of the last source; None if there is none, or they are not needed.
         """
         opened = sublayers_of(model, self.execution)
         opened, sources = self._sources(opened, rejection=False)
         if not sources or self.controller != DEFAULT_CONTROLLER:
-            return
+            return None
         ids = torch.ones(rows, 4, dtype=torch.long, device=opened.device)  # (B, 4)
         law = law_of(opened.model, rows, (), **({"do_sample": False} | sampling))
         keys = [stream_key(0, row) for row in range(rows)]
-        request = Request(ids, torch.ones_like(ids), max_new_tokens=2, law=law, keys=keys)
+        most = max(2, context)
+        request = Request(ids, torch.ones_like(ids), max_new_tokens=most, law=law, keys=keys)
         with torch.no_grad():
-            cost_tables(opened, sources, request, seconds=seconds)
+            found = cost_tables(opened, sources, request, seconds=seconds)
+        return found[-1].at(context, rows)
 
     def _assistant(self, target: Sublayers) -> Assistant | Official:
         """The second model as a source, limited to the draft vocabulary."""

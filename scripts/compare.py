@@ -30,7 +30,6 @@ from safetensors.torch import load_file
 from layerskip.bench.batches import Encoded, PromptBatch, encode_all, long_prompts, make_batches
 from layerskip.bench.methods import Clock, Decoded, Engine, Peer, Task
 from layerskip.bench.plans import make_header, price
-from layerskip.bench.runner import device_clock
 from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.cli.benchmark import record
 from layerskip.cli.options import (
@@ -199,7 +198,7 @@ def compare_llama(args: argparse.Namespace) -> None:
         skip = SkipConfig.load(args.skip) if args.skip else automatic_draft(at.opened).skip
         plain, ours = Engine(model, task), Engine(model, task, "self", skip, lookup=True)
         batches, _ = make_batches(at.asked, [1], 0)
-        price(ours, plain, batches, device_clock(at.opened.device))
+        price(ours, batches)
         methods = [*llamas, Peer(model, task), plain, ours]
         header = at.header(task) | {
             "repeats": args.repeats,

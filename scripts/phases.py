@@ -39,8 +39,8 @@ def show(model: torch.nn.Module, context: int, passes: int) -> None:
     """Decode tokens at a length of context and print the phases."""
     opened = sublayers_of(model, "native")
     prompt = torch.arange(context) % opened.model.vocab_size + 1  # (context,)
-    passes = Passes(opened, [], [prompt], max_new_tokens=passes + 8, max_draft_length=1)
-    passes.prefill()
+    batch = Passes(opened, [], [prompt], max_new_tokens=passes + 8, max_draft_length=1)
+    batch.prefill()
     sweeps, times, reads = Sweeps(torch.device("cpu"), time.perf_counter), [], []
     token = torch.zeros(1, 1, dtype=torch.long)  # (R, T)
     for number in range(passes + 8):
@@ -49,7 +49,7 @@ def show(model: torch.nn.Module, context: int, passes: int) -> None:
         if number % 10 == 0:
             reads.append(sweeps())
         start = time.perf_counter()
-        passes.verify(token, [(0, 0)])
+        batch.verify(token, [(0, 0)])
         times.append(time.perf_counter() - start)
     taken, threads = stamps(), torch.get_num_threads()
     whole = statistics.median(times[8:])

@@ -228,6 +228,25 @@ def test_several_runs_on_one_page(tmp_path):
     }  # fmt: skip
 
 
+def test_speed_by_length_of_context_is_drawn(tmp_path):
+    lines = [made.header(contexts=[1000, 4000])]
+    for context, seconds in ((4000, 0.01), (1000, 0.002)):
+        told = {"context": context, "category": f"{context:,} tokens", "bytes_read": 9e5}
+        for method, more in (("plain", 1.0), ("self", 0.5), ("generate", 2.0)):
+            times = made.seconds(0.001 + more * seconds)
+            prompt = f"{context}-1"
+            lines.append(made.record(method, prompt, seconds=times, read_bandwidth=1e9, **told))
+    write_report([made.write(tmp_path / "run.jsonl", lines)], tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "Speed by length of context" in page
+    assert "plain 4500.0 at 1,000, 900.0 at 4,000" in page
+    assert "self 9000.0 at 1,000, 1800.0 at 4,000" in page
+    assert (tmp_path / "report" / "plots" / "contexts.svg").exists()
+    table = pd.read_csv(tmp_path / "report" / "tables" / "decoding.csv")
+    plain = table[table["method"] == "plain"].set_index("context")["share"]
+    assert plain.to_dict() == pytest.approx({1000: 0.45, 4000: 0.09})
+
+
 def lines_of(*lines):
     return [json.dumps(line) if isinstance(line, dict) else line for line in lines]
 

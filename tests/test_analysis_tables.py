@@ -286,16 +286,30 @@ def test_runs_are_told_apart_and_stand_side_by_side(tmp_path):
     assert set(comparison["over"]) == {"plain"}
 
 
-def test_weights_read_are_counted_by_pass(tmp_path):
-    # six layers: 10 bytes of attention, 20 of MLP each, and a head of 40
-    weights = {"sublayers": [10, 20] * 6, "head": 40, "vocabulary": 8}
-    lines = [made.record(name, read_bandwidth=1e6) for name in ("plain", "self", "generate")]
-    table = tables.weights_read(run_of(tmp_path, lines, made.header(weights=weights)))
-    assert table["method"].tolist() == ["generate", "plain"]
-    rate = 9 * (6 * 30 + 40) / 0.009  # 9 tokens behind the first
-    assert (table["gigabytes_per_second"] * 1e9).tolist() == pytest.approx([rate, rate])
-    assert table["share"].tolist() == pytest.approx([rate / 1e6] * 2)
-    assert not len(tables.weights_read(run_of(tmp_path, lines)))
+def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
+    """Calls of 9 tokens behind the first, in 9, 4.5 and 3 ms; 90 kB of each second's 20 MB."""
+    lines = [
+        timed("plain", f"{context}-{number}", [0.001 + seconds], context=context,
+              category=f"{context} tokens", read_bandwidth=20e6, bytes_read=90e3)[0]
+        for context, found in ((8, [0.009, 0.0045]), (64, [0.009, 0.003, 0.0045]))
+        for number, seconds in enumerate(found)
+    ]  # fmt: skip
+    lines += timed("generate", "8-0", [0.01], context=8, category="8 tokens")
+    run = run_of(tmp_path, lines)
+    assert run.contexts == {"8 tokens": 8, "64 tokens": 64}
+    table = tables.decoding(run)
+    assert len(table) == 3  # speeds at several contexts are no one's
+    plain = one(table, method="plain", context=64)
+    assert (plain["low"], plain["tokens_per_second"], plain["high"]) == pytest.approx(
+        (1000, 2000, 3000)
+    )
+    assert (plain["calls"], plain["prefill_seconds"]) == (3, 0.001)
+    assert plain["gigabytes_per_second"] == pytest.approx(90e3 / 0.0045 / 1e9)
+    assert plain["share"] == pytest.approx(1.0)
+    first = one(table, method="plain", context=8)
+    assert first["share"] == pytest.approx((0.5 + 1) / 2)
+    assert np.isnan(one(table, method="generate")["share"])  # as in old records
+    assert (run_of(tmp_path, timed("plain", "code-1", [0.02])).contexts) == {"all": None}
 
 
 def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):

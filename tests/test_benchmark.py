@@ -436,7 +436,7 @@ def test_batches_are_of_one_category_and_padded_on_the_left():
 def test_prices_are_measured_once_and_used(model, monkeypatch):
     task = Task(6, do_sample=True, temperature=0.8)
     method = Engine(model, task, "self", SKIP)
-    few = [*batches(5), *batches(5, rows=2)]
+    few = [*batches(5, 7), *batches(5, rows=2)]
     asked = []
 
     def costs(model, drafts, request, **_):
@@ -444,12 +444,11 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
         return [COSTS for _ in drafts]
 
     monkeypatch.setattr("layerskip.settings.cost_tables", costs)
-    price(method, Engine(model, task), few, iter(range(10_000)).__next__)
-    assert asked == [1, 1, 2, 2]  # measured, then taken
-    entry = method.describe()["costs"]["1"]
-    assert entry == {**COSTS.to_dict(), "step_seconds": 3}  # from one mark of a round to its fourth
+    price(method, few)
+    assert asked == [1, 2]
+    assert method.describe()["costs"] == {"1": COSTS.to_dict(), "2": COSTS.to_dict()}
     measure(model, task, [Engine(model, task), method], few)
-    assert asked == [1, 1, 2, 2]
+    assert asked == [1, 2]
     assert method.generate(few[0]).costs == COSTS
 
 
@@ -458,7 +457,7 @@ def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
     monkeypatch.setattr("layerskip.settings.cost_tables", lambda *_, **__: [COSTS])
     method = Engine(model, Task(4), "self", own)
     (batch,) = batches(5)
-    price(method, Engine(model, Task(4)), [batch], Clock())
+    price(method, [batch])
     assert method.prices["1"]["draft"] == 0.2  # for predictions
     assert method.generate(batch).costs.draft == 0.5
 

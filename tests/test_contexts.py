@@ -3,12 +3,15 @@
 import pytest
 import torch
 from checkpoints import tiny_tokenizer
-from models import lively_model
+from models import WINDOW, lively_model, ragged
 
-from layerskip.bench.batches import long_prompts, make_batches
-from layerskip.bench.methods import Engine, Peer, Task
+from layerskip.bench.batches import PromptBatch, long_prompts, make_batches
+from layerskip.bench.methods import Decoded, Engine, Peer, Task
+from layerskip.bench.reads import bytes_read
 from layerskip.bench.runner import benchmark
 from layerskip.config import SkipConfig
+from layerskip.decoding.rounds import Round
+from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 
 CPU = torch.device("cpu")
@@ -89,3 +92,50 @@ def test_every_method_answers_at_a_context():
         assert set(record["prompt_tokens"]) == {record["context"]}
         assert record["category"] == f"{record['context']} tokens"
         assert record["equal"] == [True] * record["batch_size"]
+        assert (record["bytes_read"] is None) == (record["method"] == "generate-prompt-lookup")
+
+
+# ---------------------------------------------------------------------------------------------
+# Bytes that passes read
+
+
+def weights_of(*modules):
+    return sum(weight.nbytes for module in modules for weight in module.parameters())
+
+
+def test_a_pass_reads_weights_and_what_its_tokens_see():
+    """Rows of 3 and 9 tokens, two and one of them behind the first; some layers see 8 tokens."""
+    model = lively_model("gemma2")
+    decoder, config = model.model, model.config
+    windows = [WINDOW if "sliding" in kind else None for kind in config.layer_types]
+    assert {*windows} == {WINDOW, None}
+    slot = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    whole = weights_of(*decoder.layers, decoder.norm, model.lm_head)
+    batch = PromptBatch(("a", "b"), (0, 1), None, *ragged((3, 9)))
+    decoded = Decoded([[5, 6, 7], [5, 6]], 0.0, [1, 1])
+    read = bytes_read(Sublayers(model), Peer(model, Task(3)), batch, decoded)
+    seen = [min(length, w or length) for w in windows for length in (4, 10, 5)]
+    assert read == 2 * whole + slot * sum(seen)
+
+
+def test_a_round_reads_its_drafts_and_the_whole_model():
+    """Two tokens drafted by three of six layers, one accepted; then a plain step."""
+    model = lively_model("llama")
+    decoder, config = model.model, model.config
+    slot = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    whole = weights_of(*decoder.layers, decoder.norm, model.lm_head)
+    draft = weights_of(*decoder.layers[:3], decoder.norm, model.lm_head)
+    batch = PromptBatch(("a",), (0,), None, *ragged((7,)))
+    rounds = [
+        Round(number, ((5,) * new,), (drafted,), (new - 1,), ((),), (False,), source)
+        for number, (drafted, new, source) in enumerate([(0, 1, None), (2, 2, 0), (0, 1, None)])
+    ]
+    decoded = Decoded([[5] * 4], 0.0, [1], rounds)
+    own = Engine(model, Task(4), "self", SkipConfig.early_exit(3))
+    read = bytes_read(Sublayers(model), own, batch, decoded)
+    assert read == 2 * draft + 2 * whole + slot * (3 * (8 + 9) + 6 * (10 + 10))
+    looked_up = Engine(model, Task(4), "self", lookup=True)
+    read = bytes_read(Sublayers(model), looked_up, batch, decoded)
+    assert read == 2 * whole + slot * 6 * (10 + 10)
+    peer = Peer(model, Task(4), "generate-prompt-lookup")
+    assert bytes_read(Sublayers(model), peer, batch, Decoded([[5] * 4], 0.0, [1])) is None

@@ -83,10 +83,7 @@ def test_of_records_with_one_key_the_first_counts(path):
         ({"repeats": -1}, "repeats must be 0 or more, got -1"),
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
-        (
-            {"weights": {"sublayers": [1], "head": 1, "vocabulary": 1}},
-            "weights.sublayers must have",
-        ),
+        ({"contexts": [0]}, "contexts[0] must be 1 or more, got 0"),
         ({"methods": [{"name": "plain", "kind": "plain"}] * 2}, "must have different names"),
         (
             {"methods": [{"name": "plain", "kind": "plain", "low": {"bits": 8}}]},
@@ -112,6 +109,8 @@ def test_headers_that_are_refused(path, values, words):
         ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
         ({"batch_size": 2}, "prompts must have 2 items, got 1"),
         ({"new_tokens": [5]}, "must add up to new_tokens, 5; got 4"),
+        ({"context": 0}, "context must be 1 or more, got 0"),
+        ({"bytes_read": 0.0}, "bytes_read must be above 0, got 0.0"),
         ({"seconds__total": -1.0}, "seconds.total must be above 0, got -1.0"),
         ({"seconds__verify": ...}, "seconds.verify is missing"),
         ({"seconds__verify": 0.75}, "the parts of seconds must not exceed the total"),

@@ -19,8 +19,11 @@ from layerskip.bench.batches import PromptBatch
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
+from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.files.records import costs_key
 from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
+from layerskip.model.sublayers import Sublayers
 from layerskip.requests import end_tokens
 from layerskip.settings import DEFAULT_CONTROLLER
 
@@ -118,9 +121,9 @@ class Engine:
         controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
         draft: what the draft is called.
         named: what the assistant is called.
-        costs: by batch size, what the controller decides with; without an entry it is measured
-            at the first call.
-        prices: the header's `costs`: by batch size, what was measured.
+        costs: by batch size and context (see `costs_key`), what the controller decides with;
+            without an entry it is measured at the first call.
+        prices: the header's `costs`, likewise: what was measured.
     """
 
     model: Any
@@ -135,7 +138,7 @@ class Engine:
     max_draft_length: int | None = None
     threshold: float | None = None
     draft: str | None = None
-    costs: dict[int, CostTable] = field(default_factory=dict, init=False)
+    costs: dict[str, CostTable] = field(default_factory=dict, init=False)
     prices: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     one_row = False
 
@@ -199,8 +202,8 @@ class Engine:
             "costs": self.prices,
         }
 
-    def use(self, rows: int, costs: CostTable) -> None:
-        """Let the controller decide with these costs in batches of so many rows.
+    def use(self, key: str, costs: CostTable) -> None:
+        """Let the controller decide with these costs in batches of a key (see `costs_key`).
 
         Where the skip config brings costs, or the accept rule lets no clock decide, it keeps to
         those, and these serve predictions only.
@@ -208,7 +211,7 @@ class Engine:
         rejection = self.task.do_sample and self.task.acceptance == "rejection"
         brought = self.skip is not None and self.skip.costs is not None
         if not brought and not rejection:
-            self.costs[rows] = costs
+            self.costs[key] = costs
 
     def decode(
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
@@ -233,18 +236,24 @@ class Engine:
                 "acceptance": task.acceptance,
                 "enabled": self.kind == "self",
                 "seeds": [task.seed + number for number in batch.numbers],
-                "costs": self.costs.get(batch.rows),
+                "costs": self.costs.get(costs_key(batch.rows, batch.context)),
                 "clock": clock,
                 **task.arguments(),
                 **settings,
             },
         )
 
-    def prepare(self, rows: int, seconds: float) -> None:
-        """Measure what drafting costs in batches of so many rows, which may take so long."""
+    def prepare(self, rows: int, context: int, seconds: float) -> CostTable:
+        """Measure what drafting costs in such batches, which may take so long."""
         law = {name: x for name, x in self.task.arguments().items() if name != "max_new_tokens"}
         decoding = LayerSkipDecoding(**self._drafting)
-        decoding.prepare(self.model, rows=rows, seconds=seconds, **law)
+        found = decoding.prepare(self.model, rows=rows, context=context, seconds=seconds, **law)
+        assert found is not None
+        return found
+
+    def opened_sources(self, opened: Sublayers) -> Sequence[Source]:
+        """What its drafts come from, as rounds number them."""
+        return LayerSkipDecoding(**self._drafting)._sources(opened, rejection=False)[1]
 
     @property
     def _drafting(self) -> dict[str, Any]:

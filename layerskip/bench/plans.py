@@ -20,21 +20,19 @@ from typing import Any, Protocol
 
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.methods import (
-    Clock,
     Engine,
     Method,
     Peer,
     Task,
     early_exit_peer,
 )
-from layerskip.bench.runner import device_clock
 from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
-from layerskip.files.records import SCHEMA, Run, redacted
+from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
@@ -45,9 +43,7 @@ from layerskip.timing.sublayers import measure
 
 TRACE_TOKENS = 64  # of each text of a trace, at most
 TRACE_PROMPTS = 2  # of each category
-CALIBRATION_TOKENS = 48  # of each prompt that tells what a step costs
-CALIBRATION_BATCHES = 3
-PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, for each batch size
+PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, by batch size and context
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
 WITH_THRESHOLD = ("confidence", "adaptive-threshold")
@@ -89,11 +85,6 @@ def make_header(
         "threads": found["cpu"]["threads"],
         "execution": opened.execution,
         "passes": opened.describe(),
-        "weights": {
-            **opened.weight_bytes(),
-            "vocabulary": opened.vocabulary,
-            "low": {str(bits): opened.weight_bytes(bits) for bits in (8, 4)},
-        },
         "law": task.law,
         "max_new_tokens": task.max_new_tokens,
         "prompts": {
@@ -199,10 +190,9 @@ class Plan:
     ) -> list[Method]:
         """All methods to measure, what their drafts cost measured."""
         model, task = self.loaded.model, self.task
-        plain = Engine(model, task)
         for each in engines:
-            self._price(each, plain)
-        methods: list[Method] = [plain, *engines]
+            self._price(each)
+        methods: list[Method] = [Engine(model, task), *engines]
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds and not hasattr(model.config, "num_hidden_layers"):
@@ -264,17 +254,16 @@ class Plan:
             return int(self.best_exit.exit_layer or 1)
         return max(1, min(layers - 1, round(shorter[0] / 2)))
 
-    def _price(self, method: Engine, plain: Engine) -> None:
+    def _price(self, method: Engine) -> None:
         known = self._known.get(method.name, {}).get("costs")
         if known:
             method.prices = known
             names = ("draft", "verify", "source")
-            for size, costs in known.items():
-                table = CostTable.from_dict({name: costs[name] for name in names})
-                method.use(int(size), table)
+            for key, costs in known.items():
+                method.use(key, CostTable.from_dict({name: costs[name] for name in names}))
             return
         self.talk.progress(f"measuring what drafting costs: {method.name}")
-        price(method, plain, self.batches, device_clock(self.batches[0].input_ids.device))
+        price(method, self.batches)
 
     @cached_property
     def _known(self) -> dict[str, dict[str, Any]]:
@@ -328,23 +317,17 @@ class Plan:
         self.talk.progress(f"{what}, {share:.0%}")
 
 
-def price(method: Engine, plain: Engine, batches: Sequence[PromptBatch], now: Clock) -> None:
+def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
     task = replace(method.task, acceptance="coupled")
     own = None if method.skip is None else method.skip.bare()
     bare = Engine(method.model, task, skip=own, lookup=method.lookup, assistant=method.assistant)
-    length = min(task.max_new_tokens, CALIBRATION_TOKENS)
-    for size in sorted({batch.rows for batch in batches}):
-        of_size = [batch for batch in batches if batch.rows == size]
-        # of different categories where there are any
-        few = of_size[:: max(1, len(of_size) // CALIBRATION_BATCHES)][:CALIBRATION_BATCHES]
-        bare.prepare(size, PRICE_SECONDS)
-        measured = bare.generate(few[0], max_new_tokens=1).costs
-        assert measured is not None
-        steps = []
-        for batch in few:
-            rounds = plain.generate(batch, now, max_new_tokens=length).rounds
-            steps += [r.times[-1] - r.times[0] for r in (rounds or [])[1:] if r.times is not None]
-        seconds = statistics.median(steps) if steps else None
-        method.prices[str(size)] = {**measured.to_dict(), "step_seconds": seconds}
-        method.use(size, measured)
+    for key, alike in itertools.groupby(
+        batches, lambda batch: costs_key(batch.rows, batch.context)
+    ):
+        few = [*alike]
+        lengths = [length for batch in few for length in batch.attention_mask.sum(-1).tolist()]
+        length = round(statistics.median(lengths))
+        found = bare.prepare(few[0].rows, length, PRICE_SECONDS)
+        method.prices[key] = found.to_dict()
+        method.use(key, found)

@@ -30,11 +30,13 @@ from layerskip.bench.comparison import (
     resolutions,
 )
 from layerskip.bench.methods import Clock, Decoded, Method, Task
+from layerskip.bench.reads import bytes_read
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.files.records import Key
 from layerskip.model.compiled import compile_seconds
 from layerskip.model.opening import open_model
+from layerskip.model.sublayers import Sublayers
 from layerskip.requests import end_tokens
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
@@ -222,9 +224,8 @@ class Judge:
         self._scored: dict[Hashable, Along] = {}  # texts repeat
 
     @cached_property
-    def exact(self) -> bool:
-        """Whether drafting and plain decoding must agree bit for bit."""
-        return open_model(self.model, self.task.execution).exact
+    def opened(self) -> Sublayers:
+        return open_model(self.model, self.task.execution)
 
     def promised(self, method: Method) -> bool:
         """Whether the method's text must be the reference's."""
@@ -266,7 +267,7 @@ class Judge:
         if not self.promised(method):
             return None
         reference = reference or self.reference(method)
-        bitwise = {reference.kind, method.kind} <= {"plain", "self"} and self.exact
+        bitwise = {reference.kind, method.kind} <= {"plain", "self"} and self.opened.exact
         cases = [
             (batch, row, expected, got)
             for batch, texts in decoded
@@ -378,6 +379,7 @@ def record_of(
         "new_tokens": [len(tokens) for tokens in decoded.tokens],
         "seconds": seconds,
         "first_tokens": decoded.first_tokens,
+        "bytes_read": bytes_read(judge.opened, timed.method, batch, decoded),
         "rounds": rounds,
         "peak_memory": timed.peak_memory,
         "repeated_4grams": [repeated_share(tokens) for tokens in decoded.tokens],

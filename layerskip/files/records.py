@@ -3,8 +3,9 @@
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
 prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
 they do not know; what they need and miss is an error that names the file and the line. A
-header's "passes" says how and why so they were computed, its "weights" how many bytes they read; a
-record's "read_bandwidth" is what a sweep over memory behind it read, in bytes a second.
+header's "passes" says how and why so they were computed. A record's "context" is what its prompts
+were joined or cut to, "bytes_read" what its passes behind the first tokens read of weights, keys
+and values, and "read_bandwidth" what a sweep over memory behind it read, in bytes a second.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from layerskip.files.schema import (
     items,
     low_sets,
     mapping,
-    named,
     optional,
     parse,
     text,
@@ -47,7 +47,7 @@ Line = dict[str, Any]
 Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repeat
 
 _START = b'{"kind": "header"'
-_MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes", "weights"}
+_MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes"}
 """Between the parts of a resumed run."""
 
 
@@ -75,6 +75,11 @@ class Run:
 def key_of(record: Mapping[str, Any]) -> Key:
     """What a record is of; a run has one of each."""
     return record["method"], tuple(record["prompts"]), record["batch_size"], record["repeat"]
+
+
+def costs_key(batch_size: int, context: int | None) -> str:
+    """The key of what drafts cost in such batches, in the `costs` of a header's method."""
+    return str(batch_size) if context is None else f"{batch_size}@{context}"
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -170,10 +175,6 @@ def _header(line: Line) -> Line:
     if line.get("kind") != "header":
         raise ValueError(f"the first line must be a header, got kind {shown(line.get('kind'))}")
     _HEADER(line, "")
-    sublayers = items(COUNT, 2 * line["model"]["num_layers"])
-    parts = {"sublayers": sublayers, "head": COUNT}
-    low = Maybe(named(has(**parts)))
-    Maybe(has(**parts, vocabulary=integer(1), low=low))(line.get("weights"), "weights")
     names = [method["name"] for method in line["methods"]]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must have different names, got {', '.join(names)}")
@@ -218,7 +219,7 @@ def _record_of(rows: int) -> Check:
         differences=items(_DIFFERENCE),
         peak_memory=optional(COUNT),
         rounds=optional(has(**rounds)),
-        read_bandwidth=Maybe(POSITIVE),
+        **dict.fromkeys(("bytes_read", "read_bandwidth"), Maybe(POSITIVE)),
     )
 
 
