@@ -17,6 +17,7 @@ namespace integers {
 namespace {
 
 constexpr int BLOCKS = 2;  // that are read side by side
+constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;  // tokens of a step
 
 // ---------------------------------------------------------------------------------------------
 // Vectors of 16 numbers. `Four` is what a line is multiplied with: four inputs of a token for all
@@ -280,14 +281,13 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
   const int64_t units = units_of(columns);
   const int parts = bits == 8 ? 1 : 2;
   const int32_t offset = bits == 8 ? 128 : 8;
-  const Steps steps{tokens};
+  const Steps steps{tokens, MOST};
   for (int64_t step = 0; step < steps.count; ++step) {
-    if (steps.first(step) < begin || steps.first(step) >= end) continue;
-    const int64_t count = steps.length(step);
-    const Inputs to(room, units, steps.first(step), count);
-    for (int64_t t = 0; t < count; ++t)
+    const int64_t first = steps.first(step), count = steps.length(step);
+    const Inputs to(room, units, first, count);
+    for (int64_t t = std::max<int64_t>(0, begin - first); t < std::min(count, end - first); ++t)
       for (int64_t u = 0; u < units; ++u) {
-        const float* from = x + (steps.first(step) + t) * columns + u * UNIT;
+        const float* from = x + (first + t) * columns + u * UNIT;
         float rest[UNIT] = {};
         if (columns - u * UNIT < UNIT) {
           std::copy_n(from, columns - u * UNIT, rest);
@@ -422,7 +422,7 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
              int64_t tokens, void* room, const uint8_t* then, Write write) {
   static const bool dots = has_dots();
   const int64_t units = units_of(columns), size = row_bytes(bits, columns);
-  const Steps steps{tokens};
+  const Steps steps{tokens, MOST};
   // rows that stay in a cache until the last step has read them
   const int64_t group = steps.count == 1
       ? std::max<int64_t>(BLOCK, last - first)

@@ -31,7 +31,7 @@ constexpr int64_t row_bytes(int bits, int64_t columns) {
 constexpr int64_t inputs_bytes(int64_t columns) { return units_of(columns) * (UNIT + 12); }
 
 // Round inputs x (tokens, columns) for a weight of so many bits, in a room that has place for them:
-// those of the tokens of some `Steps`, from `begin` to `end`.
+// those of tokens begin to end, so that several threads can share the work.
 void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
                   int64_t begin, int64_t end);
 

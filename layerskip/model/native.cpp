@@ -352,12 +352,10 @@ class Pass {
     return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
-  // The tokens of so many that a worker norms and packs: whole steps of products.
+  // The tokens of so many that a worker norms and packs.
   Range mine(const Worker& me, int64_t tokens) const {
-    const Steps steps{tokens};
     if (!divided_) return {0, tokens};
-    return {steps.first(steps.count * me.number / me.of),
-            steps.first(steps.count * (me.number + 1) / me.of)};
+    return {tokens * me.number / me.of, tokens * (me.number + 1) / me.of};
   }
 
   // Where threads divide the tokens: what each has made of its own is there for all.

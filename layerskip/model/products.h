@@ -49,15 +49,15 @@ inline float sum(const Vec& x) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Products of a weight with few tokens: it is read from memory once for up to MOST of them.
+// Products of a weight with few tokens: it is read from memory once for all of them.
 //
-// A tile is some rows of the weight with all of these tokens, its sums in registers. Columns are
-// cut so that the inputs stay in the nearest cache, and inputs are packed in the order of their use
-// (rows whose distance is a power of two would fall into the same few places of that cache). What
-// comes AHEAD bytes later is fetched into the second cache: into the first, it would take the few
-// slots that wait for memory from the loads themselves.
+// A tile is some rows of the weight with some tokens, its sums in registers; more tokens come in
+// steps, for which a group of rows stays in the second cache. Columns are cut so that the inputs of
+// a step stay in the nearest cache, and inputs are packed in the order of their use. What comes
+// later is fetched into the second cache: into the first, it would take the few slots that wait for
+// memory from the loads themselves. One step fetches what lies AHEAD bytes on; several steps share
+// the fetching of the next group, so that memory is never idle.
 
-constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;
 constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
 constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
 constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
@@ -74,15 +74,19 @@ inline Vec held(Vec x) {
 #endif
 }
 
-// The sums of COUNT vectors each, a power of two and at most LANES: two vectors become one that
-// holds sums of both by turns, and so on, for a fraction of what COUNT single sums take.
+constexpr int power_above(int count) { return count <= 1 ? 1 : 2 * power_above((count + 1) / 2); }
+
+// The sums of COUNT vectors each: two vectors become one that holds sums of both by turns, and so
+// on, for a fraction of what COUNT single sums take.
 template <int COUNT>
 inline void sums_of(const Vec* x, float* out) {
-  Vec some[COUNT];
+  constexpr int MAX = static_cast<int>(LANES), HERE = std::min(COUNT, MAX);
+  constexpr int PADDED = power_above(HERE);
+  Vec some[PADDED];
 #pragma GCC unroll 16
-  for (int i = 0; i < COUNT; ++i) some[i] = x[i];
+  for (int i = 0; i < PADDED; ++i) some[i] = i < HERE ? x[i] : Vec(0.0f);
 #pragma GCC unroll 4
-  for (int half = COUNT / 2; half >= 1; half /= 2)
+  for (int half = PADDED / 2; half >= 1; half /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < half; ++i) {
       const auto both = at::vec::interleave2(some[i], some[i + half]);
@@ -92,21 +96,11 @@ inline void sums_of(const Vec* x, float* out) {
   some[0].store(lanes);
   // as further vectors would have been added to: a sum is the same whatever stands beside it
 #pragma GCC unroll 4
-  for (int64_t half = LANES / 2; half >= COUNT; half /= 2)
+  for (int64_t half = LANES / 2; half >= PADDED; half /= 2)
 #pragma GCC unroll 8
     for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  std::copy_n(lanes, COUNT, out);
-}
-
-template <int COUNT>
-inline void sums_of_any(const Vec* x, float* out) {
-  constexpr int MAX = static_cast<int>(LANES);
-  constexpr int HERE = COUNT >= 16 && MAX >= 16 ? 16 : COUNT >= 8 && MAX >= 8 ? 8
-                     : COUNT >= 4               ? 4
-                     : COUNT >= 2               ? 2
-                                                : 1;
-  sums_of<HERE>(x, out);
-  if constexpr (COUNT > HERE) sums_of_any<COUNT - HERE>(x + HERE, out + HERE);
+  std::copy_n(lanes, HERE, out);
+  if constexpr (COUNT > HERE) sums_of<COUNT - HERE>(x + HERE, out + HERE);
 }
 
 // Weights of one step are PARTS vectors: of bfloat16, two lie in what is loaded, those of the even
@@ -138,16 +132,32 @@ inline bool has_pairs() { return false; }
 inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
+// Weights that are fetched meanwhile: a line of each row after every so many vectors.
+template <typename S>
+struct Fetch {
+  const S* at;
+  int64_t every;
+};
+
+// The sums of a tile over `span` columns are added to sums_out. Inputs x lie vector by vector, in
+// each those of all tokens.
 template <typename S, bool PAIRS, int ROWS, int TOKENS>
-inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, int64_t stride,
-                 const S* fetch, float* sums_out) {
+inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, Fetch<S> fetch,
+                 float* sums_out) {
   Vec sums[TOKENS][ROWS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
   constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
-  const auto step = [&](const S* at, int64_t row, int64_t k) {
+  const int64_t whole = span / STEP * STEP;
+  S rest[ROWS][STEP];
+  if (whole < span)  // here, since a call behind the loop would move its sums to memory
+    for (int r = 0; r < ROWS; ++r) {
+      std::fill_n(rest[r], STEP, S(0));
+      std::copy_n(weight + r * columns + whole, span - whole, rest[r]);
+    }
+  const auto step = [&](const S* at, int64_t row) {
 #pragma GCC unroll 2
     for (int p = 0; p < (PAIRS ? 1 : PARTS<S>); ++p) {
       Vec w[ROWS];
@@ -156,90 +166,151 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
         w[r] = PAIRS ? Vec::loadu(at + r * row) : part(at + r * row, p);
 #pragma GCC unroll 8
       for (int t = 0; t < TOKENS; ++t) {
-        const Vec input = held(Vec::loadu(x + t * stride + (PAIRS ? k / 2 : k + p * LANES)));
+        const Vec input = held(Vec::loadu(x + t * LANES));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
           sums[t][r] = PAIRS ? add_pairs(sums[t][r], w[r], input)
                              : at::vec::fmadd(w[r], input, sums[t][r]);
       }
+      x += TOKENS * LANES;
     }
   };
-  int64_t k = 0;
-  for (; k + STEP <= span; k += STEP) {
-    const S* at = weight + k;
-    if (k % LINE == 0)
+  int64_t left = 1;
+  for (int64_t k = 0; k < whole; k += STEP) {
+    if (--left == 0) {
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch + r * columns + k, 0, 2);
-    step(at, columns, k);
+      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch.at + r * columns, 0, 2);
+      fetch.at += LINE;
+      left = fetch.every;
+    }
+    step(weight + k, columns);
   }
-  if (k < span) {
-    S rest[ROWS][STEP] = {};
-    for (int r = 0; r < ROWS; ++r) std::copy_n(weight + r * columns + k, span - k, rest[r]);
-    step(rest[0], STEP, k);
-  }
+  if (whole < span) step(rest[0], STEP);
   float totals[TOKENS * ROWS];
-  sums_of_any<TOKENS * ROWS>(&sums[0][0], totals);
+  sums_of<TOKENS * ROWS>(&sums[0][0], totals);
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
 }
 
+// Tokens of a step, at most, and rows of a tile: as many sums as there are registers for, beside
+// what they are made of.
+template <typename S>
+constexpr int MOST = MANY_REGISTERS ? 8 : PARTS<S> == 1 ? 4 : 6;
+
+template <typename S, int TOKENS>
+constexpr int ROWS_WITH = MANY_REGISTERS   ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
+                          : PARTS<S> == 1 ? (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : 3)
+                                          : (TOKENS == 1 ? 8 : TOKENS == 2 ? 4 : 2);
+
+// Tokens in steps of `most` at most, as long as each other, or one longer.
+struct Steps {
+  int64_t tokens, most, count = (tokens + most - 1) / most;
+  int64_t first(int64_t step) const { return tokens * step / count; }
+  int64_t length(int64_t step) const { return first(step + 1) - first(step); }
+};
+
 // How columns are cut, however many tokens there are: sums are those of the cuts, one after another.
-inline int64_t cut(int64_t columns) {
-  constexpr int64_t most = NEAR / 4 / MOST;
-  const int64_t pieces = (columns + most - 1) / most;
-  return ((columns + pieces - 1) / pieces + 31) / 32 * 32;
-}
+template <typename S>
+struct Cuts {
+  int64_t columns, span, count;
+  bool pairs;
+
+  Cuts(int64_t columns, bool pairs) : columns(columns), pairs(pairs) {
+    const int64_t most = NEAR / (pairs ? 2 : 4) / MOST<S>;
+    const int64_t pieces = (columns + most - 1) / most;
+    span = ((columns + pieces - 1) / pieces + 31) / 32 * 32;
+    count = (columns + span - 1) / span;
+  }
+  // numbers that packed inputs of a token take: of a cut, of all
+  int64_t room() const { return pairs ? span / 2 : span; }
+  int64_t width() const { return room() * count; }
+};
 
 // Numbers that packed inputs of a token take, at most.
 inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 128; }
 
-// Inputs of a cut in the order of their use, with zeros up to its span.
+// Inputs of a token in a cut, with zeros up to its span, a vector every `stride` numbers.
 template <typename S>
-inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float* to) {
-  if constexpr (PARTS<S> == 1) {
-    std::copy_n(x, count, to);
-    std::fill(to + count, to + span, 0.0f);
-  } else if (pairs) {
-    S* numbers = reinterpret_cast<S*>(to);
-    for (int64_t k = 0; k < span; ++k) numbers[k] = static_cast<S>(k < count ? x[k] : 0.0f);
-  } else {
-    for (int64_t k = 0; k < span; k += 2 * LANES)
-      for (int64_t i = 0; i < LANES; ++i)
-        for (int64_t odd = 0; odd < 2; ++odd) {
-          const int64_t column = k + 2 * i + odd;
-          to[k + odd * LANES + i] = column < count ? x[column] : 0.0f;
-        }
+inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float* to,
+                 int64_t stride) {
+  constexpr int64_t STEP = PARTS<S> * LANES;
+  float rest[STEP];
+  for (int64_t k = 0; k < span; k += STEP) {
+    const float* from = x + k;
+    if (k + STEP > count) {
+      std::fill_n(rest, STEP, 0.0f);
+      if (k < count) std::copy_n(from, count - k, rest);
+      from = rest;
+    }
+    const Vec first = Vec::loadu(from);
+    if constexpr (PARTS<S> == 1) {
+      first.store(to);
+    } else {
+      const Vec second = Vec::loadu(from + LANES);
+      if (pairs) {
+        at::vec::convert_from_float<S>(first, second).store(to);
+      } else {
+        const auto [even, odd] = at::vec::deinterleave2(first, second);
+        even.store(to);
+        odd.store(to += stride);
+      }
+    }
+    to += stride;
   }
 }
 
-// Rows first to last, at most GROUP, with TOKENS inputs that are packed in cuts; `then` is what is
-// read after them.
+// Make inputs x (tokens, columns) ready for products with weights of S, in `room`: those of tokens
+// begin to end, so that several threads can share the work.
+template <typename S>
+void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
+                 int64_t end) {
+  const Steps steps{tokens, MOST<S>};
+  const Cuts<S> cuts(columns, PARTS<S> == 2 && has_pairs());
+  for (int64_t step = 0; step < steps.count; ++step) {
+    const int64_t first = steps.first(step), length = steps.length(step);
+    for (int64_t t = std::max(begin, first); t < std::min(end, first + length); ++t)
+      for (int64_t cut = 0; cut < cuts.count; ++cut) {
+        const int64_t k = cut * cuts.span;
+        float* to = room + first * cuts.width() + cut * length * cuts.room() + (t - first) * LANES;
+        pack<S>(x + t * columns + k, std::min(cuts.span, columns - k), cuts.span, cuts.pairs, to,
+                length * LANES);
+      }
+  }
+}
+
+// Rows first to last, at most GROUP, with the TOKENS packed inputs of one of several steps; `then`
+// is what is read after them.
 template <typename S, bool PAIRS, typename O, int TOKENS>
-void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
-         const float* packed, O* out, int64_t out_stride, const S* then) {
-  constexpr int ROWS = MANY_REGISTERS ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
-                                      : (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : TOKENS <= 6 ? 2 : 1);
-  const int64_t span = cut(columns), stride = span / (PAIRS ? 2 : 1);
-  const int64_t bytes = ROWS * span * static_cast<int64_t>(sizeof(S));
-  const int64_t ahead = std::max<int64_t>(1, AHEAD / bytes) * ROWS;  // rows
+void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
+         const float* packed, O* out, int64_t out_stride, const S* then, int64_t step,
+         int64_t steps) {
+  constexpr int ROWS = ROWS_WITH<S, TOKENS>;
+  constexpr int64_t VECTORS = std::max<int64_t>(1, 64 / (PARTS<S> * LANES * sizeof(S)));
+  const int64_t columns = cuts.columns;
+  const int64_t bytes = ROWS * cuts.span * static_cast<int64_t>(sizeof(S));
+  // rows; of several steps each fetches its part of the same rows of the next group
+  const int64_t ahead = steps == 1 ? std::max<int64_t>(1, AHEAD / bytes) * ROWS : last - first;
   alignas(64) float sums[TOKENS * GROUP] = {};
-  for (int64_t k = 0; k < columns; k += span) {
-    const int64_t here = std::min(span, columns - k);
-    const float* x = packed + k * TOKENS / (PAIRS ? 2 : 1);
+  for (int64_t cut = 0; cut < cuts.count; ++cut) {
+    const int64_t k = cut * cuts.span, here = std::min(cuts.span, columns - k);
+    const float* x = packed + cut * TOKENS * cuts.room();
     // behind the last row of a cut come the first ones of the next cut, or what is read then
-    const S* next = k + span < columns ? weight + first * columns + k + span : then;
+    const S* next = steps > 1              ? then + k + here * step / steps
+                    : cut + 1 < cuts.count ? weight + first * columns + k + cuts.span
+                                           : then;
     for (int64_t row = first; row < last;) {
       const int64_t later = row + ahead;
       const S* from = weight + row * columns + k;
-      const S* fetch = later < last ? from + ahead * columns : next + (later - last) * columns;
+      const Fetch<S> fetch{
+          later < last ? from + ahead * columns : next + (later - last) * columns, VECTORS * steps};
       float* to = sums + row - first;
       if (row + ROWS <= last) {
-        tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, stride, fetch, to);
+        tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, fetch, to);
         row += ROWS;
       } else {
-        tile<S, PAIRS, 1, TOKENS>(from, columns, here, x, stride, fetch, to);
+        tile<S, PAIRS, 1, TOKENS>(from, columns, here, x, fetch, to);
         ++row;
       }
     }
@@ -252,50 +323,27 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, int64_t co
     }
 }
 
-// No step of one token behind seven full ones: all steps have as many, or one less.
-struct Steps {
-  int64_t tokens, count = (tokens + MOST - 1) / MOST;
-  int64_t first(int64_t step) const { return tokens * step / count; }
-  int64_t length(int64_t step) const { return first(step + 1) - first(step); }
-};
-
-// Inputs x (tokens, columns) for products with weights of S, in `room`: of the tokens of some steps,
-// from `begin` to `end`.
-template <typename S>
-void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-                 int64_t end) {
-  const Steps steps{tokens};
-  const bool pairs = PARTS<S> == 2 && has_pairs();
-  const int64_t span = cut(columns);
-  room += begin * ((columns + span - 1) / span * span) / (pairs ? 2 : 1);
-  for (int64_t step = 0; step < steps.count; ++step) {
-    if (steps.first(step) < begin || steps.first(step) >= end) continue;
-    for (int64_t k = 0; k < columns; k += span)
-      for (int64_t t = steps.first(step); t < steps.first(step + 1); ++t) {
-        pack<S>(x + t * columns + k, std::min(span, columns - k), span, pairs, room);
-        room += pairs ? span / 2 : span;
-      }
-  }
-}
-
 template <typename S, bool PAIRS, typename O>
 void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
-             const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
-  const Steps steps{tokens};
+              const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
+  const Steps steps{tokens, MOST<S>};
+  const Cuts<S> cuts(columns, PAIRS);
   const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(S));
-  const int64_t group = steps.count == 1 ? GROUP : std::clamp<int64_t>(KEPT / row_bytes, 24, GROUP);
+  const int64_t group =
+      steps.count == 1 ? GROUP : std::clamp<int64_t>(KEPT / row_bytes / 24 * 24, 24, GROUP);
   for (int64_t row = first; row < last; row += group) {
     const int64_t end = std::min(last, row + group);
     const S* next = end < last ? weight + end * columns : then;
-    const float* packed = inputs;
     for (int64_t step = 0; step < steps.count; ++step) {
-      const int64_t count = steps.length(step), span = cut(columns);
+      const float* packed = inputs + steps.first(step) * cuts.width();
       O* here = out + steps.first(step) * out_stride;
-#define FEW(N) \
-  case N: few<S, PAIRS, O, N>(weight, bias, row, end, columns, packed, here, out_stride, next); break;
-      switch (count) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
+#define FEW(N)                                                                               \
+  case N:                                                                                    \
+    few<S, PAIRS, O, N>(weight, bias, row, end, cuts, packed, here, out_stride, next, step,  \
+                        steps.count);                                                        \
+    break;
+      switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
-      packed += count * ((columns + span - 1) / span * span) / (PAIRS ? 2 : 1);
     }
   }
 }
