@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "tiles.h"
+
 namespace {
 
 using at::BFloat16;
@@ -266,6 +268,8 @@ inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float*
 template <typename S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end) {
+  if constexpr (PARTS<S> == 2)
+    if (!tiles::refusal()) return tiles::pack_inputs(x, columns, tokens, room, begin, end);
   const Steps steps{tokens, MOST<S>};
   const Cuts<S> cuts(columns, PARTS<S> == 2 && has_pairs());
   for (int64_t step = 0; step < steps.count; ++step) {
@@ -278,6 +282,13 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, i
                 length * LANES);
       }
   }
+}
+
+// What a product gives for the sums of some rows: with their bias, in the model's dtype.
+template <typename S, typename O>
+inline void finish(const float* sums, const S* bias, int64_t count, O* out) {
+  for (int64_t i = 0; i < count; ++i)
+    out[i] = static_cast<O>(rounded<S>(bias ? sums[i] + static_cast<float>(bias[i]) : sums[i]));
 }
 
 // Rows first to last, at most GROUP, with the TOKENS packed inputs of one of several steps; `then`
@@ -316,11 +327,8 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts
     }
   }
   for (int t = 0; t < TOKENS; ++t)
-    for (int64_t row = first; row < last; ++row) {
-      const float value = sums[t * GROUP + row - first];
-      out[t * out_stride + row] = static_cast<O>(
-          rounded<S>(bias ? value + static_cast<float>(bias[row]) : value));
-    }
+    finish(sums + t * GROUP, bias ? bias + first : nullptr, last - first,
+           out + t * out_stride + first);
 }
 
 template <typename S, bool PAIRS, typename O>
@@ -353,10 +361,17 @@ void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64
 template <typename S, typename O>
 void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
              const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
-  if constexpr (PARTS<S> == 2)
+  if constexpr (PARTS<S> == 2) {
+    if (!tiles::refusal())
+      return tiles::product(weight, first, last, columns, inputs, tokens, then,
+                            [&](int64_t t, int64_t row, int64_t count, const float* sums) {
+                              finish(sums, bias ? bias + row : nullptr, count,
+                                     out + t * out_stride + row);
+                            });
     if (has_pairs())
       return multiply<S, true>(weight, bias, first, last, columns, inputs, tokens, out, out_stride,
                                then);
+  }
   multiply<S, false>(weight, bias, first, last, columns, inputs, tokens, out, out_stride, then);
 }
 

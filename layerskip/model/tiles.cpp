@@ -1,0 +1,300 @@
+// What `tiles.h` promises, on the unit itself, or for tests in plain C++ (EMULATED_TILES).
+
+#include "tiles.h"
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#ifndef EMULATED_TILES
+// instructions are written as such: intrinsics would take flags of their own
+#if defined(CPU_CAPABILITY_AVX512) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#define HAS_TILES
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace tiles {
+namespace {
+
+using c10::BFloat16;
+
+constexpr int64_t ROWS = 16;     // of a tile
+constexpr int64_t COLUMNS = 32;  // of a tile of a weight
+constexpr int64_t MOST = 16;     // tokens of a tile
+constexpr int64_t BLOCKS = 4;    // of rows that are read side by side
+constexpr int64_t KEPT = 512 << 10;  // bytes of a weight that stay in a cache for further tokens
+
+// ---------------------------------------------------------------------------------------------
+// The unit: tiles 0 to 3 hold sums, 4 to 6 parts of a weight, 7 inputs.
+
+constexpr int INPUTS = 7;
+
+// Shapes of the tiles, as the instruction reads them.
+struct alignas(64) Shapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
+
+  explicit Shapes(int64_t tokens) {
+    for (int tile = 0; tile < 8; ++tile) {
+      bytes[tile] = tile >= 4 && tile < INPUTS ? 64 : static_cast<uint16_t>(4 * tokens);
+      rows[tile] = ROWS;
+    }
+  }
+};
+
+#if defined(HAS_TILES)
+
+bool has_unit() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+}
+
+bool is_allowed() {
+  constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+}
+
+inline void configure(const Shapes& shapes) {
+  asm volatile("ldtilecfg %0" : : "m"(shapes));
+}
+inline void release() { asm volatile("tilerelease"); }
+
+template <int TILE>
+inline void zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
+}
+template <int TILE>
+inline void load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
+}
+template <int TILE>
+inline void store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
+}
+template <int SUMS, int WEIGHT>
+inline void multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
+}
+
+#elif defined(EMULATED_TILES)
+
+bool has_unit() { return true; }
+bool is_allowed() { return true; }
+
+thread_local uint8_t registers[8][ROWS][64];
+thread_local uint16_t row_bytes[8];
+
+inline void configure(const Shapes& shapes) {
+  std::copy_n(shapes.bytes, 8, row_bytes);
+  std::memset(registers, 0, sizeof registers);
+}
+inline void release() { std::fill_n(row_bytes, 8, uint16_t(0)); }
+
+template <int TILE>
+inline void zero() {
+  std::memset(registers[TILE], 0, sizeof registers[TILE]);
+}
+template <int TILE>
+inline void load(const void* from, int64_t stride) {
+  for (int64_t r = 0; r < ROWS; ++r)
+    std::memcpy(registers[TILE][r], static_cast<const char*>(from) + r * stride, row_bytes[TILE]);
+}
+template <int TILE>
+inline void store(void* to, int64_t stride) {
+  for (int64_t r = 0; r < ROWS; ++r)
+    std::memcpy(static_cast<char*>(to) + r * stride, registers[TILE][r], row_bytes[TILE]);
+}
+
+inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f * x : x; }
+
+// TDPBF16PS: products of the first numbers of all pairs are summed, those of the second ones beside
+// them, by fused steps; both sums together are added to what the tile held.
+template <int SUMS, int WEIGHT>
+inline void multiply() {
+  const auto number = [](int tile, int64_t row, int64_t k) {
+    BFloat16 found;
+    std::memcpy(&found, registers[tile][row] + 2 * k, 2);
+    return flushed(static_cast<float>(found));
+  };
+  for (int64_t r = 0; r < ROWS; ++r)
+    for (int64_t t = 0; t < row_bytes[SUMS] / 4; ++t) {
+      float two[2] = {};
+      for (int64_t pair = 0; pair < COLUMNS / 2; ++pair)
+        for (int64_t i = 0; i < 2; ++i)
+          two[i] = flushed(std::fma(number(WEIGHT, r, 2 * pair + i),
+                                    number(INPUTS, pair, 2 * t + i), two[i]));
+      float sum;
+      std::memcpy(&sum, registers[SUMS][r] + 4 * t, 4);
+      sum = flushed(sum + flushed(two[0] + two[1]));
+      std::memcpy(registers[SUMS][r] + 4 * t, &sum, 4);
+    }
+}
+
+#else
+
+bool has_unit() { return false; }
+bool is_allowed() { return false; }
+inline void configure(const Shapes&) {}
+inline void release() {}
+template <int TILE>
+inline void zero() {}
+template <int TILE>
+inline void load(const void*, int64_t) {}
+template <int TILE>
+inline void store(void*, int64_t) {}
+template <int SUMS, int WEIGHT>
+inline void multiply() {}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------
+// Products.
+
+constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Tokens in steps of MOST and a last one of the rest.
+inline int64_t length(int64_t tokens, int64_t begin) { return std::min(MOST, tokens - begin); }
+
+// Weights that are fetched ahead of their use, from end to end, and after them what is read then.
+struct Ahead {
+  const char *at, *end, *then;
+  int64_t left = 0;  // lines that may be fetched now
+
+  void fetch(int64_t lines) {
+    for (int64_t i = 0; i < std::min(lines, left); ++i, at += 64) {
+      if (at >= end && then) at = then, then = nullptr;
+      __builtin_prefetch(at, 0, 2);
+    }
+    left -= std::min(lines, left);
+  }
+};
+
+// 16 rows of a weight: whole tiles, and the columns behind them with zeros up to a tile.
+struct Block {
+  const BFloat16* at;
+  int64_t stride;  // bytes
+  const BFloat16* rest;
+  int64_t rest_stride;
+};
+
+// The sums of some blocks of rows with a step of tokens, (COUNT x ROWS, tokens) with rows of MOST.
+template <int COUNT>
+void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens, Ahead& ahead,
+             int64_t lines, float* sums) {
+  zero<0>();
+  if constexpr (COUNT > 1) zero<1>();
+  if constexpr (COUNT > 2) zero<2>();
+  if constexpr (COUNT > 3) zero<3>();
+  const int64_t whole = columns / COLUMNS * COLUMNS;
+  for (int64_t k = 0; k < columns; k += COLUMNS) {
+    load<INPUTS>(inputs + k / 2 * tokens, 4 * tokens);
+    const auto add = [&](auto block, auto weight) {
+      const Block& from = blocks[block];
+      if (k < whole)
+        load<weight>(from.at + k, from.stride);
+      else
+        load<weight>(from.rest, from.rest_stride);
+      multiply<block, weight>();
+    };
+    using std::integral_constant;
+    add(integral_constant<int, 0>(), integral_constant<int, 4>());
+    if constexpr (COUNT > 1) add(integral_constant<int, 1>(), integral_constant<int, 5>());
+    if constexpr (COUNT > 2) add(integral_constant<int, 2>(), integral_constant<int, 6>());
+    if constexpr (COUNT > 3) add(integral_constant<int, 3>(), integral_constant<int, 4>());
+    ahead.fetch(lines);
+  }
+  store<0>(sums, 4 * MOST);
+  if constexpr (COUNT > 1) store<1>(sums + ROWS * MOST, 4 * MOST);
+  if constexpr (COUNT > 2) store<2>(sums + 2 * ROWS * MOST, 4 * MOST);
+  if constexpr (COUNT > 3) store<3>(sums + 3 * ROWS * MOST, 4 * MOST);
+}
+
+}  // namespace
+
+const char* refusal() {
+  static const char* const reason = []() -> const char* {
+    const char* wanted = std::getenv("LAYERSKIP_TILES");
+    if (wanted && std::strcmp(wanted, "0") == 0) return "LAYERSKIP_TILES is 0";
+    if (!has_unit()) return "the CPU has none";
+    return is_allowed() ? nullptr : "the system refuses them";
+  }();
+  return reason;
+}
+
+// By steps of tokens and pairs of columns: a pair of each token of the step, and so on.
+void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
+                 int64_t end) {
+  const int64_t width = up(columns, COLUMNS);
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t first = t / MOST * MOST, count = length(tokens, first);
+    const float* from = x + t * columns;
+    BFloat16* to = reinterpret_cast<BFloat16*>(room + first * width / 2 + t - first);
+    for (int64_t k = 0; k < width; k += 2, to += 2 * count) {
+      to[0] = k < columns ? from[k] : 0.0f;
+      to[1] = k + 1 < columns ? from[k + 1] : 0.0f;
+    }
+  }
+}
+
+void product(const BFloat16* weight, int64_t first, int64_t last, int64_t columns,
+             const float* inputs, int64_t tokens, const BFloat16* then, Write write) {
+  const int64_t width = up(columns, COLUMNS), whole = columns / COLUMNS * COLUMNS;
+  const int64_t row_bytes = 2 * columns, steps = (tokens + MOST - 1) / MOST;
+  const int64_t most = std::clamp<int64_t>(KEPT / (ROWS * row_bytes), 1, BLOCKS);
+  const auto address = [&](int64_t row) {
+    return reinterpret_cast<const char*>(weight + row * columns);
+  };
+  Ahead ahead{address(std::min(last, first + most * ROWS)), address(last),
+              reinterpret_cast<const char*>(then)};
+  static thread_local std::vector<BFloat16> padded;  // rows that are fewer than a tile has
+  alignas(64) BFloat16 rests[BLOCKS][ROWS * COLUMNS] = {};
+  alignas(64) float sums[BLOCKS * ROWS * MOST], turned[MOST * BLOCKS * ROWS];
+  int64_t configured = 0;
+  for (int64_t row = first; row < last; row += most * ROWS) {
+    const int64_t end = std::min(last, row + most * ROWS), count = (end - row + ROWS - 1) / ROWS;
+    Block blocks[BLOCKS];
+    for (int64_t b = 0; b < count; ++b) {
+      const BFloat16* from = weight + (row + b * ROWS) * columns;
+      const int64_t rows = std::min(ROWS, end - row - b * ROWS);
+      if (rows < ROWS) {
+        padded.assign(ROWS * width, BFloat16(0.0f));
+        for (int64_t r = 0; r < rows; ++r)
+          std::copy_n(from + r * columns, columns, padded.data() + r * width);
+        blocks[b] = {padded.data(), 2 * width, padded.data() + whole, 2 * width};
+        continue;
+      }
+      for (int64_t r = 0; r < ROWS; ++r)
+        std::copy_n(from + r * columns + whole, columns - whole, rests[b] + r * COLUMNS);
+      blocks[b] = {from, row_bytes, rests[b], 2 * COLUMNS};
+    }
+    ahead.left = (end - row) * row_bytes / 64 + 1;
+    const int64_t passes = width / COLUMNS * steps, lines = (ahead.left + passes - 1) / passes;
+    for (int64_t begin = 0; begin < tokens; begin += MOST) {
+      const int64_t here = length(tokens, begin);
+      if (here != configured) configure(Shapes(configured = here));
+      const float* x = inputs + begin * width / 2;
+      switch (count) {
+        case 1: sums_of<1>(blocks, columns, x, here, ahead, lines, sums); break;
+        case 2: sums_of<2>(blocks, columns, x, here, ahead, lines, sums); break;
+        case 3: sums_of<3>(blocks, columns, x, here, ahead, lines, sums); break;
+        default: sums_of<4>(blocks, columns, x, here, ahead, lines, sums);
+      }
+      for (int64_t b = 0; b < count; ++b)
+        at::vec::transpose_mxn<float>(sums + b * ROWS * MOST, MOST, turned + b * ROWS,
+                                      BLOCKS * ROWS, ROWS, here);
+      for (int64_t t = 0; t < here; ++t)
+        write(begin + t, row, end - row, turned + t * BLOCKS * ROWS);
+    }
+  }
+  if (configured) release();
+}
+
+}  // namespace tiles
