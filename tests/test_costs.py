@@ -271,9 +271,9 @@ def test_a_long_context_is_measured_where_a_call_gets_near_it(
 ) -> None:
     """Without computing it: passes run behind zeros, and no key but the rounds' own is written."""
     passes: list[tuple[int, int]] = []
-    verify = Session.verify
+    verify = Passes.verify
 
-    def longer(self: Session, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+    def longer(self: Passes, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         passes.append((min(self.lengths), tokens.shape[0]))
         out = verify(self, tokens, positions)
         now[0] += 1.0 if min(self.lengths) >= 300 else 0.0
@@ -281,7 +281,7 @@ def test_a_long_context_is_measured_where_a_call_gets_near_it(
         return out
 
     now = [0.0]
-    monkeypatch.setattr(Session, "verify", longer)
+    monkeypatch.setattr(Passes, "verify", longer)
     monkeypatch.setattr(costs, "_FAR", 300)
     monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: clock() + now[0]))
     model = Sublayers(lively_model("llama", max_position_embeddings=600))
