@@ -46,7 +46,8 @@ inline int64_t part_size(int64_t width) { return padded(width) + 2; }
 
 // e^x for x <= 0, by Cephes' polynomial: 1 at 0, and 0 at minus infinity.
 inline Vec power(const Vec& x) {
-  const Vec low(-87.0f), kept = at::vec::maximum(x, low);
+  // where it is cut the result is below all numbers, and still a product of powers of two
+  const Vec low(-200.0f), kept = at::vec::maximum(x, low);
   const Vec n = (kept * Vec(1.44269504088896341f)).round();
   const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), kept));
   Vec y(1.9875691500e-4f);
@@ -56,9 +57,14 @@ inline Vec power(const Vec& x) {
   y = at::vec::fmadd(y, r, Vec(1.6666665459e-1f));
   y = at::vec::fmadd(y, r, Vec(5.0000001201e-1f));
   y = at::vec::fmadd(y, r * r, r + Vec(1.0f));
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(y, n);
+#else
   using Ints = at::vec::Vectorized<int32_t>;
-  const Ints exponent = (at::vec::convert_to_int_of_same_size<float>(n) + Ints(127)) << Ints(23);
-  return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.0f), x < low);
+  const Vec some = at::vec::maximum(n, Vec(-126.0f));
+  const Ints exponent = (at::vec::convert_to_int_of_same_size<float>(some) + Ints(127)) << Ints(23);
+  return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.0f), n < Vec(-126.0f));
+#endif
 }
 
 // The pieces of 4 numbers of LANES / 4 rows: one vector holds the first piece of every row, the next
