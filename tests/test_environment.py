@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +76,10 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
     folder = tmp_path / extension.NAME / extension._key()
     folder.mkdir(parents=True)
     (folder / f"{extension.NAME}.so").touch()
-    assert extension.status() == f"built, {vectors}"
+    for refused, tiles in ((None, "bfloat16 in tiles"), ("it has none", "no tiles: it has none")):
+        module = SimpleNamespace(tiles_refusal=lambda refused=refused: refused)
+        monkeypatch.setattr(extension, "extension", lambda module=module: module)
+        assert extension.status() == f"built, {vectors}, {tiles}"
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     assert extension.status() == "none: native passes are built on Linux and macOS, not Windows"
 

@@ -475,6 +475,32 @@ def wide_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-6) -> Tensor
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (15, 31), (17, 33), (65, 100), (130, 1601), (40, 5000)]
+)
+@torch.inference_mode()
+def test_products_of_any_shape_and_number_of_tokens(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Those of float64 but for rounding, in the same bits whatever tokens are beside them."""
+    tools, how = extension.extension(), {"dtype": dtype}
+    weight, bias = drawn(rows, columns, **how), drawn(rows, **how)
+    hidden = drawn(1, 40, columns, **how).sign()  # which a norm leaves as it is
+    plan, norm = tools.Plan(), tools.Norm(None, 0.0, "llama")
+    head = plan.head(before=norm, matrix=tools.Matrix(weight, bias), softcap=0.0)
+    got = plan.run(hidden, [head], [], [], [], [])
+    want = hidden.double() @ weight.double().T + bias.double()
+    rounding = 1e-5 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(got.double(), want, rtol=rounding, atol=2e-5)
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33):
+        for first in (0, 40 - tokens):
+            here = slice(first, first + tokens)
+            some = plan.run(hidden[:, here], [head], [], [], [], [])
+            assert torch.equal(some, got[:, here])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @torch.inference_mode()
 def test_a_layers_tail(gated: bool, dtype: torch.dtype) -> None:
@@ -950,29 +976,39 @@ def test_starts_at_once_build_once(fresh: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 AGAIN = {
-    "native": "every_sublayer or test_odd or test_a_team or test_trimmed",
+    "native": "every_sublayer or products_of or test_odd or test_a_team or test_trimmed",
     "rounded": "native_products or inputs_of or native_sublayers",
 }
-WITHOUT = """
+DEFINED = """
 import sys, pytest
 from layerskip.model import extension
-flags = extension.flags
-extension.flags = lambda: [*flags(), "-DWITHOUT_DOTS"]
-sys.exit(pytest.main(sys.argv[1:]))
+flags, name = extension.flags, sys.argv[1]
+extension.flags = lambda: [*flags(), f"-D{name}"]
+sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("file", AGAIN)
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512 without dots", "none such"])
+@pytest.mark.parametrize(
+    "capability",
+    [
+        "default",
+        "avx2",
+        "avx512 WITHOUT_DOTS",
+        "avx2 EMULATED_TILES",
+        "avx512 EMULATED_TILES",
+        "none",
+    ],
+)
 def test_other_vectors_give_the_same_numbers(capability: str, file: str) -> None:
     """A library for them is built; where torch does not know them, it is the usual one."""
-    vectors = capability.partition(" ")[0]
+    vectors, _, defined = capability.partition(" ")
     known = torch.backends.cpu.get_cpu_capability().lower()
     if vectors.startswith("avx") and known not in (vectors, "avx512"):
         pytest.skip(f"no {vectors}")
-    start = ["-c", WITHOUT] if "without" in capability else ["-m", "pytest"]
+    start = ["-c", DEFINED, defined] if defined else ["-m", "pytest"]
     tests = [str(Path(__file__).with_name(f"test_{file}.py")), "-k", AGAIN[file]]
     done = subprocess.run(
         [sys.executable, *start, "-n0", "-q", "-W", "default", *tests],

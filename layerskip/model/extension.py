@@ -119,14 +119,16 @@ def _opened(*, again: bool) -> Any:
 
 
 def status() -> str:
-    """Whether the native module is there, in words. Builds and loads nothing."""
+    """Whether the native module is there and what it makes of the CPU, in words. Builds nothing."""
     vectors = torch.backends.cpu.get_cpu_capability()
     try:
         folder = _folder()
         library = folder / f"{NAME}.so"
         if library.exists():
             _check_owners(library)
-            return f"built, {vectors}"
+            refused = extension().tiles_refusal()
+            tiles = "bfloat16 in tiles" if refused is None else f"no tiles: {refused}"
+            return f"built, {vectors}, {tiles}"
         _check_failed(folder)
         _check_tools()
     except (Unavailable, OSError) as reason:
@@ -297,9 +299,11 @@ def _compile(folder: Path, options: list[str]) -> None:
         NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False
     )
     plan = module.Plan()
-    norm = module.Norm(torch.ones(40), 1e-6, "llama")
-    head = plan.head(before=norm, matrix=module.Matrix(torch.eye(40), None), softcap=1.0)
-    plan.run(torch.ones(1, 3, 40), [head], [], [], [], [])
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = module.Matrix(torch.eye(40, dtype=dtype), None)
+        norm = module.Norm(torch.ones(40, dtype=dtype), 1e-6, "llama")
+        head = plan.head(before=norm, matrix=matrix, softcap=1.0)
+        plan.run(torch.ones(1, 3, 40, dtype=dtype), [head], [], [], [], [])
 
 
 if __name__ == "__main__":

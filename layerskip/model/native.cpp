@@ -833,6 +833,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
   module.def("stamps", &taken_stamps);
+  module.def("tiles_refusal", &tiles::refusal);
   module.def("wide_products", &wide_products);
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
