@@ -176,9 +176,13 @@ class Pass {
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
     Stamps stamps{};
 
+    const uint8_t *soon = nullptr, *until = nullptr;  // of the next product: not yet fetched
+
     void meet() {
       const Phase before = stamps.enter(Phase::waiting);
-      meeting.wait(of);
+      meeting.wait(of, [this] {
+        for (int i = 0; i < 4 && soon < until; ++i, soon += 64) __builtin_prefetch(soon, 0, 2);
+      });
       stamps.enter(before);
     }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
@@ -331,6 +335,8 @@ class Pass {
   // From so many tokens on threads divide what they do to each one, and meet once more for every
   // product; of fewer tokens every thread does all of it for itself.
   static constexpr int64_t DIVIDED = 24;
+  // Who waits for others fetches what it reads next, up to so many bytes: they stay in its cache.
+  static constexpr int64_t FETCHED = 256 << 10;
   static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
   int team() const {
@@ -385,7 +391,12 @@ class Pass {
   template <typename O>
   void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
-    multiply(me, piece, upcoming(me, piece), tokens_, out, stride);
+    const uint8_t* then = upcoming(me, piece);
+    multiply(me, piece, then, tokens_, out, stride);
+    if (me.done == pieces_.size()) return;
+    const Range next = me.share(pieces_[me.done].rows);
+    const int64_t bytes = (next.last - next.first) * pieces_[me.done].matrix->row_bytes();
+    me.soon = then + AHEAD, me.until = then + std::min(bytes, FETCHED);
   }
 
   // What is read behind a piece, if nothing but `pieces_` is.
@@ -479,14 +490,8 @@ class Pass {
       result = me.normed;
     }
     me.stamps.enter(Phase::residual);
-    const float by = static_cast<float>(times);
-    float* hidden = me.hidden;
     const int64_t first = me.tokens.first * width_, last = me.tokens.last * width_;
-    if (by == 1.0f)
-      for (int64_t i = first; i < last; ++i) hidden[i] = rounded<S>(hidden[i] + result[i]);
-    else
-      for (int64_t i = first; i < last; ++i)
-        hidden[i] = rounded<S>(hidden[i] + rounded<S>(result[i] * by));
+    add_to<S>(me.hidden + first, result + first, static_cast<float>(times), last - first);
   }
 
   // The experts of every token and their weights, from what the router is given.

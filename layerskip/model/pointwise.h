@@ -4,11 +4,32 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
+#include <type_traits>
 
 #include "products.h"
 #include "sublayer.h"
 
 namespace {
+
+// Each number as S rounds it.
+template <typename S>
+inline Vec rounded(const Vec& x) {
+  if constexpr (std::is_same_v<S, float>) {
+    return x;
+  } else {
+    return std::get<0>(at::vec::convert_to_float<S>(at::vec::convert_from_float<S>(x, x)));
+  }
+}
+
+// out = function(from...), vector by vector; out may be one of them.
+template <typename Function, typename... From>
+inline void map(int64_t count, float* out, const Function& function, const From*... from) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) function(widened(from + i)...).store(out + i);
+  if (const int64_t rest = count - i; rest > 0)
+    function(widened(from + i, rest)...).store(out + i, static_cast<int>(rest));
+}
 
 // out = norm(x), of one token or head of some width; may be x itself
 template <typename S>
@@ -22,19 +43,16 @@ void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
     }
   float total = sum(squares[0] + squares[1]);
   for (; i < width; ++i) total += x[i] * x[i];
-  const float factor = 1.0f / std::sqrt(total / width + static_cast<float>(norm.epsilon));
+  const Vec by(1.0f / std::sqrt(total / width + static_cast<float>(norm.epsilon))), one(1.0f);
   const S* weight = numbers<S>(norm.weight);
   if (!weight)
-    for (int64_t j = 0; j < width; ++j) out[j] = rounded<S>(x[j] * factor);
+    map(width, out, [&](Vec x) { return rounded<S>(x * by); }, x);
   else if (norm.style == Style::one_plus)
-    for (int64_t j = 0; j < width; ++j)
-      out[j] = rounded<S>(x[j] * factor * (1.0f + static_cast<float>(weight[j])));
+    map(width, out, [&](Vec x, Vec w) { return rounded<S>(x * by * (one + w)); }, x, weight);
   else if (norm.style == Style::wide)
-    for (int64_t j = 0; j < width; ++j)
-      out[j] = rounded<S>(x[j] * factor * static_cast<float>(weight[j]));
+    map(width, out, [&](Vec x, Vec w) { return rounded<S>(x * by * w); }, x, weight);
   else
-    for (int64_t j = 0; j < width; ++j)
-      out[j] = rounded<S>(rounded<S>(x[j] * factor) * static_cast<float>(weight[j]));
+    map(width, out, [&](Vec x, Vec w) { return rounded<S>(rounded<S>(x * by) * w); }, x, weight);
 }
 
 // Rotate one head in place; the angles of its place are (R,) each. Angles of float32 are products of
@@ -42,31 +60,43 @@ void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
 template <typename S, typename A>
 void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   const int64_t half = rotary / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = x[i], b = x[i + half];
-    x[i] = rounded<S>(rounded<A>(a * static_cast<float>(cos[i])) +
-                      rounded<A>(-b * static_cast<float>(sin[i])));
-    x[i + half] = rounded<S>(rounded<A>(b * static_cast<float>(cos[i + half])) +
-                             rounded<A>(a * static_cast<float>(sin[i + half])));
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t here = std::min(LANES, half - i);
+    const Vec a = widened(x + i, here), b = widened(x + i + half, here);
+    const Vec first = rounded<A>(a * widened(cos + i, here)) +
+                      rounded<A>(b.neg() * widened(sin + i, here));
+    const Vec second = rounded<A>(b * widened(cos + i + half, here)) +
+                       rounded<A>(a * widened(sin + i + half, here));
+    rounded<S>(first).store(x + i, static_cast<int>(here));
+    rounded<S>(second).store(x + i + half, static_cast<int>(here));
   }
 }
 
 // gate = activation(gate) * up
 template <typename S, typename U>
 void activate(bool gelu, float* gate, const U* up, int64_t count) {
-  const auto apply = [&](const Vec& x) {
-    if (!gelu) return x / (Vec(1.0f) + x.neg().exp());
-    const Vec inner = Vec(static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5)) *
-                      (x + Vec(0.044715f) * x * x * x);
-    return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
-  };
-  float some[LANES];
-  for (int64_t i = 0; i < count; i += LANES) {
-    const int64_t here = std::min(LANES, count - i);
-    apply(widened(gate + i, here)).store(some);
-    for (int64_t j = 0; j < here; ++j)
-      gate[i + j] = rounded<S>(rounded<S>(some[j]) * static_cast<float>(up[i + j]));
-  }
+  const Vec one(1.0f), half(0.5f), part(0.044715f);
+  const Vec scale(static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5));
+  if (!gelu)
+    map(count, gate, [&](Vec x, Vec up) {
+      return rounded<S>(rounded<S>(x / (one + x.neg().exp())) * up);
+    }, gate, up);
+  else
+    map(count, gate, [&](Vec x, Vec up) {
+      const Vec inner = scale * (x + part * x * x * x);
+      return rounded<S>(rounded<S>(half * x * (one + inner.tanh())) * up);
+    }, gate, up);
+}
+
+// hidden += by * result
+template <typename S>
+void add_to(float* hidden, const float* result, float by, int64_t count) {
+  const Vec times(by);
+  if (by == 1.0f)
+    map(count, hidden, [](Vec x, Vec y) { return rounded<S>(x + y); }, hidden, result);
+  else
+    map(count, hidden, [&](Vec x, Vec y) { return rounded<S>(x + rounded<S>(y * times)); }, hidden,
+        result);
 }
 
 }  // namespace

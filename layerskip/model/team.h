@@ -66,7 +66,9 @@ struct alignas(64) Meeting {
   std::atomic<int> sleepers{0};
   std::atomic<Clock::rep> slept{0};  // by all threads
 
-  void wait(int threads) {
+  // Until as many threads have come; `idle` is called again and again meanwhile.
+  template <typename Idle>
+  void wait(int threads, const Idle& idle) {
     if (threads == 1) return;
     const int now = round.load(std::memory_order_relaxed);
     if (waiting.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -79,6 +81,7 @@ struct alignas(64) Meeting {
     do {
       for (int spins = 0; spins < 100; ++spins) {
         if (round.load(std::memory_order_acquire) != now) return;
+        idle();
 #if defined(__x86_64__)
         _mm_pause();
 #endif
