@@ -1,7 +1,8 @@
 """The default sources of drafts, for a checkpoint without a skip config.
 
 Two sources need no training, search or data. Lookups cost nothing. The model itself with its
-weights in 8 bits needs memory for the copies, and pays where products with them are fast.
+weights in 8 bits needs memory for the copies, and pays where products with them are fast. Of long
+texts it sees the first tokens and the last ones only: else it would read as many keys as the model.
 `expected-gain` finds out while decoding whether they pay on a text. Other sources that are given
 are added. Where only the way a model was loaded stands against 8 bits, a warning says what to do.
 """
@@ -9,15 +10,19 @@ are added. Where only the way a model was loaded stands against 8 bits, a warnin
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import SkipConfig
+from layerskip.config import SINK, SkipConfig
 from layerskip.environment import free_memory
 from layerskip.model.sublayers import ASKED, Sublayers
+
+WINDOW = 1024
+"""Tokens that the model's own draft sees of a long text (`SkipConfig.window`)."""
 
 SHARE = 0.5
 """The share of free memory that copies may take by default."""
@@ -27,7 +32,8 @@ class AutomaticDraft(NamedTuple):
     """The automatic draft of a model, besides lookups.
 
     Attributes:
-        skip: the model in 8 bits; None if there are lookups only.
+        skip: the model in 8 bits, with a window if its texts may be longer; None if there are
+            lookups only.
         reason: why there are lookups only, in words.
         loading: another way to load the model has such a draft; `reason` says which.
     """
@@ -68,7 +74,9 @@ def warn_of_loading(model: Sublayers, found: AutomaticDraft) -> None:
 
 
 def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
-    skip = SkipConfig.low_precision(8)
+    sees = any(part.narrowed(WINDOW) is not part for part in model.parts)
+    window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
+    skip = replace(SkipConfig.low_precision(8), window=window)
     if model.execution != "native":
         reason = _loaded_without(model)
         if reason is not None:

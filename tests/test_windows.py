@@ -19,7 +19,7 @@ from layerskip.bench.methods import Task
 from layerskip.config import SINK
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.sources.sublayers import key_of
+from layerskip.decoding.sources.sublayers import SublayerDraft, key_of
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.search import pipeline
@@ -197,6 +197,21 @@ def test_layers_whose_window_is_smaller_stay_exact() -> None:
     slides = [window is not None for window in opened.windows]
     assert 0 < sum(slides) < opened.num_layers
     assert [a is b for a, b in zip(blocks[:-1:2], opened.blocks[::2], strict=True)] == slides
+
+
+def test_bytes_of_keys_that_a_step_reads() -> None:
+    model = tiny_model("gemma3", dtype=torch.bfloat16)
+    opened = Sublayers(model, "modules")
+    slot = 2 * model.config.num_key_value_heads * model.config.head_dim * 2
+    full = opened.windows.count(None)
+    slides = opened.num_layers - full
+
+    def read(skip: SkipConfig) -> dict[int | None, float]:
+        return dict(SublayerDraft(opened, skip.resolve(6)).key_bytes())
+
+    assert read(SkipConfig()) == {None: slot * full, WINDOW: slot * slides}
+    assert read(SkipConfig(window=20)) == {20 + SINK: slot * full, WINDOW: slot * slides}
+    assert read(SkipConfig(window=3)) == {3 + SINK: slot * full, 3: slot * slides}
 
 
 # ---------------------------------------------------------------------------------------------

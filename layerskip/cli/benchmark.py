@@ -172,7 +172,7 @@ def benchmark(
         controllers: list[str | None] = [*controller] if controller else [None]
         engines = plan.engines(
             kinds,
-            [(name, sources.rounded(each)) for name, each in given],
+            [(name, sources.asked(each)) for name, each in given],
             sources.looked_up(text, loaded, talk),
             default,
             second,

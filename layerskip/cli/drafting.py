@@ -35,6 +35,15 @@ class Sources:
             "without one 8, where that is fast]"
         ),
     ] = None
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Of long texts, let drafts see the first few and so many last tokens; 0: all.  "
+            "[default: the skip config's; without one 1024, where drafts are in 8 bits]",
+        ),
+    ] = None
     lookup: Annotated[
         bool | None,
         typer.Option(
@@ -67,7 +76,7 @@ class Sources:
     def idle(self) -> dict[str, Any]:
         """What is given, for `warn_idle`."""
         name = "no-lookup" if self.lookup is False else "lookup"
-        given = {"low_precision": self.low_precision, name: self.lookup}
+        given = {"low_precision": self.low_precision, "window": self.window, name: self.lookup}
         files = {"lookup_file": self.lookup_file, "assistant": self.assistant}
         return given | files | {"draft_memory": self.draft_memory}
 
@@ -85,8 +94,10 @@ class Sources:
             raise ValueError(f"--lookup-file {self.lookup_file} is empty; there is nothing in it")
         return text
 
-    def rounded(self, skip: SkipConfig) -> SkipConfig:
-        """The skip config in the precision that is asked for."""
+    def asked(self, skip: SkipConfig) -> SkipConfig:
+        """The skip config with the window and in the precision that are asked for."""
+        if self.window is not None and self.window != (skip.window or 0):
+            skip = replace(skip, window=self.window or None, costs=None)
         if self.low_precision is None:
             return skip
         bits: Any = self.low_precision
@@ -135,10 +146,11 @@ class Sources:
         limit = None if self.draft_memory is None else int(self.draft_memory * 1e9)
         if self.low_precision is None:
             found = automatic_draft(opened, limit)
-            return found.skip, found.reason
-        if self.low_precision == "none":
+            skip = self.asked(found.skip or SkipConfig())
+            return (None if skip == SkipConfig() else skip), found.reason
+        skip = self.asked(SkipConfig())
+        if skip == SkipConfig():
             return None, None
-        skip = self.rounded(SkipConfig())
         nbytes = opened.weights.nbytes(skip)
         if limit is not None and nbytes > limit:
             raise ValueError(
@@ -241,7 +253,7 @@ def choose(
         skip, reason = sources.own(opened)
         lookup = True if lookup is None else lookup
     else:
-        skip = sources.rounded(skip)
+        skip = sources.asked(skip)
         source_of(opened, skip)  # refuses what does not fit
         stored = skip.decoding is not None and skip.decoding.lookup is True
         lookup = stored if lookup is None else lookup

@@ -334,19 +334,23 @@ class Architecture:
         share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
         return [none + share(count) * (every - none) for count in counts]
 
-    def key_bytes(self, layers: Iterable[int] | None = None) -> dict[int | None, float]:
+    def key_bytes(
+        self, layers: Iterable[int] | None = None, window: int | None = None
+    ) -> dict[int | None, float]:
         """Bytes of a token's keys and values that a pass through attentions reads, for one row.
 
-        They are given by the window of the layers that read them, None for full attention. Layers
-        that share keys and values each read them.
+        They are given by how many tokens the layers that read them see at most, None for full
+        attention. Layers that share keys and values each read them.
 
         Args:
             layers: numbers of the layers whose attention runs; all by default.
+            window: of a draft (`SkipConfig.window`).
         """
         found: dict[int | None, float] = defaultdict(float)
         for number in range(self.num_layers) if layers is None else layers:
-            part = self.parts[number]
-            found[part.window] += 2 * math.prod(part.heads) * self.dtype.itemsize
+            part = self.parts[number].narrowed(window)
+            seen = None if part.window is None else part.window + part.sink
+            found[seen] += 2 * math.prod(part.heads) * self.dtype.itemsize
         return dict(found)
 
     @property

@@ -263,7 +263,9 @@ class Whole(Sublayers):
         head = sum(read_bytes(part, bits) for part in self.head_parts().values())
         return {"sublayers": [body], "head": head}
 
-    def key_bytes(self, layers: Iterable[int] | None = None) -> dict[int | None, float]:
+    def key_bytes(
+        self, layers: Iterable[int] | None = None, window: int | None = None
+    ) -> dict[int | None, float]:
         """Nothing: how the library's attentions read keys is not known here."""
         return {}
 

@@ -43,7 +43,8 @@ class SublayerDraft(Source):
         return self.model.weights.read_by(self.skip)
 
     def key_bytes(self) -> Mapping[int | None, float]:
-        return self.model.key_bytes(index // 2 for index in self.skip.kept() if index % 2 == 0)
+        layers = (index // 2 for index in self.skip.kept() if index % 2 == 0)
+        return self.model.key_bytes(layers, self.skip.window)
 
     def open(self, batch: Batch) -> State:
         return _State(batch, self, self.model.weights.blocks(self.skip))
