@@ -222,7 +222,7 @@ def test_what_is_found_around_healed_weights_can_be_healed_further(
     SkipConfig(low=LowPrecision(bits=4, head=8), trained=trained).save(tmp_path / "mine.json")
     low = dict.fromkeys(("low_attention", "low_mlp"), [[3e-4] * 6] * 2) | {"low_head": [1e-4] * 2}
 
-    def measured(model: Any, _: Any, __: Any, whole: SkipConfig, ___: Any) -> dict[str, Any]:
+    def measured(model: Any, _: Any, __: Any, whole: SkipConfig, *___: Any) -> dict[str, Any]:
         return COST | low | low_facts(whole) | {"place": machine(model)}
 
     monkeypatch.setattr(pipeline, "measured_costs", measured)

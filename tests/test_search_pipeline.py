@@ -502,7 +502,7 @@ class TestResult:
         monkeypatch.setattr(
             pipeline.sublayer_costs,
             "measure",
-            lambda *a, **k: measure(*a, **k, budget=1e-9, contexts=[16]),
+            lambda *a, **k: measure(*a, **k | {"budget": 1e-9, "contexts": [16]}),
         )
         monkeypatch.setattr(pipeline.sublayer_costs, "disturbed", lambda record: False)
         result = find(llama, cost=None, trials=2)
