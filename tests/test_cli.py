@@ -256,6 +256,10 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         (["--execution", "modules"], ["lookup"], "native passes, and these are modules"),
         (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or exit 3"),
         (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit 3, in 8 bits ("),
+        (["--window", 5], ["lookup", "sublayers"], "or whole model, in 8 bits, window 5 ("),
+        (["--low-precision", "none", "--window", 5], ["lookup", "sublayers"], "model, window 5"),
+        (["--window", 0], ["lookup", "sublayers"], "or whole model, in 8 bits ("),
+        (["--exit-layer", 3, "--window", 5], ["sublayers"], "exit 3, window 5"),
     ],
 )
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")

@@ -15,11 +15,15 @@ from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip.analysis.plots import SkipMapRow
 from layerskip.bench.methods import Task
 from layerskip.config import SINK
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import SublayerDraft, key_of
+from layerskip.defaults import WINDOW as WIDE
+from layerskip.defaults import automatic_draft
+from layerskip.model.extension import refusal
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.search import pipeline
@@ -212,6 +216,30 @@ def test_bytes_of_keys_that_a_step_reads() -> None:
     assert read(SkipConfig()) == {None: slot * full, WINDOW: slot * slides}
     assert read(SkipConfig(window=20)) == {20 + SINK: slot * full, WINDOW: slot * slides}
     assert read(SkipConfig(window=3)) == {3 + SINK: slot * full, 3: slot * slides}
+
+
+@pytest.mark.parametrize(
+    ("family", "positions", "window"),
+    [
+        ("llama", WIDE + SINK + 1, WIDE),
+        ("llama", WIDE + SINK, None),  # no text is longer than what is seen
+        ("gemma3", 8192, WIDE),
+        ("mistral", 8192, None),  # all of its layers slide
+    ],
+)
+@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(
+    family: str, positions: int, window: int | None
+) -> None:
+    model = tiny_model(family, dtype=torch.float32, max_position_embeddings=positions)
+    skip = automatic_draft(Sublayers(model)).skip
+    assert skip == replace(SkipConfig.low_precision(8), window=window)
+
+
+def test_skip_maps_say_windows() -> None:
+    nothing: dict[str, list[int]] = {"attention": [], "mlp": []}
+    row = SkipMapRow("mine", nothing, None, None, 64, 1.5)
+    assert "sees the last 64 slots, speedup 1.50" in row.words()
 
 
 # ---------------------------------------------------------------------------------------------
