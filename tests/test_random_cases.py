@@ -154,12 +154,12 @@ def check(case: dict[str, Any], folder: Path) -> None:
         for skip, kind in case["skips"]
     ]
     opened = Sublayers(model)
+    fewer = {"window": (None, 1, 4, 9)[case["text"] % 4]}
     if opened.mixtures:
-        experts = (None, 1, 2)[case["text"] % 3]
-        named = [  # not behind an exit block's exact sublayers
-            skip if skip.trained and skip.trained.module else replace(skip, experts=experts)
-            for skip in named
-        ]
+        fewer["experts"] = (None, 1, 2)[case["text"] % 3]
+    named = [  # not behind an exit block's exact sublayers
+        skip if skip.trained and skip.trained.module else replace(skip, **fewer) for skip in named
+    ]
     for skip in named:
         assume(not opened.missed_keys(skip.resolve(opened.num_layers).attention))
     ids, mask = ragged(case["lengths"], seed=case["text"])
