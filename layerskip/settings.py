@@ -171,6 +171,8 @@ class Settings:
         """The sources of drafts for a model, and why there are no better ones; a line each."""
         opened = sublayers_of(model, self.execution)
         lines = [f"passes: {opened.describe()}"]
+        if each := opened.cache_bytes(1000):
+            lines.append(f"keys and values: {in_words(round(each))} for 1,000 tokens of a text")
         if not self.enabled:
             return "\n".join([*lines, "drafts: none, as enabled is False"])
         if self.lookup is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import WINDOW, lively_model, prompt, ragged
+from models import WINDOW, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
 from layerskip import SkipConfig
@@ -80,6 +80,34 @@ def test_bytes_of_sliding_layers_are_bounded() -> None:
         assert held.keys[0].shape[2] <= 2 * (WINDOW + 32 + 256)
     assert held.keys[1].shape[2] >= 2000
     assert held.keys[0].nbytes + held.values[0].nbytes <= 2 * 2 * 3 * 4 * 2 * (WINDOW + 32 + 256)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_8000_tokens_take_what_the_formula_says(family: str, known: bool) -> None:
+    """Keys and values of the shapes of SmolLM2 135M and Gemma 3 270M."""
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    shape |= {"head_dim": 64, "hidden_size": 36}
+    if family == "gemma3":
+        kinds = [*["sliding_attention"] * 5, "full_attention"] * 3
+        shape = {"num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1}
+        shape |= {"head_dim": 256, "sliding_window": 512, "layer_types": kinds}
+    model = tiny_model(family, dtype=torch.bfloat16, max_position_embeddings=32768, **shape)
+    opened = Sublayers(model, "fused")
+    held = opened.new_cache(1, 8000 + 17 if known else 32000)
+    heads, width = shape["num_key_value_heads"], shape["head_dim"]
+    steps = [(first, 512) for first in range(0, 7680, 512)]
+    for start, count in [*steps, *((place, 1) for place in range(7680, 8000))]:
+        held.place([start], count, max(start, 7679))
+        written = torch.zeros(1, heads, count, width, dtype=torch.bfloat16)  # (B, H, T, D)
+        for layer in range(opened.num_layers):
+            held.update(written, written, layer)
+    full = 30 if family == "llama" else 3
+    sliding = opened.num_layers - full
+    said = opened.cache_bytes(8000)
+    assert said == 2 * 2 * heads * width * (full * 8000 + sliding * 512)
+    taken = sum(each.nbytes for each in (*held.keys.values(), *held.values.values()))
+    assert said <= taken < 1.1 * said
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused", NATIVE])

@@ -238,15 +238,15 @@ def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @torch.no_grad()
-def test_a_long_text_holds_less_than_twice_its_slots(execution: str) -> None:
+def test_a_long_text_holds_few_slots_beyond_its_own(execution: str) -> None:
     model = lively_model("llama", max_position_embeddings=40_000, num_hidden_layers=2)
     asked = request((700,), new_tokens=32_768)
     run = Decoder(Sublayers(model, execution), SkipConfig(), Fixed(4), asked, max_draft_length=4)
     rounds, sizes = run.rounds(), set()
-    while len(run.emitted[0]) < 900:
+    while len(run.emitted[0]) < 500:
         next(rounds)
         sizes.add(run.passes.cache.size)
-        assert held(run) <= 2 * (run.passes.lengths[0] + 5) * 2 * 2 * 2 * 8 * 8
+        assert held(run) <= (run.passes.lengths[0] + 5 + 257) * 2 * 2 * 2 * 8 * 8
     assert len(sizes) == 2  # it grew once: copies are rare
     emitted = torch.tensor(run.emitted)  # (1, N)
     want = model(torch.cat([asked.input_ids, emitted], 1)).logits[0, 699:-1].argmax(-1)  # (N,)

@@ -142,6 +142,7 @@ def test_the_rejection_rules_text_does_not_depend_on_free_memory(
 def test_explain_says_what_drafts_and_why_nothing_better() -> None:
     model = lively_model("llama")  # in float64, which has no native passes
     words = LayerSkipDecoding().explain(model)
+    assert "keys and values: 2 MB for 1,000 tokens of a text" in words
     assert words.startswith("passes: fused: ")
     assert "looked up" in words
     assert "no drafts by the model in 8 bits: products with 8 bits are fast in native" in words

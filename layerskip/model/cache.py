@@ -2,12 +2,13 @@
 
 There is one buffer per attention layer, written by position. To roll back, the engine lowers a
 row's length; the slots behind it are overwritten before anything reads them. Keys and values are
-copied when the buffers grow (by half, and by at least 256 slots) and when `keep` drops rows. So
-buffers hold less than twice the slots in use (beyond the first few hundred), and one layer's once
-more while they are copied.
+copied when the buffers grow and when `keep` drops rows. They never hold more than the longest text
+asked for, and until then a sixteenth or 256 slots more than are in use: what a copy reads is little
+beside what that many tokens read. One layer's buffers are there twice while they are copied. Where
+kernels are compiled for a size they grow by half, to one of few sizes.
 Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
 full, the base moves up to what the shortest row still sees. So they hold its window, what other
-rows are ahead of it, half of that more, and no less than 256 slots.
+rows are ahead of it, and an eighth of that or 64 slots more.
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -50,8 +51,8 @@ class RowCache:
         rows: number of rows B.
         slots: the most slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention.
-        trims: let layers with windows drop what `place` says that no pass will see; otherwise
-            their buffers are as long as the others', and windows are masked.
+        trims: buffers may have any size, and layers with windows drop what `place` says that no
+            pass will see; otherwise their buffers are as long as the others', windows are masked.
 
     Attributes:
         size: slots S that the buffers have now: more than any pass has used so far, or all.
@@ -67,6 +68,7 @@ class RowCache:
         self.windows = tuple(windows)
         self.base, self.span = 0, 0
         self._window = max((window for window in windows if window is not None), default=0)
+        self.trims = trims
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -105,9 +107,10 @@ class RowCache:
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
 
     def reserve(self, slots: int) -> None:
-        """Make room for so many slots; buffers that are too small also get half as many again."""
+        """Make room for so many slots; buffers that are too small also get some more."""
         if slots >= self.size and self.size < self.slots:
-            more = capacity(slots + max(slots // 2, _MORE))
+            more = slots + max(slots // (16 if self.trims else 2), _MORE)
+            more = more + 1 if self.trims else capacity(more)
             length, self.size = self.size, min(more, self.slots)
             self._renew({*self.keys} - self.trimmed, slice(None), 0, length)
 
@@ -118,8 +121,8 @@ class RowCache:
         # one slot more than the first query sees: an assistant begins one before
         base = max(self.base, (lowest - self._window) // _LINE * _LINE)
         needed = self.end - base
-        span = min(needed + max(needed // 2, _MORE), self.slots - base)
-        if self.end > self.base + self.span or 2 * span < self.span:
+        span = min(needed + max(needed // 8, _MORE // 4, _LINE), self.slots - base)
+        if self.end > self.base + self.span or 5 * span < 4 * self.span:
             first, held = base - self.base, self.span
             self.base, self.span = base, span
             self._renew({*self.keys} & self.trimmed, slice(None), first, min(held - first, span))

@@ -7,6 +7,7 @@ Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.costs.speculation import keys_read
 from layerskip.model import compiled, extension, native, plain
 from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
@@ -173,6 +175,13 @@ class Sublayers(Architecture):
             )
         slots = self.backend.capacity(slots)
         return RowCache(rows, slots, self.windows, trims=self.backend.trims)
+
+    def cache_bytes(self, tokens: int) -> float:
+        """Bytes of the keys and values that a text of so many tokens takes; 0 if unknown."""
+        per_token = self.key_bytes(part.number for part in self.parts if part.writes)
+        if not self.backend.trims:  # windows are masked
+            per_token = {None: math.fsum(per_token.values())}
+        return keys_read(per_token, tokens)
 
     def first_pass(self, tokens: Tensor) -> tuple[Tensor, Pass]:
         """Begin a pass over whole texts (B, T), with a cache of its own, as `feed`."""
