@@ -66,6 +66,23 @@ def test_trimmed_buffers_hold_all_that_is_seen(more: int, monkeypatch: pytest.Mo
     assert all(base % 16 == 0 for base in moves)
 
 
+def test_a_pass_of_a_short_row_keeps_what_long_rows_see() -> None:
+    """Row 0 is filled far ahead of row 1, whose prompt is still run alone."""
+    held = RowCache(2, 2000, WINDOWS, trims=True)
+    held.place([1500, 0], 1)
+    far = torch.arange(1.0, 1501.0)[None, :, None].expand(2, -1, 3)  # (H, n, D)
+    for part in ("keys", "values"):
+        for layer in (0, 1):
+            held.fill(0, (part, layer), 1500, far)
+    held.place([0], 64, 0, range(1, 2))
+    for layer in (0, 1):
+        held.update(torch.ones(1, 2, 64, 3), torch.ones(1, 2, 64, 3), layer)
+    held.place([1500, 64], 1, 64)
+    for layer in (0, 1):
+        last = 1500 - held.held(layer)[0]
+        assert held.keys[layer][0, 0, last - WINDOW : last, 0].tolist() == [*range(1493, 1501)]
+
+
 def test_bytes_of_sliding_layers_are_bounded() -> None:
     held = RowCache(1, 2100, WINDOWS, trims=True)
     one, chunk = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 512, 3)

@@ -76,6 +76,7 @@ class RowCache:
         self.active: range | None = None  # the rows of the pass; None: all
         self.start = 0  # the same, where all rows share it
         self.end = 0  # one past the last slot any row writes in this pass
+        self.top = 0  # the same of all passes
         self.count = 0  # T
         self.in_step = True  # all rows write the same slots
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
@@ -95,6 +96,7 @@ class RowCache:
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
+        self.top = max(self.top, self.end)
         self.reserve(self.end)
         self._trim(min(lowest, *starts))
         self.count = count
@@ -120,8 +122,8 @@ class RowCache:
             return
         # one slot more than the first query sees: an assistant begins one before
         base = max(self.base, (lowest - self._window) // _LINE * _LINE)
-        needed = self.end - base
-        span = min(needed + max(needed // 8, _MORE // 4, _LINE), self.slots - base)
+        needed = self.top - base  # other rows may be ahead of the pass
+        span = min(needed + max(needed // 8, _MORE // 4), self.slots - base)
         if self.end > self.base + self.span or 5 * span < 4 * self.span:
             first, held = base - self.base, self.span
             self.base, self.span = base, span
@@ -153,7 +155,8 @@ class RowCache:
 
     def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
         """Take another cache's buffers, not copies of them: its layer for each of some layers."""
-        self.rows, self.size, self.base, self.span = other.rows, other.size, other.base, other.span
+        self.rows, self.size, self.top = other.rows, other.size, other.top
+        self.base, self.span = other.base, other.span
         self.trimmed = {own for own, theirs in layers.items() if theirs in other.trimmed}
         for own, theirs in layers.items():
             self.keys[own], self.values[own] = other.keys[theirs], other.values[theirs]
@@ -248,7 +251,7 @@ class RowCache:
         Returns:
             The bytes copied.
         """
-        self.rows = len(places)
+        self.rows, self.top = len(places), length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         copied = self._renew(whole, list(places), 0, length)
         return copied + self._renew(some, list(places), 0, length - self.base)
