@@ -24,7 +24,7 @@ from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
 from layerskip.cli.options import Loading
-from layerskip.cli.terminal import Talk, TextStream
+from layerskip.cli.terminal import PATIENCE, Talk, TextStream, reading
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import CONTROLLERS
@@ -33,7 +33,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
 from layerskip.model.extension import refusal
-from layerskip.model.sublayers import EXECUTIONS
+from layerskip.model.sublayers import EXECUTIONS, Sublayers
 
 PROMPT = "w5 w7 w96 w20"
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")
@@ -335,6 +335,51 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
 
 # ---------------------------------------------------------------------------------------------
 # check, demo, env, version, help
+
+
+def test_times_are_told_as_they_are(folder):
+    result = generate(folder, *DRAFT, "--json")
+    found = document(result)
+    assert 0 < found["time_to_first_token"] < found["seconds"] < found["total_seconds"]
+    assert found["num_known_tokens"] == 0
+    assert f"the first after {found['time_to_first_token']:.2f} s" in result.stderr
+    assert f"{found['total_seconds']:.1f} s in all" in result.stderr
+
+
+def test_a_prompt_is_carried_once_and_what_prompts_share_too(folder, tmp_path, monkeypatch):
+    carried = []
+    feed = Sublayers.feed
+
+    def noted(self, tokens, *rest):
+        carried.append(tokens.tolist())
+        return feed(self, tokens, *rest)
+
+    monkeypatch.setattr(Sublayers, "feed", noted)
+    path = tmp_path / "prompts.txt"
+    shared = " ".join(f"w{n}" for n in range(30, 60))
+    path.write_text(f"{shared} w8 w9\n{shared} w7\n{shared} w8 w9\n")
+    flags = ("--prompt-file", path, *DRAFT, "--max-new-tokens", 8, "--json")
+    found = document(run("generate", folder, *flags))["results"]
+    assert [each["num_known_tokens"] for each in found] == [0, 30, 31]
+    assert sum(row.count(40) for tokens in carried for row in tokens) == 1
+    for each, prompt in zip(found, path.read_text().splitlines(), strict=True):
+        alone = document(generate(folder, *DRAFT, "--json", prompt=prompt, tokens=8))
+        assert each["token_ids"] == alone["token_ids"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("taken", [PATIENCE / 2, 2 * PATIENCE])
+def test_reading_is_shown_on_terminals_once_it_takes_long(live, taken, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: live)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    seconds = iter((10.0, 10.0 + taken, 10.0 + taken))
+    told = reading(Talk(quiet=False), lambda: next(seconds))
+    told(512, 1024)
+    told(1024, 1024)
+    clear = "\r\033[K"
+    shown = f"{clear}reading [{'#' * 15}{' ' * 15}] 512 of 1024 tokens{clear}"
+    assert terminal.getvalue() == (shown if live and taken > PATIENCE else "")
 
 
 def break_verify(monkeypatch):
