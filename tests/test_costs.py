@@ -22,7 +22,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import SINK, LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.passes import Passes, Position
@@ -260,6 +260,8 @@ def test_a_pass_reads_the_keys_that_its_layers_see() -> None:
     assert source_of(llama, SkipConfig(attention=(1, 3)).resolve(6)).key_bytes() == {
         None: 4 * per_token
     }
+    near = source_of(llama, SkipConfig(window=16).resolve(6))
+    assert near.key_bytes() == {SINK + 16: 6 * per_token}
     assert LOOKUP.key_bytes() == {}
     assert keys_read({None: 3.0, 8: 5.0}, 6) == 48.0
     assert keys_read({None: 3.0, 8: 5.0}, 100) == 340.0
