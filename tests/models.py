@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.controller import Offer
+from layerskip.decoding.controller import Choice, Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.sources import source_of
 
@@ -338,15 +338,23 @@ class Erratic(Controller):
 
 
 class Fickle(Erratic):
-    """An `Erratic` that takes any of several drafts, or none, and keeps what it is told of them."""
+    """An `Erratic` that takes any of several drafts, or none, and keeps what it is told of them.
+
+    Every other time it takes one for each row: known ones, and steps of one that is not.
+    """
 
     def reset(self, rows: int) -> None:
         super().reset(rows)
         self.told: list[tuple[int, int, int, int]] = []
 
-    def choose(self, offers: Sequence[Offer]) -> int | None:
+    def choose(self, offers: Sequence[Offer]) -> Choice:
         choice = self.draws.randint(-1, 2 * len(offers) - 1)
-        return None if choice < 0 else choice // 2
+        if choice < 0 or choice % 2:
+            return None if choice < 0 else choice // 2
+        known = [number for number, offer in enumerate(offers) if offer.matches is not None]
+        steps = [number for number in range(len(offers)) if number not in known]
+        some = [None, *known, *(self.draws.sample(steps, 1) * 2 if steps else ())]
+        return {row: self.draws.choice(some) for row in offers[0].lengths}
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
         self.told.append((draft, row, known, right))

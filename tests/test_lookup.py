@@ -123,10 +123,16 @@ def test_sources_are_counted() -> None:
     run = decoded(drafts, Fickle(3), eos=frozenset({4}), sample=True)
     rounds = run.played
     for number, counts in enumerate(run.stats.sources):
-        mine = [round_ for round_ in rounds if round_.source == number]
-        assert counts.num_draft_tokens == sum(sum(round_.drafted) for round_ in mine) > 0
-        assert counts.num_accepted_tokens == sum(sum(round_.accepted) for round_ in mine)
-        assert counts.num_drafts == sum(d > 0 for round_ in mine for d in round_.drafted)
+        mine = [
+            (round_.drafted[row], round_.accepted[row])
+            for round_ in rounds
+            for row in range(len(round_.drafted))
+            if round_.source_of(row) == number and round_.drafted[row]
+        ]
+        assert counts.num_draft_tokens == sum(drafted for drafted, _ in mine) > 0
+        assert counts.num_accepted_tokens == sum(accepted for _, accepted in mine)
+        assert counts.num_drafts == len(mine)
+    assert any(isinstance(round_.source, tuple) for round_ in rounds)
     assert all(not any(round_.drafted) for round_ in rounds if round_.source is None)
     assert sum(counts.num_drafts for counts in run.stats.sources) == run.stats.num_drafts
 

@@ -154,10 +154,17 @@ class CostTable:
         slope = max(0.0, self.verify[-1] - self.verify[-2]) if known > 1 else 0.0
         return self.verify[-1] + slope * (n - known)
 
-    def round_cost(self, drafted: int) -> float:
-        """d c + v(d + 1) in target steps; a round without drafts is a plain step and costs 1."""
+    def round_cost(self, drafted: int, steps: int | None = None) -> float:
+        """d c + v(d + 1) in target steps; a round without drafts is a plain step and costs 1.
+
+        Args:
+            steps: draft steps, where they are fewer: the longest drafts were known.
+        """
         _check_length(drafted)
-        return 1.0 if drafted == 0 else drafted * self.draft + self.verify_cost(drafted + 1)
+        if drafted == 0:
+            return 1.0
+        steps = drafted if steps is None else steps
+        return steps * self.draft + self.verify_cost(drafted + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` reads back equal."""

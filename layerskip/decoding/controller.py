@@ -31,6 +31,10 @@ class Offer(NamedTuple):
     matches: Mapping[int, int] | None
 
 
+Choice = int | None | Mapping[int, int | None]
+"""The source of a round, or by row that of each."""
+
+
 class Controller:
     """Decides how many tokens each row of a batch drafts in its next round.
 
@@ -84,10 +88,12 @@ class Chooser(Protocol):
     Without them, a round takes the first source that has anything to offer.
     """
 
-    def choose(self, offers: Sequence[Offer]) -> int | None:
+    def choose(self, offers: Sequence[Offer]) -> Choice:
         """The number of the source that the batch drafts from next; None: a plain step.
 
-        Called at the start of a round, before `limit`, with the offer of each source.
+        Or those of each row, of which one at most has tokens that are not known beforehand: all
+        rows take its steps together. Called at the start of a round, before `limit`, with the offer
+        of each source.
         """
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:

@@ -45,8 +45,9 @@ class DraftedTokens:
         tokens: drafted tokens per row; empty if they have not been read from the device yet.
         confidences: per row, the tokens' confidences, if the controller needs them.
         lengths: per row, how many tokens the target is to verify.
-        fed: tokens still to feed, (R, T), in the passes' order of rows: each row's last token,
-            drafted or emitted; for looked-up drafts the last emitted one and all of the draft.
+        fed: the tokens that no step was fed, (R, T), in the passes' order of rows: each row's last
+            token, drafted or emitted, and what more is known; short rows are padded.
+        known: the rows whose drafted tokens were known without a step.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
@@ -60,6 +61,7 @@ class DraftedTokens:
     steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     unread: bool = False
+    known: set[int] = field(default_factory=set)
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""
@@ -174,8 +176,7 @@ class Draws:
             drafts: the round's drafted tokens; None for the prefill.
             keep: whether to keep the scores.
         """
-        looked_up = drafts is not None and not drafts.steps and any(drafts.tokens)
-        if drafts is not None and looked_up and self.law.reads_history:
+        if drafts is not None and drafts.known and self.law.reads_history:
             return self._judge_in_turn(raw, positions, drafts, keep=keep)
         return self._judge(raw, positions, drafts, keep=keep)
 
@@ -300,6 +301,12 @@ class Draws:
             token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
             token = token.masked_fill(index < 0, -1)
             q = torch.stack([drafts.laws[i] for i in at])  # (N, V)
+            if drafts.known:
+                sure = [drafts.token(each) if each[0] in drafts.known else -1 for each in positions]
+                chosen = on_device(sure, p.device)[:, None]  # (N, 1)
+                token = torch.where(chosen[:, 0] < 0, token, chosen[:, 0])
+                certain = torch.zeros_like(q).scatter_(1, chosen.clamp_min(0), 1.0)  # (N, V)
+                q = torch.where(chosen < 0, q, certain)
         else:
             q = None
             token = on_device([drafts.token(position) for position in positions], p.device)  # (N,)

@@ -5,7 +5,7 @@ Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the pad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Filling, Passes, Position
-from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
+from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
 from layerskip.model.pictures import Pictures
@@ -83,7 +83,7 @@ class Decoder:
 
     Args:
         model: the opened model.
-        drafts: sources of drafts; each round takes one of them for all rows.
+        drafts: sources of drafts; each row of a round takes one of them.
         controller: decides how long to draft, and from what (see `Chooser`); it is reset here.
         request: what to decode.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
@@ -179,7 +179,8 @@ class Decoder:
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
         (first,) = self._read(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
-        return self._close(0, tokens, None, None, positions, verdict.scores, raw)
+        nothing = [None for _ in self.rows]
+        return self._close(0, tokens, nothing, None, positions, verdict.scores, raw)
 
     def _prefill(self) -> Tensor:
         """The prefill, from what is known on; logits after the prompts, (B, V)."""
@@ -215,9 +216,8 @@ class Decoder:
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
         self._compact()
-        source, limits = self._plan()
-        known = None if source is None else self._known(self._proposals[source], limits)
-        drafts = self._draft(source or 0, limits) if known is None else known
+        sources, limits = self._plan()
+        drafts = self._draft(sources, limits)
         self._mark()
         positions = [
             (row, offset)
@@ -229,7 +229,7 @@ class Decoder:
         self._mark()
         verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
         tokens = self._judged(drafts, positions, verdict)
-        return self._close(index, tokens, source, drafts, positions, verdict.scores, raw)
+        return self._close(index, tokens, sources, drafts, positions, verdict.scores, raw)
 
     def _compact(self) -> None:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
@@ -251,8 +251,8 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _plan(self) -> tuple[int | None, list[int]]:
-        """The source of the round, if any, and how many tokens each row drafts at most."""
+    def _plan(self) -> tuple[list[int | None], list[int]]:
+        """The source of each row in this round, if any, and how many tokens it drafts at most."""
         controller = self.controller
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
         lengths = [self.passes.lengths[row] for row in allowed]
@@ -262,12 +262,14 @@ class Decoder:
             for state in self.passes.states
         ]
         offers = [_offer(each) for each in self._proposals]
-        source = (self._chooser.choose if self._chooser else first_offer)(offers)
+        chosen = (self._chooser.choose if self._chooser else first_offer)(offers)
+        sources: list[int | None] = [None for _ in self.rows]
         limits = [0 for _ in self.rows]
         for row in allowed:
-            most = 0 if source is None else offers[source].lengths[row]
+            sources[row] = chosen.get(row) if isinstance(chosen, Mapping) else chosen
+            most = 0 if (source := sources[row]) is None else offers[source].lengths[row]
             limits[row] = min(controller.limit(row, most), most)
-        return source, limits
+        return sources, limits
 
     def _allowed(self, row: int) -> int:
         """How many tokens any draft may have in the row's next round."""
@@ -282,48 +284,71 @@ class Decoder:
         ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
         return Proposal.of(proposal.tokens[: next(ends, None)], proposal.match or 0)
 
-    def _known(
-        self, proposals: Mapping[int, Proposal], limits: Sequence[int]
-    ) -> DraftedTokens | None:
-        """Drafts of known tokens, up to each row's limit; None if the tokens are not known yet."""
-        tokens: list[list[int]] = [[] for _ in self.rows]
-        for row, proposal in proposals.items():
-            if proposal.tokens is None:
-                return None
-            tokens[row] = list(proposal.tokens[: limits[row]])
-        for row, draft in enumerate(tokens):
-            for offset, token in enumerate(draft):
-                self._remember(row, offset, token)
-        longest = max(map(len, tokens))
-        fed = [[self.emitted[row][-1], *tokens[row]] for row in self.passes.rows]
-        fed = [each + each[-1:] * (longest + 1 - len(each)) for each in fed]
-        return DraftedTokens(
-            tokens=tokens,
-            confidences=[[] for _ in self.rows],
-            lengths=list(map(len, tokens)),
-            fed=on_device(fed, self.device),  # (R, T)
-        )
-
-    def _draft(self, source: int, limits: Sequence[int]) -> DraftedTokens:
-        """Draft in lockstep, each row for as long as the controller says.
-
-        If nothing needs the tokens before the target has seen them, they are not read, so that the
-        host does not wait for the device. A draft may then run on behind an end of text.
-        """
-        law, controller = self.request.law, self.controller
-        unread = not controller.needs_confidence and not law.reads_history
+    def _draft(self, sources: Sequence[int | None], limits: Sequence[int]) -> DraftedTokens:
+        """Tokens that are known, up to each row's limit, and steps for the other rows."""
         places = self.passes.rows
         drafts = DraftedTokens(
             tokens=[[] for _ in self.rows],
             confidences=[[] for _ in self.rows],
             lengths=[0 for _ in self.rows],
             fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
-            unread=unread,
         )
-        drafting = [row for row in self.rows if limits[row] > 0]
-        for step in range(max(limits)):
+        drafting: dict[int, list[int]] = {}  # by source, the rows of its steps
+        for row, source in enumerate(sources):
+            if source is None or not limits[row]:
+                continue
+            tokens = self._proposals[source][row].tokens
+            if tokens is None:
+                drafting.setdefault(source, []).append(row)
+                continue
+            drafts.known.add(row)
+            drafts.tokens[row] = list(tokens[: limits[row]])
+            drafts.lengths[row] = len(drafts.tokens[row])
+            for offset, token in enumerate(drafts.tokens[row]):
+                self._remember(row, offset, token)
+        if len(drafting) > 1:
+            raise ValueError(
+                "one source at most of a round may have tokens that are not known beforehand; the "
+                f"controller chose sources {', '.join(map(str, drafting))}"
+            )
+        steps = 0
+        for source, rows in drafting.items():
+            steps = self._step(drafts, source, rows, limits)
+        count = 1 + max(drafts.lengths) - steps
+        if count > 1:  # tokens that no step was fed
+            drafts.fed = drafts.fed.repeat(1, count)  # (R, T)
+            some = [row for row in places if not steps or row in drafts.known]
+            fed = [self._known(drafts, row, range(steps, steps + count)) for row in some]
+            at = on_device([places[row] for row in some], self.device)  # (N,)
+            drafts.fed[at] = on_device(fed, self.device)
+        return drafts
+
+    def _known(self, drafts: DraftedTokens, row: int, offsets: Iterable[int]) -> list[int]:
+        """The tokens of a row at places after its last emitted one; the last again behind all."""
+        tokens = [self.emitted[row][-1], *drafts.tokens[row]]
+        return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
+
+    def _step(
+        self, drafts: DraftedTokens, source: int, drafting: list[int], limits: Sequence[int]
+    ) -> int:
+        """Draft in lockstep, each row for as long as the controller says; the steps taken.
+
+        Rows of known tokens feed these. If nothing needs the tokens before the target has seen
+        them, they are not read, so that the host does not wait for the device. A draft may then run
+        on behind an end of text.
+        """
+        law, controller = self.request.law, self.controller
+        unread = not controller.needs_confidence and not law.reads_history
+        drafts.unread = unread
+        places, known = self.passes.rows, sorted(drafts.known)
+        steps = max(limits[row] for row in drafting)
+        if known:
+            ahead = [self._known(drafts, row, range(1, steps + 1)) for row in known]
+            ahead_of = on_device(ahead, self.device)  # (N, steps)
+            at = on_device([places[row] for row in known], self.device)  # (N,)
+        for step in range(steps):
             if not (drafting and controller.draft_together(drafting)):
-                break
+                return step
             last = drafts.fed[:, 0]  # (R,)
             raw = self.passes.draft_step(last, step, source)  # (R, V)
             here = None
@@ -339,6 +364,8 @@ class Decoder:
             fed = torch.where(drawn < 0, last, drawn)  # (N,)
             last = fed if here is None else drafts.fed[:, 0].index_copy(0, here, fed)
             drafts.fed = last[:, None]
+            if known:
+                drafts.fed = drafts.fed.index_copy(0, at, ahead_of[:, step : step + 1])
             tokens: Sequence[float | None] = [None] * len(drafting)
             sure = [1.0] * len(drafting)
             if confidences is not None:
@@ -362,7 +389,7 @@ class Decoder:
                 ):
                     going_on.append(row)
             drafting = going_on
-        return drafts
+        return steps
 
     @staticmethod
     def _read(*values: Tensor) -> list[list[float]]:
@@ -428,7 +455,7 @@ class Decoder:
         self,
         index: int,
         tokens: list[list[int]],
-        source: int | None,
+        sources: Sequence[int | None],
         drafts: DraftedTokens | None,
         positions: Sequence[Position],
         scores: Tensor | None,
@@ -469,18 +496,20 @@ class Decoder:
             confidences=tuple(map(tuple, drafts.confidences)) if drafts else ((),) * len(drafted),
             signal=self.signal,
             finished=tuple(self.finished),
-            source=source if any(drafted) else None,
+            source=joint_source(sources, drafted),
             scores=kept_scores,
             logits=kept_logits,
             times=tuple(self._times) or None,
         )
+        self.stats.add(round_, self._sublayer_tokens)
+        return round_
+
+    def _sublayer_tokens(self, source: int | None, drafted: int) -> int:
+        """Of a row's round."""
         state = None if source is None else self.passes.states[source]
         prefix, kept = (0, 0) if state is None else (state.prefix, state.kept)
         sublayers = self.passes.model.num_sublayers
-        self.stats.add(
-            round_, lambda drafted: round_sublayer_tokens(drafted, kept, prefix, sublayers)
-        )
-        return round_
+        return round_sublayer_tokens(drafted, kept, prefix, sublayers)
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
         """Tell a controller that chooses how good known tokens were, drafted or not."""

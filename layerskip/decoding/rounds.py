@@ -5,7 +5,7 @@ Letters: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,7 +25,8 @@ class Round:
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
         finished: whether each row is finished after this round.
-        source: the number of the decoder's source that drafted; None if nothing was drafted.
+        source: the number of the decoder's source that drafted; None if nothing was drafted; where
+            rows drafted from several, that of each row.
         scores, logits: per row, (emitted, V) float32, if the request asked for them.
         times: the request's clock at the round's start, after drafting, after the target's pass,
             and at its end.
@@ -37,11 +38,15 @@ class Round:
     accepted: tuple[int, ...]
     confidences: tuple[tuple[float, ...], ...]
     finished: tuple[bool, ...]
-    source: int | None = None
+    source: int | tuple[int | None, ...] | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     times: tuple[float, ...] | None = None
     signal: str | None = None
+
+    def source_of(self, row: int) -> int | None:
+        """The source that a row drafted from in this round, if it did."""
+        return self.source[row] if isinstance(self.source, tuple) else self.source
 
 
 @dataclass
@@ -103,29 +108,38 @@ class DecodingStats:
         emitted = self.num_new_tokens - self.num_sequences
         return emitted / self.num_rounds if self.num_rounds else 0.0
 
-    def add(self, round_: Round, cost: Callable[[int], int]) -> None:
-        """Count a round; `cost` gives the sublayer-tokens of a row's round by drafted tokens."""
+    def add(self, round_: Round, cost: Callable[[int | None, int], int]) -> None:
+        """Count a round; `cost` gives a row's sublayer-tokens by its source and drafted tokens."""
         self.num_new_tokens += sum(map(len, round_.tokens))
         if round_.index == 0:
             self.num_sequences += len(round_.tokens)
             return
-        for tokens, drafted, accepted in zip(
-            round_.tokens, round_.drafted, round_.accepted, strict=True
-        ):
+        rows = zip(round_.tokens, round_.drafted, round_.accepted, strict=True)
+        for row, (tokens, drafted, accepted) in enumerate(rows):
             if not tokens:
                 continue
             self.num_rounds += 1
             self.num_drafts += drafted > 0
             self.num_draft_tokens += drafted
             self.num_accepted_tokens += accepted
-            self.sublayer_tokens += cost(drafted)
-            if round_.source is not None and drafted:
-                missing = round_.source + 1 - len(self.sources)
+            source = round_.source_of(row)
+            self.sublayer_tokens += cost(source, drafted)
+            if source is not None and drafted:
+                missing = source + 1 - len(self.sources)
                 self.sources += [SourceCounts() for _ in range(missing)]
-                counts = self.sources[round_.source]
+                counts = self.sources[source]
                 counts.num_drafts += 1
                 counts.num_draft_tokens += drafted
                 counts.num_accepted_tokens += accepted
             self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
             for position in range(accepted):
                 self.accepted_per_position[position] += 1
+
+
+def joint_source(
+    sources: Sequence[int | None], drafted: Sequence[int]
+) -> int | tuple[int | None, ...] | None:
+    """The source of a round, or those of its rows if they differ."""
+    found = tuple(each if count else None for each, count in zip(sources, drafted, strict=True))
+    used = {each for each in found if each is not None}
+    return found if len(used) > 1 else next(iter(used), None)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from layerskip.costs.speculation import Costs, draft_limit, remaining
+from layerskip.costs.speculation import Costs, CostTable, draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
+from layerskip.decoding.rounds import joint_source
 from layerskip.replay.drafts import Replay
 
 
@@ -29,7 +30,7 @@ class SimulatedRound:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
-    source: int | None = None
+    source: int | tuple[int | None, ...] | None = None
     context: int = field(default=0, compare=False)
     rows: int = field(default=1, compare=False)
 
@@ -110,18 +111,17 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int
     }
     chooser = controller if isinstance(controller, Chooser) else None
     offers = [_offer(going, allowed, source) for source in range(len(rows[0].drafts))]
-    source = (chooser.choose if chooser else first_offer)(offers)
+    chosen = (chooser.choose if chooser else first_offer)(offers)
+    sources: list[int | None] = [None] * len(rows)
     limits = [0] * len(rows)
     for number in going:
-        most = 0 if source is None else offers[source].lengths[number]
+        sources[number] = chosen.get(number) if isinstance(chosen, Mapping) else chosen
+        most = 0 if (source := sources[number]) is None else offers[source].lengths[number]
         limits[number] = min(controller.limit(number, most), most)
-    if source is None or offers[source].matches is not None:
-        drafted = limits
-    else:
-        drafted = _drafted(rows, controller, limits, source)
+    drafted = _drafted(rows, controller, limits, sources)
     accepted, emitted = [0] * len(rows), [0] * len(rows)
     for number, row in going.items():
-        agreeing = 0
+        agreeing, source = 0, sources[number]
         if source is not None:
             agreeing = min(drafted[number], row.drafts[source].agreeing[row.start])
         emitted[number] = min(agreeing + 1, row.left)
@@ -135,7 +135,7 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int
         row.start += emitted[number]
         row.left -= emitted[number]
     counts = tuple(drafted), tuple(accepted), tuple(emitted)
-    return SimulatedRound(*counts, source if any(drafted) else None, context, size)
+    return SimulatedRound(*counts, joint_source(sources, drafted), context, size)
 
 
 def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -> Offer:
@@ -152,16 +152,24 @@ def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -
 
 
 def _drafted(
-    rows: Sequence[_Row], controller: Controller, limits: Sequence[int], source: int
+    rows: Sequence[_Row],
+    controller: Controller,
+    limits: Sequence[int],
+    sources: Sequence[int | None],
 ) -> list[int]:
     """How many tokens each row drafts, in lockstep: a controller may learn from one for another."""
-    drafted = [0] * len(rows)
-    drafting = [number for number, limit in enumerate(limits) if limit > 0]
+    drafts = [
+        None if each is None else row.drafts[each] for row, each in zip(rows, sources, strict=True)
+    ]
+    drafted = [
+        limit if each and each.looked_up else 0 for each, limit in zip(drafts, limits, strict=True)
+    ]
+    drafting = [n for n, limit in enumerate(limits) if limit > drafted[n]]
     while drafting and controller.draft_together(drafting):
         going_on = []
         for number in drafting:
-            row, step = rows[number], drafted[number]
-            draft = row.drafts[source]
+            row, step, draft = rows[number], drafted[number], drafts[number]
+            assert draft is not None
             if draft.tokens[row.start][step] < 0:  # nothing could be drawn
                 continue
             drafted[number] += 1
@@ -179,7 +187,7 @@ def _drafted(
 def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
     """Tokens emitted by all rows per target step; for one row that is the speedup over plain.
 
-    A round of several rows costs what its longest draft does.
+    A round of several rows costs what its longest draft does, and its steps those of one source.
 
     Args:
         costs: of the draft; of several, those of each, in their order.
@@ -188,9 +196,19 @@ def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Co
     tokens, cost = 0, 0.0
     for round_ in rounds:
         tokens += sum(round_.emitted)
-        table = tables[round_.source or 0].at(round_.context, round_.rows)
-        cost += table.round_cost(max(round_.drafted))
+        cost += _cost(round_, [each.at(round_.context, round_.rows) for each in tables])
     return tokens / cost if cost else 1.0
+
+
+def _cost(round_: SimulatedRound, tables: Sequence[CostTable]) -> float:
+    if not isinstance(round_.source, tuple):
+        return tables[round_.source or 0].round_cost(max(round_.drafted))
+    longest: dict[int, int] = {}
+    for source, count in zip(round_.source, round_.drafted, strict=True):
+        if source is not None:
+            longest[source] = max(count, longest.get(source, 0))
+    stepping = max(longest, key=lambda source: tables[source].draft)  # the others' tokens are known
+    return tables[stepping].round_cost(max(round_.drafted), longest[stepping])
 
 
 def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> list[int]:
