@@ -213,23 +213,37 @@ def rounds_of(record: dict[str, Any]) -> list[Round]:
         return []
     counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
     rows = (
-        Round(*row, source)
-        for round_, source in zip(counts, rounds["sources"], strict=True)
-        for row in zip(*round_, strict=True)
+        Round(drafted, accepted, emitted, source)
+        for round_, found in zip(counts, rounds["sources"], strict=True)
+        for drafted, accepted, emitted, source in zip(
+            *round_, _by_row(found, len(round_[0])), strict=True
+        )
     )
     return [row for row in rows if row.emitted > 0]
 
 
-def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, bool]]:
-    """Of each round of a record: what its longest row drafted, and whether that was looked up.
+def _by_row(source: int | list[int | None] | None, rows: int) -> list[int | None]:
+    """The source of each row of a round, which names one for all or those of each."""
+    return source if isinstance(source, list) else [source] * rows
 
-    Rows draft in lockstep, so that a round costs what its longest draft does.
+
+def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of each round of a record: what its longest row drafted, and how many steps that took.
+
+    Rows draft in lockstep, so that a round costs what its longest drafts do; looked-up ones take no
+    steps.
     """
     names = method.get("sources")
-    return [
-        (max(row), source is not None and names is not None and names[source] == LOOKUP)
-        for row, source in zip(rounds["drafted"], rounds["sources"], strict=True)
-    ]
+    found = []
+    for drafted, sources in zip(rounds["drafted"], rounds["sources"], strict=True):
+        by_row = zip(drafted, _by_row(sources, len(drafted)), strict=True)
+        steps = [
+            count
+            for count, source in by_row
+            if source is None or names is None or names[source] != LOOKUP
+        ]
+        found.append((max(drafted), max(steps, default=0)))
+    return found
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

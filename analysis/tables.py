@@ -348,8 +348,8 @@ def price(
         if category in (ALL, record["category"] or "other"):
             plain += max(map(sum, zip(*rounds["emitted"], strict=True)), default=0)
             paid += sum(
-                costs.verify_cost(drafted + 1) if looked_up else costs.round_cost(drafted)
-                for drafted, looked_up in longest_drafts(run.methods[method], rounds)
+                costs.round_cost(drafted, steps)
+                for drafted, steps in longest_drafts(run.methods[method], rounds)
             )
     return paid, plain
 

@@ -357,7 +357,10 @@ def record_of(
         other = max(0.0, timed.seconds - timed.first - draft - verify)
         seconds |= {"draft": draft, "verify": verify, "other": other}
         rounds = {
-            "sources": [round_.source for round_ in after],
+            "sources": [
+                list(each) if isinstance(each, tuple) else each
+                for each in (round_.source for round_ in after)
+            ],
             "drafted": [list(round_.drafted) for round_ in after],
             "accepted": [list(round_.accepted) for round_ in after],
             "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],

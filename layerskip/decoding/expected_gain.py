@@ -6,7 +6,7 @@ See `controller` for what a controller is, and `controllers` for the published r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from layerskip.costs.speculation import (
     speedup,
 )
 from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
-from layerskip.decoding.controller import Controller, Offer
+from layerskip.decoding.controller import Choice, Controller, Offer
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
@@ -47,10 +47,16 @@ class _Source:
         self.costs = costs
         self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
         self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
+        self.step = costs.draft
         length = optimal_draft_length(_HOPE, costs, self.most)
         hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self.longest = self.most if hope >= _LEAST_GAIN else 0
         self.best = optimal_draft_length(self.prior, costs, self.most)  # if it is as expected
+
+    def cost(self, steps: int, known: int) -> float:
+        """What a round costs that took so many steps, where other rows knew `known` tokens."""
+        longest = max(steps, known)
+        return self.round_costs[longest] - (longest - steps) * self.step
 
     def reset(self, others: float) -> None:
         """Forget everything; `others` is the share of a batch that is not a row's own."""
@@ -84,6 +90,10 @@ class _Round:
     source: int | None = 0
     cut: int = 0
     """How many tokens of a looked-up draft are worth their price."""
+    lookups: dict[int, int] = field(default_factory=dict)
+    """The source of rows that draft known tokens beside the source's steps."""
+    known: int = 0
+    """The longest draft of those rows."""
     rows: list[int] = field(default_factory=list)
     judges: list[int] = field(default_factory=list)
     """The rows whose gains and costs decide."""
@@ -113,7 +123,8 @@ class ExpectedGain(Controller):
 
     Of several sources a round takes the one whose best stop promises most: expected tokens less S
     times their cost. It learns about lookups in every round, used or not, by how many tokens they
-    have in common with the history; about other sources only when they are used.
+    have in common with the history; about other sources only when they are used. Where a batch
+    takes the steps of a model, rows draft what they look up instead if that promises more.
 
     It never drafts from a source that would gain less than a twentieth with nine tokens of ten
     accepted. If no draft is expected to gain, it decodes plainly and probes with a model's draft
@@ -177,7 +188,7 @@ class ExpectedGain(Controller):
         self._tokens, self._cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
 
-    def choose(self, offers: Sequence[Offer]) -> int | None:
+    def choose(self, offers: Sequence[Offer]) -> Choice:
         if len(offers) != len(self._sources):
             raise ValueError(
                 f"expected-gain needs costs for each of {len(offers)} drafts, got "
@@ -186,8 +197,9 @@ class ExpectedGain(Controller):
         self._end_round()
         self._round.rows = list(offers[0].lengths)
         self._round.offers = offers
-        self._round.source = self._decide(offers)
-        return self._round.source
+        source = self._round.source = self._decide(offers)
+        lookups = self._round.lookups
+        return {row: lookups.get(row, source) for row in self._round.rows} if lookups else source
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
         offers = self._round.offers or ()
@@ -204,10 +216,11 @@ class ExpectedGain(Controller):
             round_.rows.append(row)
         state.limit = allowed
         if round_.source is not None:
-            state.limit = min(allowed, self._sources[round_.source].longest)
-            if round_.offers and round_.offers[round_.source].matches is not None:
+            number = round_.lookups.get(row, round_.source)
+            state.limit = min(allowed, self._sources[number].longest)
+            if round_.offers and round_.offers[number].matches is not None:
                 state.limit = min(state.limit, round_.cut)
-                round_.steps = max(round_.steps, state.limit)
+                self._count(row, state.limit)
         state.survival = 1.0
         state.bins.clear()
         return state.limit
@@ -237,19 +250,27 @@ class ExpectedGain(Controller):
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken
         round_.accepted[row] = accepted
-        round_.steps = max(round_.steps, drafted)
-        cost = source.round_costs[round_.steps]
+        self._count(row, drafted)
+        cost = source.cost(round_.steps, round_.known)
         decay = _RATE_DECAY**cost
         self._tokens = self._tokens * decay + accepted + 1
         self._cost = self._cost * decay + cost
         self.rate = max(self._least_rate, self._tokens / self._cost)
-        state.losses[round_.source or 0] += cost - accepted - 1
+        number = round_.lookups.get(row, round_.source or 0)
+        state.losses[number] += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
-        if round_.offers and round_.offers[round_.source or 0].matches is not None:
+        if round_.offers and round_.offers[number].matches is not None:
             return  # `learn` counts looked-up tokens
         for position in range(min(drafted, accepted + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
             source.acceptance.observe(confidence_bin, position < accepted)
+
+    def _count(self, row: int, drafted: int) -> None:
+        """Count a row's draft of so many tokens in what the round costs."""
+        if row in self._round.lookups:
+            self._round.known = max(self._round.known, drafted)
+        else:
+            self._round.steps = max(self._round.steps, drafted)
 
     @property
     def _taken(self) -> _Source:
@@ -257,19 +278,24 @@ class ExpectedGain(Controller):
         return self._sources[self._round.source or 0]
 
     def _decide(self, offers: Sequence[Offer]) -> int | None:
-        """The source that promises most, or is due for a probe; sets `judges` and `cut`."""
+        """The source that promises most, or is due for a probe.
+
+        Sets `judges`, `cut` and `lookups`.
+        """
         round_ = self._round
         losses = {row: sum(self._rows[row].losses) for row in round_.rows}
         last = max(round_.rows, key=losses.__getitem__)
         late = losses[last] > self._rows[last].loss_allowed
         round_.judges = [last] if late else round_.rows
         best, gained = None, 0.0
+        several = len(round_.judges) > 1 and any(offer.matches is None for offer in offers)
+        known = self._looked_up(offers) if several else {}
         for number, offer in enumerate(offers):
             if late and self._rows[last].losses[number] > 0.0:
                 continue
-            gain, cut = self._promise(number, offer)
+            gain, cut, lookups = self._promise(number, offer, known)
             if gain > gained:
-                best, gained, round_.cut = number, gain, cut
+                best, gained, round_.cut, round_.lookups = number, gain, cut, lookups
         if best is not None:
             return best
         for number, offer in enumerate(offers):
@@ -280,26 +306,68 @@ class ExpectedGain(Controller):
                 return number
         return None
 
-    def _promise(self, number: int, offer: Offer) -> tuple[float, int]:
-        """The best stop of a source: its expected gain, and its number of tokens."""
-        source, judges, matches = self._sources[number], self._round.judges, offer.matches
-        lengths = {row: min(offer.lengths[row], source.longest) for row in judges}
-        survival = dict.fromkeys(judges, 1.0)
+    def _expected(self, number: int, offer: Offer, row: int) -> list[float]:
+        """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft."""
+        source, matches = self._sources[number], offer.matches
+        survival, found = 1.0, [0.0]
+        for drafted in range(min(offer.lengths[row], source.longest)):
+            if matches is None:
+                survival *= source.acceptance.next
+            else:
+                survival *= source.copies.acceptance(matches[row] + drafted)
+            found.append(found[-1] + survival)
+        return found
+
+    def _looked_up(self, offers: Sequence[Offer]) -> dict[int, tuple[int, list[float]]]:
+        """By row, the lookup that promises most, and its `_expected`, if it has any."""
+        found: dict[int, tuple[int, list[float]]] = {}
+        for number, offer in enumerate(offers):
+            for row in self._round.rows if offer.matches is not None else ():
+                expected = self._expected(number, offer, row)
+                if expected[-1] > (found[row][1][-1] if row in found else 0.0):
+                    found[row] = number, expected
+        return found
+
+    def _promise(
+        self, number: int, offer: Offer, known: Mapping[int, tuple[int, list[float]]]
+    ) -> tuple[float, int, dict[int, int]]:
+        """The best stop of a source: its expected gain, its number of tokens, and `lookups`.
+
+        Args:
+            known: what rows may draft instead of a model's tokens (see `_looked_up`).
+        """
+        source, judges = self._sources[number], self._round.judges
+        expected = {row: self._expected(number, offer, row) for row in judges}
+        price = len(judges) * self.rate
+        best, cut, chosen = 0.0, 0, dict[int, int]()
+        for drafted in range(1, max(map(len, expected.values()))):
+            total, lookups = 0.0, dict[int, int]()
+            for row, own in expected.items():
+                value = own[min(drafted, len(own) - 1)]
+                if offer.matches is None and row in known:
+                    other, theirs = known[row]
+                    instead = theirs[min(drafted, len(theirs) - 1)]
+                    if instead > value:
+                        value, lookups[row] = instead, other
+                total += value
+            gain = total - price * (source.round_costs[drafted] - 1.0)
+            # without a row that takes steps this is the lookups' own promise
+            if gain > best and len(lookups) < len(judges):
+                best, cut, chosen = gain, drafted, lookups
+        if chosen:
+            cut = self._longer(source, cut, [known[row][1] for row in chosen])
+        return best, cut, chosen
+
+    def _longer(self, source: _Source, drafted: int, expected: Sequence[list[float]]) -> int:
+        """How far known drafts are worth to be verified beyond a round's steps."""
         gain = best = 0.0
-        cut = 0
-        for drafted in range(max(lengths.values())):
-            for row in judges:
-                if drafted >= lengths[row]:
-                    survival[row] = 0.0
-                elif matches is None:
-                    survival[row] *= source.acceptance.next
-                else:
-                    survival[row] *= source.copies.acceptance(matches[row] + drafted)
-            gain += sum(survival.values())
-            gain -= len(judges) * self.rate * source.step_costs[drafted]
+        cut, price = drafted, len(self._round.judges) * self.rate
+        for longer in range(drafted + 1, max(map(len, expected))):
+            gain += sum(each[longer] - each[longer - 1] for each in expected if longer < len(each))
+            gain -= price * (source.step_costs[longer - 1] - source.step)
             if gain > best:
-                best, cut = gain, drafted + 1
-        return best, cut
+                best, cut = gain, longer
+        return cut
 
     def _end_round(self) -> None:
         """Learn from what the rows of the round have reported."""
@@ -314,7 +382,7 @@ class ExpectedGain(Controller):
         taken.acceptance.estimate()
         taken.unused = 0.0
         won = sum(round_.accepted.get(row, 0) for row in round_.judges)
-        extra = taken.round_costs[round_.steps] - 1.0
+        extra = taken.cost(round_.steps, round_.known) - 1.0
         if not round_.probing:
             taken.probe_interval = taken.first_interval
         elif won > len(round_.judges) * self.rate * extra:
@@ -324,13 +392,15 @@ class ExpectedGain(Controller):
 
     def _pays(self, rows: Sequence[int]) -> bool:
         """Whether some stop later than now is expected to gain over stopping now."""
-        judges, source = self._round.judges, self._taken
+        round_, source = self._round, self._taken
+        judges = round_.judges
         states = [self._rows[row] for row in rows if row in judges]
         gain, survival = 0.0, 1.0
-        for drafted in range(self._round.steps, max((state.limit for state in states), default=0)):
+        for drafted in range(round_.steps, max((state.limit for state in states), default=0)):
             survival *= source.acceptance.next
             alive = sum(state.survival for state in states if state.limit > drafted)
-            gain += survival * alive - len(judges) * self.rate * source.step_costs[drafted]
+            cost = source.step_costs[drafted] if drafted >= round_.known else source.step
+            gain += survival * alive - len(judges) * self.rate * cost
             if gain > 0.0:
                 return True
         return False

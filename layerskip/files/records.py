@@ -204,7 +204,7 @@ def _record_of(rows: int) -> Check:
     rounds = {
         **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
         "confidences": optional(items(by_row(items(NUMBER)))),
-        "sources": items(optional(COUNT)),
+        "sources": items(_one_or_by_row(rows)),
     }
     return has(
         **dict.fromkeys(("repeat", "order"), COUNT),
@@ -240,6 +240,13 @@ def _record(line: Line, header: Line) -> None:
         _rounds(line, len(method.get("sources") or ()))
 
 
+def _one_or_by_row(rows: int) -> Check:
+    """The number of a round's source, null for none, or a list with that of each row."""
+    one = optional(COUNT)
+    by_row = items(one, rows)
+    return lambda value, name: (by_row if isinstance(value, list) else one)(value, name)
+
+
 def _rounds(line: Line, sources: int) -> None:
     drafted, accepted, emitted, drafts_of = (
         line["rounds"][part] for part in ("drafted", "accepted", "emitted", "sources")
@@ -255,12 +262,13 @@ def _rounds(line: Line, sources: int) -> None:
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
                 f"{line['new_tokens'][row]}; got {told}"
             )
-    for number, source in enumerate(drafts_of):
-        if source is not None and source >= sources:
-            raise ValueError(
-                f"rounds.sources[{number}] must be the number of one of the method's {sources} "
-                f"sources, got {source}"
-            )
+    for number, found in enumerate(drafts_of):
+        for source in found if isinstance(found, list) else [found]:
+            if source is not None and source >= sources:
+                raise ValueError(
+                    f"rounds.sources[{number}] must be the number of one of the method's {sources} "
+                    f"sources, got {source}"
+                )
 
 
 _EXIT = has(**dict.fromkeys(("exit", "agreement", "confidence"), anything), match=NUMBER)
