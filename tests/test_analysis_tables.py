@@ -7,7 +7,7 @@ import pytest
 import run_files as made
 
 from layerskip.analysis import tables
-from layerskip.analysis.runs import load_runs
+from layerskip.analysis.runs import load_runs, longest_drafts, rounds_of
 from layerskip.analysis.verdict import judge_run
 from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
@@ -332,3 +332,16 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
     costs = CostTable(0.5, (1.0, 1.2, 1.4))
     paid, plain = tables.price(run, own["name"], 1, costs)
     assert (paid, plain) == (pytest.approx(3 * 1.4 + 2 * (0.5 + 1.2) + 1.0), 10)
+
+
+def test_a_round_may_have_a_source_for_each_row():
+    """It costs the steps of the rows that took them, and the pass over the longest draft."""
+    rounds = {
+        "drafted": [[2, 1, 0], [1, 0, 0]],
+        "accepted": [[2, 0, 0], [1, 0, 0]],
+        "emitted": [[3, 1, 1], [2, 1, 0]],
+        "sources": [[0, 1, None], 1],
+    }
+    method = {"sources": ["lookup", "sublayers"]}
+    assert [each.source for each in rounds_of({"rounds": rounds})] == [0, 1, None, 1, 1]
+    assert longest_drafts(method, rounds) == [(2, 1), (1, 1)]

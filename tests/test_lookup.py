@@ -391,3 +391,83 @@ def test_a_row_that_a_model_has_set_back_still_looks_up() -> None:
 def test_costs_are_those_of_each_draft() -> None:
     with pytest.raises(ValueError, match="needs costs for each of 2 drafts, got 1; give one table"):
         decoded(MIXTURES["lookup, exit"], ExpectedGain(COSTS))
+
+
+def test_rows_look_up_beside_the_steps_of_others() -> None:
+    """The row that copies drafts further than the others' steps, and its round costs as much."""
+    tables = [CostTable(0.0, (1.0, 1.05)), CostTable(0.1, (1.0, 1.05))]
+    controller = ExpectedGain(tables, priors=[0.5, 0.9])
+    controller.reset(3)
+    copies, writes = Offer({0: 12, 1: 12, 2: 0}, {0: 40, 1: 1, 2: 0}), Offer(LENGTHS_OF_3, None)
+    chosen = controller.choose([copies, writes])
+    assert chosen == {0: 0, 1: 1, 2: 1}
+    limits = [controller.limit(row, 12) for row in range(3)]
+    steps = 0
+    while steps < 12 and controller.draft_together([1, 2]):
+        steps += 1
+        assert all(controller.keep_drafting(row, 0.5) for row in (1, 2))
+    assert 0 < steps < limits[0]
+    losses = [sum(row.losses) for row in controller._rows]
+    for row, drafted in enumerate((limits[0], steps, steps)):
+        controller.update(row, drafted, drafted)
+    cost = steps * 0.1 + 1.0 + 0.05 * limits[0]
+    spent = [sum(row.losses) for row in controller._rows]
+    assert spent[0] - losses[0] == pytest.approx(cost - limits[0] - 1)
+    assert spent[1] - losses[1] == pytest.approx(cost - steps - 1)
+    assert controller._rows[0].losses[1] == controller._rows[1].losses[0] == 0.0
+    # where all copy nobody takes a step, and where nobody does everybody
+    everybody = Offer(LENGTHS_OF_3, dict.fromkeys(range(3), 40))
+    assert controller.choose([everybody, writes]) == 0
+    nobody = Offer(dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 0))
+    assert controller.choose([nobody, writes]) == 1
+
+
+LENGTHS_OF_3 = dict.fromkeys(range(3), 12)
+
+
+def test_a_batch_of_rows_that_copy_and_rows_that_do_not_gains_by_a_source_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = half_copying()
+    monkeypatch.setattr(ExpectedGain, "_looked_up", lambda *_: {})
+    assert together < 0.97 * half_copying()
+
+
+def half_copying(step: float = 0.05) -> float:
+    """Target steps a token of four rows, which copy by turns, until the slowest has 200 tokens."""
+    tables = [CostTable(0.0, (1.0, 1.05)), CostTable(step, (1.0, 1.05))]
+    controller, drawn, cost = ExpectedGain(tables, priors=[0.5, 0.9]), random.Random(1), 0.0
+    controller.reset(4)
+    tokens = [0] * 4
+    while min(tokens) < 200:
+        copying = [(tokens[row] // 24 + row) % 2 == 0 for row in range(4)]
+        copies = {row: 12 * copying[row] for row in range(4)}
+        offers = [
+            Offer(copies, {row: 30 * copying[row] for row in range(4)}),
+            Offer(dict.fromkeys(range(4), 12), None),
+        ]
+        chosen = controller.choose(offers)
+        sources = [chosen.get(row) if isinstance(chosen, dict) else chosen for row in range(4)]
+        limits = [controller.limit(row, 12) for row in range(4)]
+        drafted = [limits[row] if sources[row] == 0 else 0 for row in range(4)]
+        drafted = [min(drafted[row], copies[row]) for row in range(4)]
+        drafting, steps = [row for row in range(4) if sources[row] == 1 and limits[row]], 0
+        while drafting and controller.draft_together(drafting):
+            steps += 1
+            for row in drafting:
+                drafted[row] = steps
+            drafting = [
+                row
+                for row in drafting
+                if steps < limits[row] and controller.keep_drafting(row, 0.9)
+            ]
+        cost += tables[1].round_cost(max(drafted), steps)
+        for row in range(4):
+            chance = 0.97 if copying[row] and sources[row] == 0 else 0.88
+            right = next((i for i in range(drafted[row]) if drawn.random() > chance), drafted[row])
+            if copies[row]:
+                known = min(right + 1, copies[row]) if sources[row] == 0 else 1
+                controller.learn(0, row, known, min(right, known))
+            controller.update(row, drafted[row], right)
+            tokens[row] += right + 1
+    return cost / 200

@@ -119,6 +119,8 @@ def test_headers_that_are_refused(path, values, words):
         ({"rounds__confidences": [[0.5]]}, "rounds.confidences[0][0] must be a list"),
         ({"rounds__sources": [0]}, "rounds.sources must have 2 items, got 1"),
         ({"rounds__sources": [None, 1]}, "one of the method's 1 sources, got 1"),
+        ({"rounds__sources": [None, [1]]}, "one of the method's 1 sources, got 1"),
+        ({"rounds__sources": [None, [0, 0]]}, "rounds.sources[1] must have 1 items, got 2"),
     ],
 )
 def test_records_that_are_refused(path, values, words):

@@ -25,6 +25,7 @@ _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
+_AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
@@ -74,6 +75,11 @@ class _Row:
     losses: list[float]
     """By source, target steps spent beyond what plain decoding would have."""
     loss_allowed: float = _LOSS_ALLOWED
+    tokens: float = 0.0
+    """Emitted of late; and the target steps that they cost."""
+    cost: float = 0.0
+    emitted: int = 0
+    """Tokens in all."""
     limit: int = 0
     survival: float = 1.0
     """P(all tokens drafted in this round are accepted)."""
@@ -111,15 +117,16 @@ class ExpectedGain(Controller):
     below 1 since plain decoding is always there. This is the optimum of a renewal-reward process
     (Dinkelbach): it maximises expected tokens per expected cost. As v may jump, the gain is that of
     the best stop among all later ones, not only of the next token. The probabilities are learned
-    during the call, and shared, like S, by the rows of the batch. S forgets over about 50 target
+    during the call, and shared by the rows of the batch. S forgets over about 50 target
     steps: a token is worth what its neighbours cost, and stretches differ. The longest draft only
     matters in loops; costs past the measured lengths are extrapolated.
 
     Rows draft in lockstep, so that a step for one is a step for all: the batch drafts on iff the
     gains of its rows together exceed the price, which all of them pay. A batch takes as long as its
-    slowest row, which gains less than the mean, and measured costs of a batch are off by a tenth.
-    So S is never below 1 + (1 - 1/B)/4 for B rows. Probes of a batch tell more, and are up to half
-    as frequent.
+    slowest row, so that only the slowest rows count: those with the fewest tokens so far, or at
+    most 12 more. S is theirs, too. They gain less than the mean, and measured costs of a batch are
+    off by a tenth. So S is never below 1 + (1 - 1/B)/4 for B rows. Probes of a batch tell more,
+    and are up to half as frequent.
 
     Of several sources a round takes the one whose best stop promises most: expected tokens less S
     times their cost. It learns about lookups in every round, used or not, by how many tokens they
@@ -185,8 +192,14 @@ class ExpectedGain(Controller):
         models = [each for each in self._sources if each.costs and each.costs.draft > 0.0]
         best = [(expected_tokens(s.prior, s.best), s.round_costs[s.best]) for s in models]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
-        self._tokens, self._cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
-        self.rate = max(self._least_rate, self._tokens / self._cost)
+        for row in self._rows:
+            row.tokens, row.cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
+        self._update_rate(self._rows)
+
+    def _update_rate(self, rows: Sequence[_Row]) -> None:
+        """Take the rate of some rows."""
+        rate = sum(row.tokens for row in rows) / sum(row.cost for row in rows)
+        self.rate = max(self._least_rate, rate)
 
     def choose(self, offers: Sequence[Offer]) -> Choice:
         if len(offers) != len(self._sources):
@@ -253,9 +266,9 @@ class ExpectedGain(Controller):
         self._count(row, drafted)
         cost = source.cost(round_.steps, round_.known)
         decay = _RATE_DECAY**cost
-        self._tokens = self._tokens * decay + accepted + 1
-        self._cost = self._cost * decay + cost
-        self.rate = max(self._least_rate, self._tokens / self._cost)
+        state.tokens = state.tokens * decay + accepted + 1
+        state.cost = state.cost * decay + cost
+        state.emitted += accepted + 1
         number = round_.lookups.get(row, round_.source or 0)
         state.losses[number] += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
@@ -286,7 +299,10 @@ class ExpectedGain(Controller):
         losses = {row: sum(self._rows[row].losses) for row in round_.rows}
         last = max(round_.rows, key=losses.__getitem__)
         late = losses[last] > self._rows[last].loss_allowed
-        round_.judges = [last] if late else round_.rows
+        slowest = min(self._rows[row].emitted for row in round_.rows)
+        slow = [row for row in round_.rows if self._rows[row].emitted <= slowest + _AHEAD]
+        round_.judges = [last] if late else slow
+        self._update_rate([self._rows[row] for row in round_.judges])
         best, gained = None, 0.0
         several = len(round_.judges) > 1 and any(offer.matches is None for offer in offers)
         known = self._looked_up(offers) if several else {}
@@ -355,11 +371,14 @@ class ExpectedGain(Controller):
             if gain > best and len(lookups) < len(judges):
                 best, cut, chosen = gain, drafted, lookups
         if chosen:
-            cut = self._longer(source, cut, [known[row][1] for row in chosen])
+            more, cut = self._longer(source, cut, [known[row][1] for row in chosen])
+            best += more
         return best, cut, chosen
 
-    def _longer(self, source: _Source, drafted: int, expected: Sequence[list[float]]) -> int:
-        """How far known drafts are worth to be verified beyond a round's steps."""
+    def _longer(
+        self, source: _Source, drafted: int, expected: Sequence[list[float]]
+    ) -> tuple[float, int]:
+        """What known drafts gain beyond a round's steps, and how far they are to be verified."""
         gain = best = 0.0
         cut, price = drafted, len(self._round.judges) * self.rate
         for longer in range(drafted + 1, max(map(len, expected))):
@@ -367,7 +386,7 @@ class ExpectedGain(Controller):
             gain -= price * (source.step_costs[longer - 1] - source.step)
             if gain > best:
                 best, cut = gain, longer
-        return cut
+        return best, cut
 
     def _end_round(self) -> None:
         """Learn from what the rows of the round have reported."""
