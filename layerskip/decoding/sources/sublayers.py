@@ -7,13 +7,12 @@ width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from layerskip.config import SINK, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.steps import Steps, Texts
