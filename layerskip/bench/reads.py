@@ -18,7 +18,7 @@ from layerskip.model.sublayers import Sublayers
 STEPWISE = ("plain", "generate", "llama.cpp")
 """Kinds of methods whose passes are of one token of every row."""
 
-_Round = tuple[int | None, int, list[int]]  # its source, tokens drafted, tokens emitted by row
+_Round = tuple[dict[int, int], list[int]]  # tokens drafted by source, tokens emitted by row
 
 
 def bytes_read(
@@ -41,13 +41,14 @@ def bytes_read(
     prompts: list[int] = batch.attention_mask.sum(-1).tolist()
     lengths = [prompt + first for prompt, first in zip(prompts, firsts, strict=True)]
     total = 0.0
-    for source, drafted, emitted in _rounds(decoded):
+    for drafts, emitted in _rounds(decoded):
+        drafted = max(drafts.values(), default=0)
         going = [length for length, count in zip(lengths, emitted, strict=True) if count]
         total += weights(len(going) * (drafted + 1))
         total += math.fsum(keys_read(keys, length + drafted) for length in going)
-        if source is not None and steps[source][0]:
+        for source, count in drafts.items():
             step, own = steps[source]
-            for place in range(drafted):
+            for place in range(count if step else 0):
                 total += step + math.fsum(keys_read(own, length + place) for length in going)
         lengths = [length + count for length, count in zip(lengths, emitted, strict=True)]
     return total or None
@@ -56,9 +57,9 @@ def bytes_read(
 def _rounds(decoded: Decoded) -> Iterator[_Round]:
     """The rounds behind the first tokens; of methods without any, one a token."""
     for each in (decoded.rounds or ())[1:]:
-        yield each.source, max(each.drafted), [len(tokens) for tokens in each.tokens]
+        yield each.longest(), [len(tokens) for tokens in each.tokens]
     if decoded.rounds is None:
         pairs = zip(decoded.tokens, decoded.first_tokens, strict=True)
         left = [len(tokens) - first for tokens, first in pairs]
         for number in range(max(left)):
-            yield None, 0, [int(count > number) for count in left]
+            yield {}, [int(count > number) for count in left]

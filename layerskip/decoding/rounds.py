@@ -48,6 +48,15 @@ class Round:
         """The source that a row drafted from in this round, if it did."""
         return self.source[row] if isinstance(self.source, tuple) else self.source
 
+    def longest(self) -> dict[int, int]:
+        """By source, the most tokens that a row has drafted from it in this round."""
+        found: dict[int, int] = {}
+        for row, drafted in enumerate(self.drafted):
+            source = self.source_of(row)
+            if source is not None:
+                found[source] = max(drafted, found.get(source, 0))
+        return found
+
 
 @dataclass
 class SourceCounts:
