@@ -9,10 +9,10 @@ MODELS := demo-llama demo-gemma2
 SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
-ASKED := --prompts spec-bench --chat --limit 1 --max-new-tokens 64 --repeats 1 --threads 2
+ASKED := --prompts spec-bench $(CHAT) --limit 1 --max-new-tokens 64 --repeats 1 --threads 2
 QUESTIONS := $(ASKED) --method plain --method self --method generate --method generate-prompt-lookup
 
-.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 lint picture
+.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 benchmark-context lint picture
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -47,7 +47,32 @@ benchmark-smollm2: checkpoints
 		--output $(RUNS)/smollm2-bfloat16.jsonl
 	$(BIN)/layerskip report $(REAL) --output $(RUNS)/smollm2-report
 
-.PHONY: $(SAMPLED) $(GREEDY)
+# Its speed by length of context, greedy and sampled, about twelve minutes on two quiet cores; beside
+# llama.cpp where the Python that LLAMA_PYTHON names has that and this package.
+CONTEXT_MODEL ?= smollm2
+CHAT ?= --chat
+CONTEXTS ?= 1000 4000 7500
+LLAMA_PYTHON ?= $(BIN)/python
+AT := $(CONTEXT_MODEL) --prompts spec-bench $(CHAT) $(CONTEXTS:%=--context %) --limit 1 --repeats 1 \
+	--warmup 0 --threads 2
+LONG_GREEDY := $(RUNS)/context-bfloat16-greedy.jsonl $(RUNS)/context-float32-greedy.jsonl
+LONG_SAMPLED := $(RUNS)/context-bfloat16-sampled.jsonl $(RUNS)/context-float32-sampled.jsonl
+benchmark-context: $(if $(filter smollm2,$(CONTEXT_MODEL)),checkpoints,.venv/installed)
+	rm -f $(LONG_GREEDY) $(LONG_SAMPLED)
+	$(MAKE) $(LONG_GREEDY) $(LONG_SAMPLED)
+	$(BIN)/layerskip report $(LONG_GREEDY) $(LONG_SAMPLED) --output $(RUNS)/context-report
+
+$(LONG_GREEDY): $(RUNS)/context-%-greedy.jsonl:
+	if $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null; \
+	then $(LLAMA_PYTHON) scripts/compare.py llama-cpp $(AT) --dtype $* --new-tokens 64 --output $@; \
+	else $(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
+		--method plain --method self --method generate; fi
+
+$(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
+	$(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
+		--method plain --method self --do-sample --temperature 0.8
+
+.PHONY: $(SAMPLED) $(GREEDY) $(LONG_GREEDY) $(LONG_SAMPLED)
 .PRECIOUS: $(SAMPLED) $(GREEDY)
 $(SAMPLED): $(RUNS)/%-sampled.jsonl: .venv/installed
 	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --limit 4 $(MEASURE) --trace --output $@
