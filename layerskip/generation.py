@@ -57,7 +57,8 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
         scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
         stats: counts of the decoding.
         rounds: a record of every round, without its scores and logits.
-        costs: the cost table that the controller used at first, of the last source.
+        costs: the cost table of the last source that the controller used at first; None if it had
+            nothing to decide.
     """
 
     stats: DecodingStats | None = None
@@ -187,7 +188,7 @@ class LayerSkipDecoding(Settings):
             progress=self.progress,
             clock=self.clock,
         )
-        decoder, costs = self.decoder(model, request)
+        decoder, all_costs = self.decoder(model, request)
         rounds = []
         for round_ in decoder.rounds():
             rounds.append(round_)
@@ -197,6 +198,9 @@ class LayerSkipDecoding(Settings):
         sequences = padded(input_ids, decoder.emitted, config)  # (B, W + n)
         if not config.return_dict_in_generate:
             return sequences
+        costs = None
+        if all_costs is not None and all_costs.used:
+            costs = all_costs.at(int(attention_mask.sum()) // rows, rows)
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
             scores=per_step(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]

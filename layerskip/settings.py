@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.speculation import Costs, CostTable
+from layerskip.costs.speculation import ContextCosts, Costs, CostTable
 from layerskip.decoding.controllers import Controller, completed, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.known import KnownTexts
@@ -109,7 +109,7 @@ class Settings:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
         return f"LayerSkipDecoding({self.skip!r}, controller={how!r})"
 
-    def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
+    def decoder(self, model: Any, request: Request) -> tuple[Decoder, Costs | None]:
         """The engine, ready to run a request on a model, and the costs its controller uses."""
         opened = sublayers_of(model, self.execution)
         if isinstance(opened, Whole) and request.encoded is not None:
@@ -138,9 +138,7 @@ class Settings:
         decoder = Decoder(
             opened, sources, controller, request, max_draft_length=longest, known=self.known
         )
-        last, (rows, _) = costs[-1], request.input_ids.shape
-        context = int(request.attention_mask.sum()) // rows
-        return decoder, None if last is None else last.at(context, rows)
+        return decoder, costs[-1]
 
     def _sources(self, opened: Sublayers, *, rejection: bool) -> tuple[Sublayers, list[Source]]:
         """The model, perhaps with a draft vocabulary, and its sources, the own draft last."""
@@ -262,7 +260,17 @@ class Settings:
             # measured costs would let a clock decide the text
             rows = request.input_ids.shape[0]
             return [by_bytes(model, source, rows) for source in sources]
-        return cost_tables(model, sources, request)
+        found: list[ContextCosts] = []
+
+        def later(number: int) -> ContextCosts:
+            def table(context: int, rows: int) -> CostTable:
+                if not found:  # behind the first token, which need not wait for it
+                    found.extend(cost_tables(model, sources, request))
+                return found[number].at(context, rows)
+
+            return ContextCosts(table)
+
+        return [later(number) for number in range(len(sources))]
 
     def row_seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""

@@ -193,6 +193,11 @@ class CostTable:
         """This table, whatever the context and the rows are (see `ContextCosts.at`)."""
         return self
 
+    @property
+    def used(self) -> bool:
+        """As of `ContextCosts`."""
+        return True
+
 
 class ContextCosts:
     """The costs at any length of context, in batches of any size.
@@ -215,6 +220,11 @@ class ContextCosts:
         if key not in self._made:
             self._made[key] = self._table(*key)
         return self._made[key]
+
+    @property
+    def used(self) -> bool:
+        """Whether any table has been asked for."""
+        return bool(self._made)
 
 
 Costs = CostTable | ContextCosts

@@ -37,8 +37,6 @@ class _Source:
         self.all_costs, self.most = costs, longest
         self.prior = prior
         self.costs: CostTable | None = None
-        self.at(0, 1)
-        self.reset(0.0)
 
     def at(self, context: int, rows: int) -> None:
         """Take the costs of a round there."""
@@ -172,7 +170,8 @@ class ExpectedGain(Controller):
         self._rows = [_Row([0.0] * len(self._sources)) for _ in range(rows)]
         self._round = _Round()
         self._begun = False
-        self._start()
+        if all(isinstance(source.all_costs, CostTable) for source in self._sources):
+            self.begin(0, rows)  # other costs may have to be measured first
 
     def begin(self, context: int, rows: int) -> None:
         self._end_round()
