@@ -186,8 +186,8 @@ def test_costs_are_measured_and_kept_without_the_model() -> None:
     request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
     opened, drafts = Sublayers(model), [Lookup(), Assistant(Sublayers(other)), EXIT]
     tables = cost_tables(opened, drafts, request)
-    assert [table.source for table in tables] == ["measured"] * 3
-    assert tables[0].draft == 0
+    assert [table.at(4).source for table in tables] == ["measured"] * 3
+    assert tables[0].at(4).draft == 0
     cost_tables(opened, [Lookup(), Assistant(Sublayers(other)), EXIT], request)
     assert len(timing._costs[model]) == 1  # the same kind of drafts
     cost_tables(opened, [Assistant(Sublayers(other))], request)

@@ -342,8 +342,8 @@ def test_devices_without_float64_are_served():
     assert found.best == [first, first]
     gap = narrow[first].cpu().double() - narrow[second].cpu().double()
     assert float(found.margins[1]) == float(gap)
-    keys = torch.ones(1, 2, 5, 3).as_subclass(Narrow)
-    assert _deviation(keys * 1.5, keys, length=4) == 0.5
+    keys = torch.ones(2, 5, 3).as_subclass(Narrow)
+    assert _deviation(keys * 1.5, keys) == 0.5
     assert 0 < chi_square([0, 1] * 50, torch.tensor([0.5, 0.5]).as_subclass(Narrow)) <= 1
 
 
@@ -370,7 +370,7 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
     model = tiny_model("llama")
     prefill = Passes.prefill
 
-    def careless(self):
+    def careless(self, *more):
         if leave == "weight":
             model.lm_head.weight.data[3, 4] += 0.5
         elif leave == "hook":
@@ -380,7 +380,7 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
             model.config.tried = True
         else:
             model.model.norm.forward = model.model.norm.forward
-        return prefill(self)
+        return prefill(self, *more)
 
     monkeypatch.setattr(Passes, "prefill", careless)
     report = check(model, PROMPTS[:1], SKIP, max_new_tokens=4)

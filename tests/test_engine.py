@@ -759,7 +759,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
     limit = llama.config.max_position_embeddings
     with pytest.raises(ValueError, match=f"at most {limit} tokens.*got {limit + 1}"):
         decoder(llama, request((limit - 3, 2), new_tokens=4))
-    with pytest.raises(TypeError, match="needs_confidence, reset, limit, keep_drafting"):
+    with pytest.raises(TypeError, match="needs_confidence, reset, begin, limit, keep_drafting"):
         decoder(llama, request(), controller=Nothing())
     rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
     passes = Passes(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)

@@ -161,9 +161,12 @@ class Modules(Backend):
             if mask is not None:  # an additive one in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
             more: dict[str, Any] = {"position_ids": step.slots} if positions else {}
-            cache = _Narrowed(step.cache, window, sink)
+            # blocks are trained without a cache
+            cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
             if shares:  # layers without keys and values of their own look here
-                read = {} if part.writes else {attend.layer_type: cache.read(part.keys)}
+                read = {}
+                if not part.writes and cache is not None:
+                    read[attend.layer_type] = cache.read(part.keys)
                 more["shared_kv_states"] = read
             out: Tensor = attend(
                 hidden_states=hidden if before is None else before(hidden),

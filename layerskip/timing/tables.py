@@ -561,7 +561,8 @@ def cost_tables(
 
 def _kinds(model: Sublayers, rows: int, context: int) -> Iterator[_Kind]:
     """The rounds whose times tell the costs of a batch that gets so long."""
-    many = min(_MOST_ROWS, 1 << (rows - 1).bit_length())
+    # what an encoder has read is read for the rows that there are
+    many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())
     yield from (_Kind(each, _CONTEXT) for each in sorted({1, many}))
     # compiled passes would be compiled anew, and the library's own caches have no free slots
     token = 0.0 if model.execution in ("compiled", "whole") else keys_read(model.key_bytes(), _FAR)

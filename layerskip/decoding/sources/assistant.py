@@ -105,6 +105,8 @@ class _State(Following):
         """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
         model = self.model
         starts, missing, tokens = self.latest(count)
+        if not self.cache.apart:  # to see tokens again changes nothing
+            missing = [range(each.stop) for each in missing]
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
             places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
