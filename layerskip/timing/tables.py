@@ -541,7 +541,8 @@ def cost_tables(
             if seconds is None:
                 asked |= {"whole": False, "turn": 3 * costs.calls.get(each, 0)}
             found = measure(model, sources, request, **asked)
-            costs.calls[each] = costs.calls.get(each, 0) + 1
+            # who asked for costs wants no later call to take its time for them
+            costs.calls[each] = _TRIES if seconds is not None else costs.calls.get(each, 0) + 1
             if found is not None:
                 before = costs.times.get(each)
                 costs.times[each] = found if before is None else before.merged(found)
