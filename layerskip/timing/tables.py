@@ -70,6 +70,7 @@ class _Costs:
         self.file: Path | None = None
         self.read = False
         self.calls: dict[_Kind, int] = {}
+        self.asked: set[_Kind] = set()  # measured by calls for just that
         self.tables: list[ContextCosts] | None = None
 
     def wants(self, kind: _Kind) -> bool:
@@ -534,6 +535,8 @@ def cost_tables(
                 known = _Kind(saved.pop("rows"), saved.pop("context"))
                 costs.times[known], costs.calls[known] = _Times(**saved), _CALLS
         wanted = [each for each in _kinds(model, rows, context) if costs.wants(each)]
+        if seconds is None:  # who asked for costs before wants no call to take its time for them
+            wanted = [each for each in wanted if each not in costs.asked]
         budget, started = _BUDGET if seconds is None else seconds, time.perf_counter()
         for number, each in enumerate(wanted):
             left = budget + started - time.perf_counter()
@@ -541,8 +544,9 @@ def cost_tables(
             if seconds is None:
                 asked |= {"whole": False, "turn": 3 * costs.calls.get(each, 0)}
             found = measure(model, sources, request, **asked)
-            # who asked for costs wants no later call to take its time for them
-            costs.calls[each] = _TRIES if seconds is not None else costs.calls.get(each, 0) + 1
+            costs.calls[each] = costs.calls.get(each, 0) + 1
+            if seconds is not None:
+                costs.asked.add(each)
             if found is not None:
                 before = costs.times.get(each)
                 costs.times[each] = found if before is None else before.merged(found)
