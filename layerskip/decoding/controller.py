@@ -74,7 +74,13 @@ class Controller:
 
 
 _PARTS = (
-    *("needs_confidence", "reset", "begin", "limit", "keep_drafting", "draft_together", "update"),
+    "needs_confidence",
+    "reset",
+    "begin",
+    "limit",
+    "keep_drafting",
+    "draft_together",
+    "update",
 )
 
 

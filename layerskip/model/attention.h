@@ -419,34 +419,12 @@ inline void join(float* all, const float* part, int64_t width) {
   }
 }
 
-template <typename S>
-void pack_query(const float* x, int64_t width, float* to) {
+// What `apply` makes of the kernels for keys and values of S on this CPU.
+template <typename S, typename Apply>
+auto with_kernel(const Apply& apply) {
   if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return Kernel<S, true>::pack_query(x, width, to);
-  Kernel<S, false>::pack_query(x, width, to);
-}
-
-// Numbers that a packed query takes.
-template <typename S>
-int64_t query_size(int64_t width) {
-  if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return Kernel<S, true>::depth(width);
-  return Kernel<S, false>::depth(width);
-}
-
-// As of `Kernel`.
-template <typename S>
-int64_t place(int64_t i, int64_t width) {
-  if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return Kernel<S, true>::place(i, width);
-  return i;
-}
-
-template <typename S, typename... Rest>
-void run(const Rest&... rest) {
-  if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return Kernel<S, true>::run(rest...);
-  Kernel<S, false>::run(rest...);
+    if (has_pairs()) return apply(Kernel<S, true>());
+  return apply(Kernel<S, false>());
 }
 
 // The attention of a layer in a pass: `count` tokens of every row, from the slots `starts` on.
@@ -516,14 +494,16 @@ struct Attention {
   };
 
   void gather(Block& block) const {
-    const int64_t size = query_size<S>(layer.width);
-    for (int64_t j = 0; j < block.count; ++j) {
-      const int64_t at = block.begin + j;
-      block.queries[j] = query(block.row, at);
-      const int64_t head = block.head * groups() + at % groups();
-      const float* x = queries + (block.row * count + at / groups()) * stride + head * layer.width;
-      pack_query<S>(x, layer.width, block.packed + j * size);
-    }
+    with_kernel<S>([&](const auto& kernel) {
+      const int64_t size = kernel.depth(layer.width);
+      for (int64_t j = 0; j < block.count; ++j) {
+        const int64_t at = block.begin + j, token = block.row * count + at / groups();
+        const int64_t head = block.head * groups() + at % groups();
+        block.queries[j] = query(block.row, at);
+        kernel.pack_query(queries + token * stride + head * layer.width, layer.width,
+                          block.packed + j * size);
+      }
+    });
   }
 
   // Whether a block sees anything of a segment; then its parts, as of `Kernel::run`.
@@ -539,8 +519,10 @@ struct Attention {
     if (begin >= end) return false;
     const int64_t at =
         ((block.row * layer.kv_heads + block.head) * slots + begin - base) * layer.width;
-    attention::run<S>(layer, block.queries, block.count, block.packed, keys + at, values + at,
-                      begin, end, known, weighing, block.room, to);
+    with_kernel<S>([&](const auto& kernel) {
+      kernel.run(layer, block.queries, block.count, block.packed, keys + at, values + at, begin,
+                 end, known, weighing, block.room, to);
+    });
     return true;
   }
 
@@ -549,8 +531,11 @@ struct Attention {
     const int64_t token = block.row * count + at / groups(), width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
     const float by = layer.eager ? 1.0f : 1.0f / all[1];
-    for (int64_t i = 0; i < padded(width); ++i)
-      if (const int64_t at = place<S>(i, width); at < width) to[at] = rounded<S>(all[2 + i] * by);
+    with_kernel<S>([&](const auto& kernel) {
+      for (int64_t i = 0; i < padded(width); ++i)
+        if (const int64_t at = kernel.place(i, width); at < width)
+          to[at] = rounded<S>(all[2 + i] * by);
+    });
   }
 
   template <typename Meet>
@@ -577,8 +562,11 @@ struct Attention {
       // probabilities are rounded, and not their shares: sums come first
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, false, to); });
       meet();
-      std::vector<float> known;
+      std::vector<float> known;  // of each row and head, once for all of its segments
+      const float* last = nullptr;
       each([&](int64_t, const float*, const float* first) {
+        if (first == last) return;
+        last = first;
         for (int64_t j = 0; j < asked(); ++j) {
           float sums[2] = {NEVER, 0.0f};
           for (int64_t i = 0; i < segments(block.row); ++i)
@@ -588,10 +576,12 @@ struct Attention {
         }
       });
       meet();
-      const float* next = known.data();
-      each([&](int64_t i, float* to, const float*) {
-        part(block, i, next, true, to);
-        next += 2 * asked();
+      int64_t group = -1;
+      last = nullptr;
+      each([&](int64_t i, float* to, const float* first) {
+        group += first != last;
+        last = first;
+        part(block, i, known.data() + 2 * asked() * group, true, to);
       });
     } else {
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, true, to); });

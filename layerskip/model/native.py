@@ -258,8 +258,7 @@ class Native(Fused):
     ) -> NativeBlock:
         if second:
             return NativeBlock(self, self._mlp(part, matrix, experts), fused)
-        heads = (_kv_heads(part.attention), part.attention.head_dim)
-        return NativeBlock(self, self._attention(part, matrix), fused, part.keys, heads)
+        return NativeBlock(self, self._attention(part, matrix), fused, part.keys, part.heads)
 
     def _attention(self, part: LayerParts, matrix: Matrix) -> int:
         module = part.attention
@@ -275,7 +274,7 @@ class Native(Fused):
             k_norm=self._norm(getattr(module, "k_norm", None)),
             v_norm=self._norm(getattr(module, "v_norm", None)),
             heads=module.o_proj.weight.shape[1] // module.head_dim,
-            kv_heads=_kv_heads(module),
+            kv_heads=part.heads[0],
             width=module.head_dim,
             window=part.window or 0,
             sink=part.sink,
@@ -368,11 +367,6 @@ class Native(Fused):
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
             how |= {"inner": inner.bfloat16(), "outer": blocks}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
-
-
-def _kv_heads(attention: Any) -> int:
-    heads: int = attention.o_proj.weight.shape[1] // attention.head_dim
-    return heads // int(attention.num_key_value_groups)
 
 
 def _in_blocks(part: LayerParts) -> bool:
