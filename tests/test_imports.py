@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"decoding"},
     {"timing"},
     {"generation", "session", "settings", "requests", "checkpoints", "defaults"},  # doors
-    {"replay"},
+    {"replay", "serving"},
     {"bench"},
     {"search", "training"},
     {"cli"},
