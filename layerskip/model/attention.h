@@ -238,10 +238,11 @@ struct Kernel {
     for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
   }
 
-  // Values of some slots, weighed for COUNT queries: WIDE vectors of each.
-  template <int COUNT, int WIDE>
+  // Values of some slots, weighed for COUNT queries: WIDE vectors of each. AHEAD: as many numbers
+  // from `next` on are fetched meanwhile.
+  template <int COUNT, int WIDE, bool AHEAD>
   static void weigh(const float* values, int64_t stride, int64_t steps, const float* powers,
-                    float* out, int64_t out_stride) {
+                    float* out, int64_t out_stride, const S* next) {
     Vec sums[COUNT][WIDE];
 #pragma GCC unroll 6
     for (int j = 0; j < COUNT; ++j)
@@ -249,6 +250,10 @@ struct Kernel {
       for (int v = 0; v < WIDE; ++v) sums[j][v] = Vec(0.0f);
     for (int64_t s = 0; s < steps; ++s) {
       Vec some[WIDE];
+      if constexpr (AHEAD)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDE; ++v)
+          __builtin_prefetch(next + (s * stride + v * LANES) * PACK, 0, 2);
 #pragma GCC unroll 4
       for (int v = 0; v < WIDE; ++v) some[v] = held(Vec::loadu(values + s * stride + v * LANES));
 #pragma GCC unroll 6
@@ -264,12 +269,12 @@ struct Kernel {
       for (int v = 0; v < WIDE; ++v) sums[j][v].store(out + j * out_stride + v * LANES);
   }
 
-  template <int WIDE>
+  template <int WIDE, bool AHEAD>
   static void weigh_all(int count, const float* values, int64_t stride, int64_t steps,
-                        const float* powers, float* out, int64_t out_stride) {
+                        const float* powers, float* out, int64_t out_stride, const S* next) {
     switch (count) {
 #define SOME(N) \
-  case N: weigh<N, WIDE>(values, stride, steps, powers, out, out_stride); break;
+  case N: weigh<N, WIDE, AHEAD>(values, stride, steps, powers, out, out_stride, next); break;
       SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #undef SOME
     }
@@ -372,7 +377,6 @@ struct Kernel {
     }
     if (!weighing) return;
     const float* rows = reinterpret_cast<const float*>(values);
-    fetch(keys + slots * width, slots * width);
     if (!std::is_same_v<S, float> || width != wide) {
       pack_values(values, slots, width, others);
       rows = others;
@@ -381,15 +385,14 @@ struct Kernel {
     for (int64_t j = 0; j < count; j += WEIGHING) {
       const int some = static_cast<int>(std::min<int64_t>(WEIGHING, count - j));
       const float* powers = scores + j * SEGMENT;
+      const S* next = j ? nullptr : keys + slots * width;  // of the segment behind, once
       for (int64_t i = 0; i < wide;) {
         float* out = parts + j * size + 2 + i;
-        if (i + SPAN * LANES <= wide) {
-          weigh_all<SPAN>(some, rows + i, wide, steps, powers, out, size);
-          i += SPAN * LANES;
-        } else {
-          weigh_all<1>(some, rows + i, wide, steps, powers, out, size);
-          i += LANES;
-        }
+        const bool span = i + SPAN * LANES <= wide;
+        const auto weigh = span ? (next ? weigh_all<SPAN, true> : weigh_all<SPAN, false>)
+                                : (next ? weigh_all<1, true> : weigh_all<1, false>);
+        weigh(some, rows + i, wide, steps, powers, out, size, next ? next + i * PACK : nullptr);
+        i += (span ? SPAN : 1) * LANES;
       }
     }
   }
