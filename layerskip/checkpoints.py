@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,7 +29,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, made, shipped
+from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, made, shipped, suggestion
 from layerskip.prompts import Prompt
 
 # What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
@@ -127,7 +128,7 @@ def load(
             raise ValueError(f"cannot load the checkpoint in {folder}: {reason}") from error
         raise ValueError(
             f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
-            f"folder, {' and '.join(SHIPPED)}"
+            f"folder, {', '.join(SHIPPED + MADE)}{suggestion(name)}"
         ) from error
     # transformers fills what a checkpoint lacks with random numbers and only logs it
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
@@ -175,7 +176,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
     """Token ids of a prompt, (1, T); chat messages go through the tokenizer's chat template.
 
     Raises:
-        ValueError: there is no chat template, or no token.
+        ValueError: there is no chat template, it refuses the messages, or there is no token.
     """
     if prompt.messages is not None:
         if not tokenizer.chat_template:
@@ -183,9 +184,15 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
                 f"prompt {prompt.id} holds chat messages, and this model's tokenizer has no chat "
                 "template; give plain text as prompt, on the command line without --chat"
             )
-        ids = tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(prompt.messages), add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        except TemplateError as error:
+            raise ValueError(
+                f"the model's chat template refuses the messages of prompt {prompt.id}: {error}; "
+                "it may know no system message, or ask for roles in turns"
+            ) from error
     else:
         ids = tokenizer(prompt.text)["input_ids"] if prompt.text else []
     if not ids:
@@ -224,5 +231,5 @@ def _folder(name: str) -> Path | None:
     if folder.exists():
         raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no folder {name}")
+        raise ValueError(f"there is no folder {name}{suggestion(name)}")
     return None

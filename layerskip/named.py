@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from difflib import get_close_matches
 from pathlib import Path
 
 SHIPPED = ("demo-llama", "demo-gemma2", "demo-gemma4")
@@ -10,7 +12,7 @@ SHIPPED_ASSISTANTS = ("demo-gemma4-assistant",)
 """Official assistants that come with the package, for `--assistant`."""
 
 MADE = ("smollm2", "gemma3-270m")
-"""Real checkpoints that `make checkpoints` puts into the folder `checkpoints`."""
+"""Real checkpoints that `make checkpoints` makes, in one of `checkpoint_folders`."""
 
 _MODELS = Path(__file__).parent / "models"
 SHIPPED_PROMPTS = _MODELS / "prompts.jsonl"
@@ -38,16 +40,42 @@ def shipped(name: str) -> Path:
     return folder
 
 
+def checkpoint_folders() -> list[Path]:
+    """Where real checkpoints are looked for, the first first.
+
+    That is `$LAYERSKIP_CHECKPOINTS`; if it is not set, `checkpoints` in the working folder, then
+    `layerskip/checkpoints` in the user's data folder (`$XDG_DATA_HOME`, else `~/.local/share`).
+    """
+    named = os.environ.get("LAYERSKIP_CHECKPOINTS")
+    if named:
+        return [Path(named)]
+    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return [Path("checkpoints"), data / "layerskip" / "checkpoints"]
+
+
 def made(name: str) -> Path:
-    """The folder where `make checkpoints` puts a real checkpoint, below the working folder.
+    """The folder of a real checkpoint that `make checkpoints` has made.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is in none of `checkpoint_folders`.
     """
-    folder = Path("checkpoints") / name
-    if not folder.is_dir():
-        raise ValueError(
-            f"there is no folder {folder} here; `make checkpoints` in the repository of layerskip "
-            "makes it"
-        )
-    return folder
+    places = checkpoint_folders()
+    for place in places:
+        if (place / name).is_dir():
+            return place / name
+    raise ValueError(
+        f"there is no folder {name} in {' or '.join(map(str, places))}; `make checkpoints` in the "
+        "repository of layerskip makes it, LAYERSKIP_CHECKPOINTS=FOLDER says where it lies"
+    )
+
+
+def suggestion(name: str) -> str:
+    """What was probably meant by the name of a model that is not there, to end a sentence."""
+    path = Path(name)
+    known = [*SHIPPED, *SHIPPED_ASSISTANTS, *MADE]
+    if path.parent.is_dir():
+        known += [str(each.parent) for each in path.parent.glob("*/config.json")]
+    found = get_close_matches(name, known, n=1)
+    if not found:  # a folder that is not there, of a name that is known
+        found = get_close_matches(path.name, known, n=1, cutoff=0.8)
+    return f"; did you mean {found[0]}?" if found else ""

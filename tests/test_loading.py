@@ -1,6 +1,7 @@
 """From a name to a model: what loads, what is refused, and in which words."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -124,11 +125,22 @@ def test_shipped_models_have_a_folder(monkeypatch, tmp_path):
         load("demo-llama")
 
 
-def test_made_checkpoints_lie_in_the_working_folder(monkeypatch, tmp_path):
+def test_made_checkpoints_are_found_from_anywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAYERSKIP_CHECKPOINTS", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     for name in MADE:
-        with pytest.raises(ValueError, match=rf"no folder checkpoints/{name} here; `make checkp"):
+        with pytest.raises(ValueError, match=rf"no folder {name} in checkpoints or .*make checkp"):
             load(name)
+    own = save_checkpoint(tmp_path / "data/layerskip/checkpoints/smollm2")
+    assert load("smollm2").folder == own
+    named = save_checkpoint(tmp_path / "elsewhere/smollm2")
+    monkeypatch.setenv("LAYERSKIP_CHECKPOINTS", str(named.parent))
+    assert load("smollm2").folder == named
+    monkeypatch.setenv("LAYERSKIP_CHECKPOINTS", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"no folder smollm2 in .*/none; "):
+        load("smollm2")  # where one is named, no other is looked at
+    monkeypatch.delenv("LAYERSKIP_CHECKPOINTS")
     save_checkpoint(tmp_path / "checkpoints/smollm2")
     loaded = load("smollm2")
     assert loaded.folder is not None
@@ -136,3 +148,25 @@ def test_made_checkpoints_lie_in_the_working_folder(monkeypatch, tmp_path):
     assert loaded.model.name_or_path == "smollm2"  # what a search would call it
     save_checkpoint(tmp_path / "smollm2")
     assert str(load("smollm2").folder) == "smollm2"  # a folder of that name goes first
+
+
+def test_wrong_names_suggest_the_nearest_right_one(tmp_path):
+    save_checkpoint(tmp_path / "mistral-tiny")
+    for name, meant in {
+        "demo-lama": "demo-llama",
+        "smolm2": "smollm2",
+        "./gemma3-270": "gemma3-270m",
+        str(tmp_path / "mistral-tony"): str(tmp_path / "mistral-tiny"),
+    }.items():
+        with pytest.raises(ValueError, match=rf"; did you mean {re.escape(meant)}\?$"):
+            load(name)
+    with pytest.raises(ValueError, match=r"there is no folder /nowhere/at/all$"):
+        load("/nowhere/at/all")
+
+
+def test_a_chat_template_may_refuse():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    chat = Prompt(id="7", messages=({"role": "system", "content": "w5"},))
+    with pytest.raises(ValueError, match="refuses the messages of prompt 7: System role"):
+        encode(tokenizer, chat)
