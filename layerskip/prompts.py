@@ -30,6 +30,13 @@ class Prompt:
             return self
         return replace(self, text=None, messages=({"role": "user", "content": self.text},))
 
+    def with_system(self, text: str) -> Prompt:
+        """The chat with a system message in front, unless it has one of its own."""
+        messages = self.messages or ()
+        if messages and messages[0]["role"] == "system":
+            return self
+        return replace(self, messages=({"role": "system", "content": text}, *messages))
+
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Read a prompt file; blank lines are left out.

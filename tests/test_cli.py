@@ -23,6 +23,7 @@ from layerskip.bench import lawtest
 from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
+from layerskip.cli.drafting import Drafting
 from layerskip.cli.options import Loading
 from layerskip.cli.terminal import PATIENCE, Talk, TextStream, reading
 from layerskip.config import DecodingOptions, SkipConfig
@@ -34,6 +35,7 @@ from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
 from layerskip.model.extension import refusal
 from layerskip.model.sublayers import EXECUTIONS, Sublayers
+from layerskip.prompts import Prompt
 
 PROMPT = "w5 w7 w96 w20"
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")
@@ -196,9 +198,75 @@ def test_what_a_user_says_goes_through_the_chat_template(tmp_path):
     assert chat != document(generate(folder, "--no-draft", "--json"))["token_ids"]
 
 
+def test_a_text_ends_for_a_reason_that_is_told(folder):
+    whole = document(generate(folder, *DRAFT, "--json"))
+    assert (whole["finish_reason"], whole["prompt_tokens"]) == ("length", 4)
+    assert 0 < whole["time_to_first_token"] <= whole["seconds"]
+    # the library's stop strings need a tokenizer of more than words
+    text = document(generate("demo-llama", "--json", prompt="def f("))
+    word = text["text"][10:14]
+    ends = ("--stop", "@@", "--stop", word)
+    stopped = document(generate("demo-llama", *ends, "--json", prompt="def f("))
+    count = stopped["new_tokens"]
+    assert word in stopped["text"]
+    assert stopped["token_ids"] == text["token_ids"][:count]
+    assert count < 16
+    assert stopped["finish_reason"] == "stop"
+    last = generate("demo-llama", "--stop", word, "--json", prompt="def f(", tokens=count)
+    assert document(last)["finish_reason"] == "stop"  # though there was no room for more
+    assert "--stop is empty" in refused("generate", folder, "--prompt", PROMPT, "--stop", "")
+
+
+def test_penalties_and_min_p_are_those_of_transformers(folder, expected):
+    model, ids = tiny_model("llama", dtype=torch.float32), torch.tensor([[5, 7, 96, 20]])
+    other = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=4.0)
+    found = document(generate(folder, *DRAFT, "--repetition-penalty", 4, "--json"))
+    assert found["token_ids"] == other[0, 4:].tolist() != expected
+    # only the likeliest has as much as the likeliest
+    sample = ("--do-sample", "--seed", 3, "--json")
+    assert document(generate(folder, *DRAFT, *sample, "--min-p", 1))["token_ids"] == expected
+    assert document(generate(folder, *DRAFT, *sample))["token_ids"] != expected
+    assert warned(generate(folder, *DRAFT, "--min-p", 0.1, "--quiet")) == [
+        "--min-p has no effect without --do-sample"
+    ]
+    words = refused("generate", folder, "--prompt", PROMPT, "--repetition-penalty", 0)
+    assert "--repetition-penalty must be positive and finite" in words
+
+
+@pytest.mark.parametrize("flags", [(), ("--prompt", "-")])
+def test_a_prompt_may_come_from_standard_input(folder, expected, flags):
+    arguments = ["generate", str(folder), *DRAFT, "-n", "16", "--quiet", *flags]
+    result = CliRunner().invoke(cli.app, arguments, input=PROMPT + "\n")
+    assert result.stdout == tiny_tokenizer().decode(expected) + "\n"
+    result = CliRunner().invoke(cli.app, arguments, input=b"\xff")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8: invalid start byte at byte 0" in result.stderr
+
+
+@pytest.mark.wheel
+def test_prompts_may_come_from_standard_input(folder):
+    flags = ("--prompts", "-", *DRAFT, "-n", 2, "--quiet", "--json")
+    child = process("generate", folder, *flags, stdin=subprocess.PIPE)
+    out, err = child.communicate('{"prompt": "w5"}\n{"prompt": "w9", "id": "nine"}\n', timeout=120)
+    assert child.returncode == 0, err
+    assert [result["id"] for result in json.loads(out)["results"]] == ["1", "nine"]
+
+
+def test_a_system_message_makes_a_chat(tmp_path):
+    folder = save_checkpoint(tmp_path / "chatting")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w10"
+    tokenizer.save_pretrained(folder)
+    chat = document(generate(folder, *DRAFT, "--system", "w3", "--json"))
+    text = document(generate(folder, *DRAFT, "--json", prompt=f"w9 w3 w9 {PROMPT} w10"))
+    assert chat["token_ids"] == text["token_ids"]
+    own = Prompt(id="1", messages=({"role": "system", "content": "w4"},))
+    assert own.with_system("w3") == own
+
+
 @pytest.mark.parametrize("command", ["generate", "check", "benchmark", "search"])
 def test_chat_means_the_same_to_every_command(folder, tmp_path, command):
-    flags = ["--prompt-file" if command == "generate" else "--prompts", "spec-bench", "--chat"]
+    flags = ["--prompts", "spec-bench", "--chat"]
     if command in ("benchmark", "search"):
         flags += ["--output", tmp_path / "out"]
     else:
@@ -519,12 +587,12 @@ def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
     for command in ("demo", "generate", "train", "check", "benchmark", "report", "env"):
         assert command in run("--help").stdout
-        text = run(command, "--help", columns=60).stdout
+        text = run(command, "-h", columns=60).stdout
         assert "--json" in text
 
 
 def test_choices_are_those_of_the_library():
-    hints = get_type_hints(cli.generate) | get_type_hints(Loading)
+    hints = get_type_hints(Drafting) | get_type_hints(Loading)
     assert set(get_args(get_args(hints["controller"])[0])) == set(CONTROLLERS)
     assert get_args(hints["dtype"]) == DTYPES
     assert set(get_args(hints["execution"])) == set(EXECUTIONS)
@@ -794,13 +862,13 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
         (("--exit-layer", 6), "exit_layer must be in 1..5 for a 6-layer model, got 6"),
         (("--skip", "nowhere.json"), "cannot read skip config nowhere.json"),
         (("--exit-layer", 3, "--skip", "x.json"), "give --skip or --exit-layer, not both"),
-        (("--max-new-tokens", 0), "'--max-new-tokens': "),
+        (("--max-new-tokens", 0), "'--max-new-tokens' / '-n': "),
         (("--max-new-tokens", 1000), "at most 256 tokens for this model, got 1004"),
         (("--controller", "magic"), "'magic' is not one of 'expected-gain', 'fixed'"),
         (("--threshold", 1.5, "--controller", "confidence"), "'--threshold': "),
         (("--temperature", 0, "--do-sample"), "--temperature must be positive and finite, got 0"),
         (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
-        (("--prompt-file", "p.txt"), "--prompt TEXT or --prompt-file FILE, one of them; got both"),
+        (("--prompt-file", "p.txt"), "--prompt TEXT or --prompts FILE, one of them; got both"),
         (("--colour",), "No such option"),
     ],
 )

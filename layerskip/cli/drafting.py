@@ -6,7 +6,7 @@ need no set-up: they are looked up, and the model drafts in low precision where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from layerskip.cli.options import DraftFlags, Loading, open_model, open_passes, warn_idle
+from layerskip.cli.options import (
+    DraftFlags,
+    Loading,
+    MaxDraftLength,
+    Sampling,
+    Threshold,
+    open_model,
+    open_passes,
+    warn_idle,
+)
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
 
@@ -22,6 +31,27 @@ if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.decoding.sources.lookup import Lookup
     from layerskip.model.sublayers import Sublayers
+
+_MEASURING = 0.5  # seconds, where costs are not known from earlier commands
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Whether drafts are made, and how long they get."""
+
+    controller: Annotated[
+        Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
+        typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
+    ] = None
+    max_draft_length: MaxDraftLength = None
+    threshold: Threshold = None
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")] = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `LayerSkipDecoding`."""
+        own = {"controller": self.controller, "max_draft_length": self.max_draft_length}
+        return own | {"threshold": self.threshold}
 
 
 @dataclass(frozen=True)
@@ -288,3 +318,51 @@ def open_drafts(
             raise ValueError(f"there are no drafts here: {drafts.words}; name a skip config")
         talk.say(f"drafts: {drafts.words}")
         yield loaded, opened, drafts
+
+
+@contextmanager
+def open_decoding(
+    draft: DraftFlags,
+    sources: Sources,
+    drafting: Drafting,
+    sampling: Sampling,
+    loading: Loading,
+    talk: Talk,
+    check: Callable[[Loaded], None],
+) -> Iterator[tuple[Loaded, Sublayers, dict[str, Any], list[str]]]:
+    """A model on its threads, settings of `layerskip.generate`, and what its sources are called.
+
+    Args:
+        check: told the model before anything is measured: what it refuses is refused early.
+    """
+    given, text = draft.given(), sources.text()
+    own = {**drafting.settings, "acceptance": sampling.acceptance}
+    loaded = open_model(loading, talk)
+    second = None
+    if drafting.no_draft:
+        warn_idle({**sources.idle, **own}, "with --no-draft")
+    else:
+        second = sources.second(loading, loaded, talk)
+    check(loaded)
+    law = {name: value for name, value in sampling.settings.items() if value is not None}
+    settings = {"enabled": False, "execution": loading.execution, **own}
+    names: list[str] = []
+    with open_passes(loaded, loading, talk) as opened:
+        if not drafting.no_draft:
+            from layerskip.generation import LayerSkipDecoding
+
+            other = None if second is None else second.opened(loading.execution)
+            drafts = choose(given, sources, text, loaded, opened, talk, other)
+            enabled = bool(drafts) and not drafts.turned_off
+            off = "none, as the skip config says" if drafts.turned_off else ""
+            talk.say(f"drafts: {off or drafts.words}")
+            if not drafts:
+                warn_idle(own, "without drafts")
+            settings |= {"enabled": enabled} | drafts.settings
+            if enabled:
+                names = drafts.names
+                talk.progress("measuring what drafting costs here")
+                LayerSkipDecoding(**settings).prepare(
+                    loaded.model, seconds=_MEASURING, do_sample=sampling.do_sample, **law
+                )
+        yield loaded, opened, settings | law | {"do_sample": sampling.do_sample}, names

@@ -3,57 +3,63 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerskip.cli.drafting import Sources, choose
+from layerskip.cli.drafting import Drafting, Sources, open_decoding
 from layerskip.cli.options import (
     AsJson,
     Chat,
     DraftFlags,
     Loading,
-    MaxDraftLength,
     MaxNewTokens,
     Quiet,
     Sampling,
-    Threshold,
+    Wording,
     by_source,
     counts,
-    open_model,
-    open_passes,
     read_given,
     spoken,
     to_json,
-    warn_idle,
     write_out,
 )
 from layerskip.cli.terminal import Talk, TextStream, decode_text, reading, title
 from layerskip.prompts import Prompt
 
-_MEASURING = 0.5  # seconds, where costs are not known from earlier commands
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from layerskip.checkpoints import Loaded
 
 
 def generate(
     *,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
-    prompt_file: Annotated[
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Text to continue; -, or no prompt at all, reads standard input."
+        ),
+    ] = None,
+    prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Prompts: JSON lines, or text, one prompt a line."),
+        typer.Option(
+            "--prompts",
+            "--prompt-file",
+            metavar="FILE",
+            help="Prompts: JSON lines, or text, one prompt a line; - reads standard input.",
+        ),
     ] = None,
     chat: Chat = False,
+    wording: Wording,
     draft: DraftFlags,
     sources: Sources,
-    controller: Annotated[
-        Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
-        typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
-    ] = None,
-    max_draft_length: MaxDraftLength = None,
-    threshold: Threshold = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")] = False,
+    drafting: Drafting,
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Annotated[
@@ -67,67 +73,39 @@ def generate(
 ) -> None:
     """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
     began = time.perf_counter()
-    prompts = spoken(_given_prompts(prompt, prompt_file), chat)
-    given = draft.given()
-    text_to_draft = sources.text()
+    chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
     sampling.check(seed)
-    drafting: dict[str, Any] = {
-        "controller": controller,
-        "max_draft_length": max_draft_length,
-        "threshold": threshold,
-        "acceptance": sampling.acceptance,
-    }
-    talk = Talk(quiet)
-    loaded = open_model(loading, talk)
-    second = None
-    if no_draft:
-        warn_idle({**sources.idle, **drafting}, "with --no-draft")
-    else:
-        second = sources.second(loading, loaded, talk)
-
-    import torch
-
-    from layerskip.checkpoints import encode
-    from layerskip.generation import LayerSkipDecoding
-    from layerskip.generation import generate as generate_tokens
-    from layerskip.session import Session
-
-    inputs = [encode(loaded.tokenizer, each).to(loaded.model.device) for each in prompts]
+    wording.check(sampling.do_sample)
     if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
-    settings: dict[str, Any] = {
-        "enabled": False,
-        "execution": loading.execution,
-        "do_sample": sampling.do_sample,
-        **drafting,
-        **{name: value for name, value in sampling.settings.items() if value is not None},
-    }
+    talk = Talk(quiet)
+    inputs: list[Tensor] = []  # (1, T) each
+
+    def encoded(loaded: Loaded) -> None:
+        from layerskip.checkpoints import encode
+
+        inputs.extend(encode(loaded.tokenizer, each).to(loaded.model.device) for each in chosen)
+
     results: list[dict[str, Any]] = []
-    names: list[str] = []
-    with open_passes(loaded, loading, talk) as opened:
-        if not no_draft:
-            other = None if second is None else second.opened(loading.execution)
-            drafts = choose(given, sources, text_to_draft, loaded, opened, talk, other)
-            enabled = bool(drafts) and not drafts.turned_off
-            names = drafts.names if enabled else []
-            off = "none, as the skip config says" if drafts.turned_off else ""
-            talk.say(f"drafts: {off or drafts.words}")
-            if not drafts:
-                warn_idle(drafting, "without drafts")
-            settings |= {"enabled": enabled} | drafts.settings
-            if enabled:
-                talk.progress("measuring what drafting costs here")
-                own = {**drafting, **drafts.settings, "execution": loading.execution}
-                law = {"do_sample": sampling.do_sample, **sampling.settings}
-                LayerSkipDecoding(**own).prepare(loaded.model, seconds=_MEASURING, **law)
+    with open_decoding(draft, sources, drafting, sampling, loading, talk, encoded) as found:
+        loaded, opened, settings, names = found
+        settings |= wording.settings(loaded.tokenizer)
+
+        import torch
+
+        from layerskip.generation import generate as generate_tokens
+        from layerskip.requests import end_tokens
+        from layerskip.session import Session
+
+        ends = end_tokens(loaded.model)
         continued: Any = partial(generate_tokens, loaded.model)
-        if len(prompts) > 1 and not getattr(opened, "both", False):  # an encoder-decoder
+        if len(chosen) > 1 and not getattr(opened, "both", False):  # an encoder-decoder
             continued = Session(loaded.model, execution=loading.execution).generate
-        for number, (each, ids) in enumerate(zip(prompts, inputs, strict=True)):
+        for number, (each, ids) in enumerate(zip(chosen, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
-            if len(prompts) > 1 and (stream or not as_json):
+            if len(chosen) > 1 and (stream or not as_json):
                 write_out(f"{title(f'prompt {each.id}')}\n")
-            talk.progress("" if stream else f"generating, prompt {number + 1} of {len(prompts)}")
+            talk.progress("" if stream else f"generating, prompt {number + 1} of {len(chosen)}")
             start = time.perf_counter()
             output = continued(
                 # without a mask the library takes a pad token in the prompt for padding
@@ -145,9 +123,13 @@ def generate(
             if not stream and not as_json:
                 talk.progress("")
                 write_out(text + "\n")
+            stopped = len(token_ids) < max_new_tokens or token_ids[-1] in ends
+            stopped = stopped or _holds(text, wording.stop or ())
             result = {
                 "text": text,
                 "token_ids": token_ids,
+                "finish_reason": "stop" if stopped else "length",
+                "prompt_tokens": ids.shape[1],
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
                 "tokens_per_second": len(token_ids) / seconds,
@@ -157,26 +139,40 @@ def generate(
                 "seed": own_seed,
             }
             talk.say(_summary(result))
-            results.append({"id": each.id, **result} if len(prompts) > 1 else result)
+            results.append({"id": each.id, **result} if len(chosen) > 1 else result)
     total = time.perf_counter() - began
     talk.say(
         f"{total:.1f} s in all, "
         f"{total - sum(result['seconds'] for result in results):.1f} of them to load and measure"
     )
     if as_json:
-        found = {"results": results} if len(prompts) > 1 else results[0]
-        print(to_json({**found, "total_seconds": total}))
+        whole = {"results": results} if len(chosen) > 1 else results[0]
+        print(to_json({**whole, "total_seconds": total}))
 
 
-def _given_prompts(prompt: str | None, prompt_file: Path | None) -> list[Prompt]:
-    if (prompt is None) == (prompt_file is None):
-        got = "neither" if prompt is None else "both"
-        raise ValueError(f"give --prompt TEXT or --prompt-file FILE, one of them; got {got}")
-    if prompt_file is not None:
-        return read_given(prompt_file)
+def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
+    if prompt is not None and path is not None:
+        raise ValueError("give --prompt TEXT or --prompts FILE, one of them; got both")
+    if path is not None:
+        return read_given(path)
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n") or None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"standard input is not UTF-8: {error.reason} at byte {error.start}"
+            ) from error
+    if prompt is None:
+        raise ValueError(
+            "give --prompt TEXT, --prompts FILE or a text on standard input; got neither"
+        )
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
     return [Prompt(id="1", text=prompt)]
+
+
+def _holds(text: str, ends: Iterable[str]) -> bool:
+    return any(end in text for end in ends)
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -185,6 +181,8 @@ def _summary(result: dict[str, Any]) -> str:
         f"{result['tokens_per_second']:.1f} tokens/s, "
         f"the first after {result['time_to_first_token']:.2f} s"
     )
+    if result["finish_reason"] == "length":
+        words += "; cut at --max-new-tokens"
     if result["num_known_tokens"]:
         words += f"; {result['num_known_tokens']} tokens known from earlier prompts"
     if result["num_drafts"]:

@@ -81,6 +81,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Lossless self-speculative decoding: a model drafts with some of its own sublayers.",
 )
 

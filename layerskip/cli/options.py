@@ -46,7 +46,10 @@ Threshold = Annotated[
     float | None,
     typer.Option(min=0, max=1, metavar="P", help="Of controllers with a threshold."),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate at most.")]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate at most."),
+]
 Seed = Annotated[int, typer.Option(metavar="N", help="Of sampling.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line.")]
@@ -179,6 +182,52 @@ class Sampling:
         )
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What a text begins with and where it ends, and what else its law is made of."""
+
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="System message of prompts that have none; means --chat."
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End once this has been written; repeatable."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Above 1, what was there already becomes less likely."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="P", help="Of sampling: least share of the likeliest's chance."
+        ),
+    ] = None
+
+    def check(self, do_sample: bool) -> None:
+        """Refuse what can mean nothing; warn of a flag without an effect."""
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                "--repetition-penalty must be positive and finite (1 is off), got "
+                f"{self.repetition_penalty}"
+            )
+        if not all(self.stop or ()):
+            raise ValueError("--stop is empty; give the text to end at")
+        if not do_sample:
+            warn_idle({"min_p": self.min_p}, "without --do-sample")
+
+    def settings(self, tokenizer: Any) -> dict[str, Any]:
+        """For `layerskip.generate`."""
+        found: dict[str, Any] = {}
+        if self.stop:
+            found |= {"stop_strings": self.stop, "tokenizer": tokenizer}
+        given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
+        return found | {name: value for name, value in given.items() if value is not None}
+
+
 def spliced(command: Callable[..., None]) -> Callable[..., None]:
     """The command with flags of its own in place of parameters that are dataclasses of flags.
 
@@ -301,12 +350,16 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
 
 
 def read_given(path: Path) -> list[Prompt]:
-    """The prompts of a file, or of the sample of that name."""
+    """The prompts of a file, of the sample of that name, or of standard input, which is "-"."""
+    if str(path) == "-":
+        path = Path("/dev/stdin")
     return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
 
 
-def spoken(prompts: Sequence[Prompt], chat: bool) -> list[Prompt]:
-    """The prompts, for the chat template where --chat was given."""
+def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
+    """The prompts, for the chat template where --chat or a system message was given."""
+    if system is not None:
+        return [prompt.as_chat().with_system(system) for prompt in prompts]
     return [prompt.as_chat() if chat else prompt for prompt in prompts]
 
 
