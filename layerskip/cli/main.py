@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from layerskip import __version__
 from layerskip.cli.benchmark import benchmark
+from layerskip.cli.chat import chat
 from layerskip.cli.check import check
 from layerskip.cli.demo import demo
 from layerskip.cli.env import env
@@ -118,5 +119,5 @@ def _root(
     pass
 
 
-for command in (generate, search, train, benchmark, check, demo, report, env):
+for command in (generate, chat, search, train, benchmark, check, demo, report, env):
     app.command()(spliced(command))

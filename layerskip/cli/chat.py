@@ -1,0 +1,364 @@
+"""The chat command: a conversation in a terminal, or a message a line from standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerskip.cli.drafting import Drafting, Sources, open_decoding
+from layerskip.cli.options import (
+    DraftFlags,
+    Loading,
+    MaxNewTokens,
+    Quiet,
+    Sampling,
+    Wording,
+    write_out,
+)
+from layerskip.cli.terminal import Talk, TextStream, decode_text, reading, two_columns
+from layerskip.prompts import Prompt
+
+if TYPE_CHECKING:
+    from layerskip.checkpoints import Loaded
+    from layerskip.decoding.rounds import Round
+    from layerskip.generation import GenerationOutput
+    from layerskip.session import Session
+
+COMMANDS = {
+    "/seed N": "of sampling, for every answer from now on; alone: one is drawn for each answer",
+    "/temperature T": "sample with this temperature; 0: take the likeliest tokens",
+    "/system TEXT": "another system message; alone: none; the conversation begins anew",
+    "/draft": "what of the last answer was drafted, and what that gained",
+    "/reset": "forget the conversation",
+    "/help": "this",
+    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
+}
+_COLOURS = {"lookup": "green", "sublayers": "cyan", "assistant": "magenta"}
+_MEANING = {
+    "lookup": "looked up",
+    "sublayers": "drafted by the model itself",
+    "assistant": "drafted by the second model",
+}
+
+
+def chat(
+    *,
+    wording: Wording,
+    draft: DraftFlags,
+    sources: Sources,
+    drafting: Drafting,
+    max_new_tokens: MaxNewTokens = 1024,
+    sampling: Sampling,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of sampling; drawn for each answer if not given."),
+    ] = None,
+    loading: Loading,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with a model in the terminal; /help shows what may be typed beside messages.
+
+    Where standard input is no terminal, every line of it is a message, and answers are plain text.
+    """
+    sampling.check(seed)
+    wording.check(sampling.do_sample)
+    talk = Talk(quiet)
+    with open_decoding(draft, sources, drafting, sampling, loading, talk, _check) as found:
+        loaded, _, settings, names = found
+        from layerskip.session import Session
+
+        session = Session(loaded.model, **settings | wording.settings(loaded.tokenizer))
+        conversation = Conversation(
+            loaded, session, talk, max_new_tokens, wording.system, seed, settings["do_sample"]
+        )
+        typed = sys.stdin.isatty()
+        if typed:
+            talk.say("/help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
+        for line in typed_lines() if typed else (line.rstrip("\n") for line in sys.stdin):
+            if line.startswith("/"):
+                if not _command(conversation, line, names):
+                    break
+            elif line.strip():
+                conversation.say(line)
+
+
+def _check(loaded: Loaded) -> None:
+    if not loaded.tokenizer.chat_template:
+        raise ValueError(
+            f"{loaded.name} has no chat template, it was not made for conversations; name a model "
+            "that was, as smollm2, or continue text with layerskip generate"
+        )
+
+
+def typed_lines() -> Iterator[str]:
+    """What a person types, with a history; several lines by Alt-Enter or pasted."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    names = [command.split()[0] for command in COMMANDS]
+    typing: PromptSession[str] = PromptSession(
+        completer=WordCompleter(names, sentence=True),
+        complete_while_typing=False,
+        key_bindings=keys,
+        reserve_space_for_menu=3,
+    )
+    while True:
+        try:
+            yield typing.prompt("> ")
+        except KeyboardInterrupt:
+            continue  # what was typed is dropped, as in a shell
+        except EOFError:
+            return
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and how the next answer is made.
+
+    Attributes:
+        system: the system message, if there is one.
+        seed: of every answer; None draws one for each.
+        temperature: None is the model's setting.
+        last: how the last answer came about.
+    """
+
+    loaded: Loaded
+    session: Session
+    talk: Talk
+    max_new_tokens: int
+    system: str | None
+    seed: int | None
+    do_sample: bool
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    temperature: float | None = None
+    last: GenerationOutput | None = None
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages.clear()
+        self.last = None
+
+    def say(self, text: str) -> None:
+        """Say something to the model and write its answer as it comes.
+
+        If it is ended by Ctrl-C, what was written is the answer. A message that cannot be answered
+        is dropped, and the reason is told.
+        """
+        message = {"role": "user", "content": text}
+        try:
+            output, ended = self._answer([*self.messages, message])
+        except KeyboardInterrupt:  # before there was a token, or pressed again
+            self.talk.say("(ended; your message is dropped)")
+            return
+        except ValueError as error:
+            warnings.warn(f"{error}; /reset forgets the conversation", stacklevel=2)
+            return
+        assert output.rounds is not None
+        answer = decode_text(self.loaded.tokenizer, _tokens(output.rounds))
+        self.messages += [message, {"role": "assistant", "content": answer}]
+        self.last = output
+        if ended:
+            self.talk.say("(ended)")
+
+    def _answer(self, messages: Sequence[dict[str, Any]]) -> tuple[GenerationOutput, bool]:
+        """The answer, written, and whether somebody ended it."""
+        import torch
+
+        from layerskip.checkpoints import encode
+
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = Prompt(id="1", messages=(*before, *messages))
+        ids = encode(self.loaded.tokenizer, prompt).to(self.loaded.model.device)  # (1, T)
+        config = self.loaded.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        room = max(1, min(self.max_new_tokens, limit - ids.shape[1]))
+        told = reading(self.talk)
+        with _interrupts() as interrupted:
+
+            def progress(done: int, whole: int) -> None:
+                if interrupted():
+                    raise KeyboardInterrupt
+                told(done, whole)
+
+            output = self.session.generate(
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                streamer=TextStream(self.loaded.tokenizer, write_out),
+                stopping_criteria=[lambda *_: interrupted()],  # the answer ends behind a token
+                seed=self._next_seed() if self.do_sample else None,
+                progress=progress,
+                clock=time.perf_counter,
+                max_new_tokens=room,
+                **self._law,
+            )
+            return output, interrupted()
+
+    @property
+    def _law(self) -> dict[str, Any]:
+        own = {} if self.temperature is None else {"temperature": self.temperature}
+        return {"do_sample": self.do_sample, **(own if self.do_sample else {})}
+
+    def _next_seed(self) -> int:
+        return int.from_bytes(os.urandom(4)) if self.seed is None else self.seed
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; it stops nothing by itself, but the second time."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _tokens(rounds: Sequence[Round]) -> list[int]:
+    return [token for each in rounds for token in each.tokens[0]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Commands
+
+
+def _command(conversation: Conversation, line: str, names: Sequence[str]) -> bool:
+    """Do what a line says that begins with a slash; False ends the conversation."""
+    name, _, rest = line.partition(" ")
+    rest, talk = rest.strip(), conversation.talk
+    if name == "/quit":
+        return False
+    if name == "/seed":
+        _seed(conversation, rest)
+    elif name == "/temperature":
+        _temperature(conversation, rest)
+    elif name == "/system":
+        conversation.system = rest or None
+        conversation.reset()
+        talk.say("a new conversation, " + ("with that system message" if rest else "without one"))
+    elif name == "/draft":
+        _draft(conversation, names)
+    elif name == "/reset":
+        conversation.reset()
+        talk.say("the conversation is forgotten")
+    elif name == "/help":
+        write_out(two_columns(list(COMMANDS.items())) + "\n")
+    else:
+        talk.say(f"no command {name}; /help shows them (a message may begin with a space)")
+    return True
+
+
+def _seed(conversation: Conversation, text: str) -> None:
+    try:
+        conversation.seed = int(text) if text else None
+    except ValueError:
+        conversation.talk.say(f"a seed must be a whole number, got {text}; as in /seed 7")
+        return
+    words = "is drawn for each answer" if not text else f"of every answer is {text}"
+    idle = "" if conversation.do_sample else ", once there is a /temperature to sample with"
+    conversation.talk.say(f"the seed {words}{idle}")
+
+
+def _temperature(conversation: Conversation, text: str) -> None:
+    try:
+        value = float(text)
+        if not 0 <= value < float("inf"):
+            raise ValueError
+    except ValueError:
+        conversation.talk.say(
+            f"a temperature must be 0 or above, got {text!r}; as in /temperature .7"
+        )
+        return
+    conversation.do_sample = value > 0
+    conversation.temperature = value or None
+    words = f"sampled at temperature {value:g}" if value else "of the likeliest tokens"
+    conversation.talk.say(f"answers are now {words}")
+
+
+def _draft(conversation: Conversation, names: Sequence[str]) -> None:
+    """Show the last answer with its drafted tokens marked, and what they gained."""
+    from rich.console import Console
+    from rich.text import Text
+
+    output = conversation.last
+    if output is None:
+        conversation.talk.say("there is no answer yet")
+        return
+    assert output.rounds is not None
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    coloured = console.color_system is not None
+    shown = Text()
+    for piece, source in pieces(output.rounds, conversation.loaded.tokenizer, names):
+        if source is None:
+            shown.append(piece)
+        else:
+            shown.append(piece if coloured else f"[{piece}]", _COLOURS[source])
+    console.print(shown)
+    legend = Text("\n")
+    for source in names:
+        legend.append(_MEANING[source], _COLOURS[source]).append("; ")
+    rest = "the model's own" if names else "all of it is the model's own, nothing drafts here"
+    legend.append(rest if coloured or not names else "[drafted], the rest is the model's own")
+    console.print(legend)
+    console.print(Text(_gain(output)))
+
+
+def pieces(
+    rounds: Sequence[Round], tokenizer: Any, names: Sequence[str]
+) -> Iterator[tuple[str, str | None]]:
+    """The text of an answer in pieces, each with the name of what drafted it, if anything did."""
+    tokens: list[int] = []
+    written = 0
+    for each in rounds:
+        emitted, accepted, source = each.tokens[0], each.accepted[0], each.source_of(0)
+        parts = [(emitted[:accepted], source), (emitted[accepted:], None)]
+        for part, drafter in parts:
+            tokens += part
+            text = decode_text(tokenizer, tokens)
+            if text.endswith("\ufffd") or len(text) == written:
+                continue  # a character whose last bytes are still to come, or nothing to see
+            yield text[written:], None if drafter is None else names[drafter]
+            written = len(text)
+    text = decode_text(tokenizer, tokens)
+    if len(text) > written:
+        yield text[written:], None
+
+
+def _gain(output: GenerationOutput) -> str:
+    """What drafts gained, and how fast the answer was."""
+    stats, rounds = output.stats, output.rounds
+    assert stats is not None
+    assert rounds is not None
+    times = [each.times for each in rounds if each.times is not None]
+    words = (
+        f"{stats.num_new_tokens} tokens in {1 + stats.num_rounds} passes of the model; drafted "
+        f"{stats.num_draft_tokens}, accepted {stats.num_accepted_tokens}"
+    )
+    if stats.num_rounds:
+        seconds = times[-1][-1] - times[0][-1]
+        words += (
+            f"; {stats.tokens_per_round:.2f} tokens a pass (1 without drafts), "
+            f"{(stats.num_new_tokens - 1) / seconds:.1f} tokens/s behind the first"
+        )
+    words += f"; {stats.num_known_tokens} tokens were known from earlier turns"
+    return words + (f"; seed {stats.seeds[0]}" if stats.seeds else "")

@@ -1,0 +1,204 @@
+"""The chat command: turns, commands, Ctrl-C, what is typed, and what was drafted."""
+
+import re
+import signal
+import sys
+
+import pytest
+import torch
+from checkpoints import save_checkpoint, tiny_tokenizer
+from models import tiny_model
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from typer.testing import CliRunner
+
+from layerskip.cli import chat as chatting
+from layerskip.cli import main as cli
+from layerskip.cli.chat import pieces, typed_lines
+from layerskip.decoding.rounds import Round
+from layerskip.session import Session
+
+DRAFT = ("--exit-layer", "3", "--controller", "fixed", "--execution", "fused")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_checkpoint(tmp_path_factory.mktemp("chatting"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w10"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What each answer came from: the prompt's ids and the output."""
+    found = []
+    generate = Session.generate
+
+    def kept(session, inputs, **kwargs):
+        output = generate(session, inputs, **kwargs)
+        found.append((inputs["input_ids"][0].tolist(), output))
+        return output
+
+    monkeypatch.setattr(Session, "generate", kept)
+    return found
+
+
+def talk(folder, *lines, flags=(), tokens=12):
+    arguments = ["chat", str(folder), *DRAFT, "-n", str(tokens), *map(str, flags)]
+    result = CliRunner().invoke(cli.app, arguments, input="".join(f"{line}\n" for line in lines))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_turns_are_those_of_the_template_and_the_prefix_is_kept(folder, outputs):
+    result = talk(folder, "w5 w7", "", "w96 w20", flags=("--system", "w3"))
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    (ids, _), (longer, output) = outputs
+    tokenizer, model = tiny_tokenizer(), tiny_model("llama", dtype=torch.float32)
+    assert ids == tokenizer("w9 w3 w9 w5 w7 w10")["input_ids"]
+    assert longer == tokenizer(f"w9 w3 w9 w5 w7 w9 {first} w9 w96 w20 w10")["input_ids"]
+    for prompt, answer in ((ids, first), (longer, second)):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
+        assert answer == tokenizer.decode(expected[0, len(prompt) :], skip_special_tokens=True)
+    assert output.stats.num_known_tokens >= 5  # w9 w3 w9 w5 w7
+    assert output.stats.num_draft_tokens > 0
+
+
+def test_a_seed_gives_the_same_text_twice(folder):
+    lines = ("/temperature 1.5", "/seed 5", "w5", "/reset", "w5", "/reset", "/seed 6", "w5")
+    first, again, other = talk(folder, *lines).stdout.splitlines()
+    assert first == again != other
+    flags = ("--do-sample", "--temperature", 1.5, "--seed", 5)
+    assert talk(folder, "w5", flags=flags).stdout == f"{first}\n"
+    greedy = talk(folder, "/temperature 0", "w5", flags=flags).stdout
+    assert greedy == talk(folder, "w5").stdout != f"{first}\n"
+    one, two = talk(folder, "/seed", "w5", "/reset", "w5", flags=flags).stdout.splitlines()
+    assert one != two
+
+
+def test_commands_say_what_they_did(folder):
+    result = talk(folder, "/help", "/seed x", "/temperature -1", "/sing", "/draft", "/quit", "w5")
+    for command in chatting.COMMANDS:
+        assert command in result.stdout
+    for words in (
+        "a seed must be a whole number, got x",
+        "a temperature must be 0 or above, got '-1'",
+        "no command /sing; /help shows them",
+        "there is no answer yet",
+    ):
+        assert words in result.stderr
+    assert "w5" not in result.stdout  # nothing was answered behind /quit
+
+
+def test_a_system_message_begins_a_new_conversation(folder, outputs):
+    talk(folder, "w5", "/system w4", "w6", "/system", "w7")
+    tokenizer = tiny_tokenizer()
+    assert [tokenizer.decode(ids) for ids, _ in outputs] == [
+        "w9 w5 w10",
+        "w9 w4 w9 w6 w10",
+        "w9 w7 w10",
+    ]
+
+
+def test_an_interrupt_ends_the_answer_and_what_was_written_stays(folder, outputs, monkeypatch):
+    written, handler = [], signal.getsignal(signal.SIGINT)
+
+    def write(text):
+        written.append(text)
+        sys.stdout.write(text)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chatting, "write_out", write)
+    result = talk(folder, "w5 w7", "w96", tokens=100)
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    assert "(ended)" in result.stderr
+    assert 0 < len(first.split()) < 100
+    assert len(outputs[1][1].rounds) > 3  # the second went on to its end
+    assert first in tiny_tokenizer().decode(outputs[1][0])
+    assert second
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interrupt_before_the_answer_drops_the_message(folder, outputs, monkeypatch):
+    def read(talk):
+        def told(done, whole):
+            if not outputs:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+
+        return told
+
+    monkeypatch.setattr(chatting, "reading", read)
+    result = talk(folder, "w5 w7")
+    assert result.exit_code == 0
+    assert "(ended; your message is dropped)" in result.stderr
+    assert outputs == []
+
+
+def test_what_does_not_fit_is_told_and_dropped(folder, outputs):
+    result = talk(folder, "w5 " * 300, "w7", flags=("--quiet",))
+    assert "at most 256 tokens for this model" in result.stderr
+    assert "/reset forgets the conversation" in result.stderr
+    assert [ids for ids, _ in outputs] == [[9, 7, 10]]
+
+
+def test_drafts_are_shown_with_what_they_gained(folder, outputs):
+    result = talk(folder, "w5 w7", "/draft")
+    answer, shown, _, legend, gain = result.stdout.splitlines()
+    (_, output), stats = outputs[0], outputs[0][1].stats
+    assert stats.num_accepted_tokens > 0
+    assert re.sub(r"[][]", "", shown).split() == answer.split()
+    marked = " ".join(re.findall(r"\[(.*?)\]", shown)).split()
+    assert len(marked) == stats.num_accepted_tokens
+    assert "[drafted], the rest is the model's own" in legend
+    assert f"{stats.num_new_tokens} tokens in {len(output.rounds)} passes" in gain
+    assert f"{stats.tokens_per_round:.2f} tokens a pass" in gain
+
+
+def test_pieces_wait_for_whole_characters():
+    class Bytes:
+        def decode(self, tokens, **_):
+            return bytes(tokens).decode("utf-8", errors="replace")
+
+    def round_(tokens, accepted, source):
+        return Round(0, (tuple(tokens),), (accepted,), (accepted,), ((),), (False,), source)
+
+    euro = "\u20ac".encode()
+    rounds = [round_(b"a", 0, None), round_(b"bc" + euro[:2], 2, 0), round_(euro[2:] + b"d", 1, 1)]
+    assert list(pieces(rounds, Bytes(), ["lookup", "sublayers"])) == [
+        ("a", None),
+        ("bc", "lookup"),
+        ("\u20ac", "sublayers"),
+        ("d", None),
+    ]
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path):
+    result = talk(save_checkpoint(tmp_path), "w5", flags=("--quiet",))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "has no chat template" in line
+    assert "layerskip generate" in line
+
+
+def test_lines_are_typed_with_a_history():
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        lines = typed_lines()
+        keys.send_text("first\r")
+        assert next(lines) == "first"
+        keys.send_text("\x1b[A\r")  # up
+        assert next(lines) == "first"
+        keys.send_text("two\x1b\rlines\r")  # Alt-Enter
+        assert next(lines) == "two\nlines"
+        keys.send_text("dropped\x03kept\r")  # Ctrl-C
+        assert next(lines) == "kept"
+        keys.send_text("\x04")  # Ctrl-D
+        assert list(lines) == []
