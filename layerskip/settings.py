@@ -20,6 +20,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.forced import Forced
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.official import Official
 from layerskip.defaults import AutomaticDraft, automatic_draft, in_words, warn_of_loading
@@ -118,6 +119,8 @@ class Settings:
         if not self.enabled:
             return self._plain(opened, request), None
         opened, sources = self._sources(opened, rejection=request.rejection and sampling)
+        if request.law.stateful:
+            sources.insert(0, Forced(request.law.stateful))
         if not sources:
             return self._plain(opened, request), None
         brought = self.costs

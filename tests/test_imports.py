@@ -20,7 +20,10 @@ FLOORS: list[set[str]] = [
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},
-    {"generation", "session", "settings", "requests", "checkpoints", "defaults"},  # doors
+    {  # doors
+        *("generation", "session", "settings", "requests", "checkpoints", "defaults"),
+        "grammars",
+    },
     {"replay", "serving"},
     {"bench"},
     {"search", "training"},

@@ -253,7 +253,8 @@ class Draws:
             some = positions[first : first + few]
             rows = [row for row, _ in some]
             lengths = [self.width + len(self.emitted[row]) + offset for row, offset in some]
-            yield self.law.scores(raw[first : first + few], self.history, rows, lengths), some
+            piece = raw[first : first + few]
+            yield self.law.scores(piece, self.history, rows, lengths, self.width), some
 
     def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
         """Draw the target's token at each position, (N,)."""

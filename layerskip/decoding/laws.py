@@ -9,13 +9,54 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A logits processor with a state: the new tokens of one row, without the prompt.
+
+    It is brought to every text that it is asked about, drafted tokens included, and back again. So
+    it is asked for nothing but what it says in its state: for rollback it may well keep copies.
+    """
+
+    def start(self) -> Stateful:
+        """Another one at the beginning of a text; what either does does not show in the other."""
+
+    def advance(self, token: int) -> None:
+        """The text goes on by a token, perhaps by one that it would forbid."""
+
+    def rollback(self, count: int) -> None:
+        """The last so many tokens are taken back."""
+
+    def mask(self, scores: Tensor) -> Tensor:
+        """Scores (V,) of the next token, processed; those given may be written into."""
+
+
+class _Text:
+    """The state of a processor for one row, wherever it was last asked."""
+
+    def __init__(self, processor: Stateful) -> None:
+        self.state = processor.start()
+        self.tokens: list[int] = []
+
+    def at(self, tokens: list[int]) -> Stateful:
+        """The state behind these tokens."""
+        pairs = zip(self.tokens, tokens, strict=False)
+        shorter = min(len(self.tokens), len(tokens))
+        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
+        if same < len(self.tokens):
+            self.state.rollback(len(self.tokens) - same)
+        for token in tokens[same:]:
+            self.state.advance(token)
+        self.tokens = tokens
+        return self.state
 
 
 def _known(*names: str) -> frozenset[type]:
@@ -62,7 +103,7 @@ _ROW_QUESTION = "_prefix_allowed_tokens_fn"
 
 
 def check_processor(processor: Any) -> None:
-    """Refuse a logits processor that is not known to be a pure function of its inputs.
+    """Refuse a logits processor that is neither `Stateful` nor known to be a pure function.
 
     A rejected draft would change the state of one that keeps state between calls. Those of
     `transformers` are known; any other declares itself by an attribute `layerskip_pure = True`.
@@ -73,7 +114,7 @@ def check_processor(processor: Any) -> None:
     kind = type(processor)
     if kind in _POSITIONWISE | _OF_THE_ROW | _OF_THE_BATCH:
         return
-    if getattr(processor, "layerskip_pure", False) is True:
+    if getattr(processor, "layerskip_pure", False) is True or isinstance(processor, Stateful):
         return
     name = getattr(processor, "__qualname__", kind.__qualname__)
     if kind.__module__.startswith("transformers."):
@@ -85,7 +126,8 @@ def check_processor(processor: Any) -> None:
     raise ValueError(
         f"logits processor {name} does not say whether it keeps state between calls, which drafts "
         "would corrupt; if what it returns depends on (input_ids, scores) alone, set "
-        "layerskip_pure = True on it or its class, else use model.generate() without layerskip"
+        "layerskip_pure = True on it or its class, else give it start, advance, rollback and mask "
+        "(see layerskip.decoding.laws.Stateful), or use model.generate() without layerskip"
     )
 
 
@@ -112,7 +154,8 @@ class Law:
     """The processed scores of any positions of any rows.
 
     Args:
-        processors: called as `processor(input_ids, scores)`, in order; see `check_processor`.
+        processors: called as `processor(input_ids, scores)`, or `Stateful`, in order; see
+            `check_processor`.
         do_sample: False makes the law one-hot at the largest score (greedy decoding).
         rows: number of rows B of the batch.
 
@@ -120,12 +163,20 @@ class Law:
         ValueError: a processor is not known to be pure.
     """
 
-    def __init__(self, processors: Sequence[Processor] = (), *, do_sample: bool, rows: int) -> None:
+    def __init__(
+        self, processors: Sequence[Processor | Stateful] = (), *, do_sample: bool, rows: int
+    ) -> None:
         for processor in processors:
             check_processor(processor)
         self.processors = list(processors)
         self.do_sample = do_sample
         self.rows = rows
+        self._texts: dict[tuple[int, int], _Text] = {}  # by processor and row
+
+    @property
+    def stateful(self) -> list[Stateful]:
+        """The processors that have a state."""
+        return [each for each in self.processors if isinstance(each, Stateful)]
 
     @property
     def reads_history(self) -> bool:
@@ -154,7 +205,12 @@ class Law:
         return found if order == sorted(set(order)) else None
 
     def scores(
-        self, logits: Tensor, history: Tensor, rows: Sequence[int], lengths: Sequence[int]
+        self,
+        logits: Tensor,
+        history: Tensor,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        width: int = 0,
     ) -> Tensor:
         """Processed scores; their softmax is the law (greedy: their argmax).
 
@@ -163,15 +219,24 @@ class Law:
             history: token ids as `generate()` holds them, pads included, (B, W).
             rows: row of each position, length N.
             lengths: how many leading tokens of its row's history each position has seen, length N.
+            width: how many of these are pads and prompt.
 
         Returns:
             (N, V) float32 scores, as `generate()` would compute them for that row and length.
         """
         scores = logits.float()  # (N, V); generate() casts to float32 before any processor too
         large = logits.device.type == "cpu" and logits.shape[-1] >= _LARGE
-        for processor in self.processors:
+        for number, processor in enumerate(self.processors):
             kind = type(processor)
-            if kind is logits_process.TopPLogitsWarper and large:
+            if isinstance(processor, Stateful):
+                out = []
+                for each, row, length in zip(scores, rows, lengths, strict=True):
+                    if (number, row) not in self._texts:
+                        self._texts[number, row] = _Text(processor)
+                    new: list[int] = history[row, width:length].tolist()
+                    out.append(self._texts[number, row].at(new).mask(each.clone()))
+                scores = torch.stack(out)  # (N, V)
+            elif kind is logits_process.TopPLogitsWarper and large:
                 scores = _nucleus(processor, scores)
             elif kind in _POSITIONWISE:
                 scores = processor(history[:1], scores)
