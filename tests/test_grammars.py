@@ -1,0 +1,329 @@
+"""Grammars: what they allow, and that drafts neither leave nor spoil them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Erratic, lively_model, prompt, pure
+from torch import Tensor
+from transformers import AutoTokenizer, LogitsProcessor
+
+import layerskip
+from layerskip import SkipConfig, decode, generate, grammars
+from layerskip.decoding.laws import Law, Stateful
+from layerskip.decoding.sources import forced
+from layerskip.decoding.sources.lookup import NOTHING
+
+EOS, PADDED = 0, 2060  # the vocabulary has 2048 tokens
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "colours": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "colours"],
+    "additionalProperties": False,
+}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {"enabled": False},
+    "forced": {"lookup": False, "draft_memory": 0},
+    "lookup": {"lookup": True, "draft_memory": 0},
+    "skip": {"skip": SkipConfig(attention=(3,), mlp=(4,)), "controller": "fixed"},
+    "skip, lookup": {
+        "skip": SkipConfig(attention=(3,), mlp=(4,)),
+        "lookup": True,
+        "controller": Erratic(),
+    },
+}
+XGRAMMAR = pytest.param(
+    "xgrammar",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed"
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(Path(layerskip.__file__).parent / "models" / "demo-llama")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = lively_model("llama", vocab_size=PADDED, eos_token_id=EOS, pad_token_id=1)
+    made.generation_config.eos_token_id = EOS
+    return made
+
+
+class Replayed(LogitsProcessor):  # type: ignore[misc]
+    """llguidance by itself: reads every row's text anew, each time."""
+
+    layerskip_pure = True
+
+    def __init__(self, grammar: Any, width: int) -> None:
+        self.matcher, self.width = grammar.compiled, width
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        out = torch.full_like(scores, -float("inf"))
+        for row, old, new in zip(ids[:, self.width :].tolist(), scores, out, strict=True):
+            if EOS in row:
+                new[EOS] = 0.0
+                continue
+            matcher = self.matcher.deep_copy()
+            assert matcher.try_consume_tokens(row) == len(row)
+            allowed = torch.tensor([*matcher.compute_logit_bias()]) > 0  # (V,)
+            new[: len(allowed)] = old[: len(allowed)].masked_fill(~allowed, -float("inf"))
+        return out
+
+
+def texts(out: Any, tokenizer: Any, width: int) -> list[str]:
+    found: list[str] = tokenizer.batch_decode(out.sequences[:, width:], skip_special_tokens=True)
+    return found
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert person.keys() == SCHEMA["properties"].keys()
+    assert len(person["name"]) <= 6
+    assert person["age"] in range(100)
+    assert len(person["colours"]) <= 2
+    assert {*person["colours"]} <= {"red", "blue"}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("sample", [False, True])
+def test_drafts_stay_in_the_grammar(drafts: str, sample: bool, model: Any, tokenizer: Any) -> None:
+    """The text is that of a processor without a state, and greedily the library's own."""
+    ids = prompt(9, rows=3)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    ids = ids * mask + (1 - mask)
+    grammar = grammars.json_schema(SCHEMA, tokenizer)
+    replayed = Replayed(grammar, ids.shape[1])
+    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": sample}
+    given = {"input_ids": ids, "attention_mask": mask}
+    want = generate(model, given, enabled=False, seed=5, logits_processor=[replayed], **how)
+    if not sample:
+        library = model.generate(**given, **how, logits_processor=[replayed])
+        assert want.sequences.tolist() == library.tolist()
+    how |= {"seed": 5, "logits_processor": [grammar], **DRAFTS[drafts]}
+    got = generate(model, given, **how)
+    assert got.sequences.tolist() == want.sequences.tolist()
+    if drafts != "plain":
+        first = got.stats.sources[0]
+        assert first.num_accepted_tokens == first.num_draft_tokens > 0
+    again = generate(model, given, **how)  # the object keeps nothing
+    assert again.sequences.tolist() == want.sequences.tolist()
+
+
+def test_texts_are_json_of_the_schema(model: Any, tokenizer: Any) -> None:
+    grammar = grammars.json_schema(json.dumps(SCHEMA), tokenizer, eos=[EOS])
+    ids = prompt(5, rows=4)
+    found = set()
+    for acceptance in ("coupled", "rejection"):
+        for seed in range(3):
+            out = generate(
+                model,
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                **{"do_sample": True, "seed": seed, "max_new_tokens": 80},
+                **{"acceptance": acceptance, "logits_processor": [grammar]},
+                **DRAFTS["skip, lookup"],
+            )
+            own = texts(out, tokenizer, 5)
+            assert (out.sequences[:, 5:] == EOS).any(1).all()
+            for text in own:
+                check_person(text)
+            found |= {*own}
+            first = out.stats.sources[0]
+            assert first.num_accepted_tokens == first.num_draft_tokens > 0
+    assert len(found) > 20
+
+
+def test_a_processor_that_forgets_to_roll_back_is_seen(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks above fail where a draft spoils the state."""
+    grammar = grammars.json_schema(SCHEMA, tokenizer)
+
+    class Forgetful(type(grammar)):  # type: ignore[misc]
+        def rollback(self, count: int) -> None:
+            pass
+
+    forgetful = Forgetful(grammar.compiled, grammar.eos)
+    # it would offer nothing but ends of text, and nobody else would draft
+    monkeypatch.setattr(forced._State, "offer", lambda self, row, most: NOTHING)
+    ids = prompt(9)
+    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 5}
+    want = generate(model, ids, enabled=False, logits_processor=[grammar], **how)
+    drafts = DRAFTS["skip"]
+    good = generate(model, ids, logits_processor=[grammar], **how, **drafts)
+    assert good.sequences.tolist() == want.sequences.tolist()
+    bad = generate(model, ids, logits_processor=[forgetful], **how, **drafts)
+    assert bad.sequences.tolist() != want.sequences.tolist()
+
+
+@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
+def test_a_text_ends_where_its_grammar_may(library: Any, tokenizer: Any) -> None:
+    grammar = grammars.regex("ab?|abcd", tokenizer, eos=[EOS, 1], library=library)
+    assert isinstance(grammar, Stateful)
+    scores = torch.zeros(PADDED)
+
+    def allowed(state: Any) -> set[str]:
+        tokens = (state.mask(scores) > -float("inf")).nonzero()[:, 0].tolist()
+        return {"end" if token in (EOS, 1) else tokenizer.decode([token]) for token in tokens}
+
+    (a,), (b,) = (tokenizer.encode(each, add_special_tokens=False) for each in "ab")
+    state = grammar.start()
+    assert "end" not in allowed(state)
+    assert "a" in allowed(state)
+    state.advance(a)
+    behind_a = allowed(state)
+    assert {"end", "b"} <= behind_a
+    state.advance(b)
+    assert {"end", "c"} <= allowed(state) <= {"end", "c", "cd"}
+    for token in (EOS, 7, a):  # an end, and what nobody may write behind it
+        state.advance(token)
+        assert allowed(state) == {"end"}
+    state.rollback(4)
+    assert allowed(state) == behind_a
+    state.advance(a)  # is not allowed
+    assert allowed(state) == {"end"}
+    state.rollback(2)
+    assert allowed(state) == allowed(grammar) == allowed(grammar.start())
+    assert len(grammar.mask(torch.zeros(50))) == 50  # smaller than the tokenizer's
+
+
+@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_libraries_agree_on_regular_expressions(
+    library: Any, sample: bool, model: Any, tokenizer: Any
+) -> None:
+    pattern = "(yes|no), [0-9]{2,4}(\\.[0-9])?"
+    grammar = grammars.regex(pattern, tokenizer, library=library)
+    ids = prompt(5, rows=2)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": sample, "seed": 1}
+    how["logits_processor"] = [grammar]
+    want = generate(model, given, enabled=False, **how)
+    got = generate(model, given, **how, **DRAFTS["skip, lookup"])
+    assert got.sequences.tolist() == want.sequences.tolist()
+    for text in texts(got, tokenizer, 5):
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed"
+)
+def test_texts_are_those_of_xgrammars_own_processor(tokenizer: Any) -> None:
+    from xgrammar.contrib.hf import LogitsProcessor as Own
+
+    model = lively_model("llama", vocab_size=2048, eos_token_id=EOS, pad_token_id=1)
+    model.generation_config.eos_token_id = EOS
+    grammar = grammars.json_schema(SCHEMA, tokenizer, library="xgrammar")
+    ids = prompt(5, rows=3)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    own = Own(grammar.compiled)
+    # it does not look at rows that have ended
+    want = model.generate(**given, max_new_tokens=40, do_sample=False, logits_processor=[own])
+    how: dict[str, Any] = {"max_new_tokens": 40, "logits_processor": [grammar]}
+    got = generate(model, given, do_sample=False, **how, **DRAFTS["skip, lookup"])
+    assert got.sequences.tolist() == want.tolist()
+
+
+def test_whitespace_between_tokens_of_json(tokenizer: Any) -> None:
+    for whitespace in (False, True):
+        state = grammars.json_schema(SCHEMA, tokenizer, whitespace=whitespace).start()
+        for token in tokenizer.encode('{"name": "a",  "age"', add_special_tokens=False):
+            state.advance(token)
+        ended = (state.mask(torch.zeros(PADDED)) > -float("inf")).nonzero().flatten().tolist()
+        assert (ended == [EOS]) is not whitespace
+
+
+class Counting:
+    """A user's own: every token is one more than the last, modulo 7, from 20 on."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+
+    def start(self) -> Counting:
+        return Counting()
+
+    def advance(self, token: int) -> None:
+        self.text.append(token)
+
+    def rollback(self, count: int) -> None:
+        assert 0 < count <= len(self.text)
+        del self.text[-count:]
+
+    def mask(self, scores: Tensor) -> Tensor:
+        keep = 20 + len(self.text) % 7
+        out = torch.full_like(scores, -float("inf"))
+        out[keep] = scores[keep]
+        return out
+
+
+def test_a_processor_of_a_users_own(model: Any) -> None:
+    """All of its tokens are forced: a draft of as many as fit, and a token behind it."""
+    counting = Counting()
+    out = generate(
+        model,
+        prompt(5),
+        **{"max_new_tokens": 40, "do_sample": False, "logits_processor": [counting]},
+        **{"lookup": False, "draft_memory": 0, "controller": "fixed", "max_draft_length": 12},
+    )
+    assert out.sequences[0, 5:].tolist() == [20 + i % 7 for i in range(40)]
+    assert out.stats.acceptance_rate == 1
+    assert out.stats.num_rounds == 3
+    assert counting.text == []
+    rounds = decode(model, prompt(5), max_new_tokens=9, logits_processor=[counting])
+    assert [token for round_ in rounds for token in round_.tokens[0]] == [
+        20 + i % 7 for i in range(9)
+    ]
+
+
+def test_every_row_and_law_has_a_state_of_its_own() -> None:
+    history = torch.arange(24).reshape(2, 12)
+    for law in (Law([Counting()], do_sample=False, rows=2) for _ in range(2)):
+        for lengths in ([5, 9], [9, 5], [4, 12], [7, 4]):
+            scores = law.scores(torch.zeros(2, 30), history, [0, 1], lengths, 4)
+            assert scores.argmax(-1).tolist() == [20 + (n - 4) % 7 for n in lengths]
+        known = [text.tokens for text in law._texts.values()]
+        assert known == [[4, 5, 6], []]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: grammars.json_schema("{", t), "must be JSON"),
+        (lambda t: grammars.json_schema("[]", t), "must be an object"),
+        (lambda t: grammars.json_schema({"type": "nothing"}, t), "llguidance refuses"),
+        (lambda t: grammars.regex("(", t), "unclosed group"),
+        (lambda t: grammars.regex("a", t, library="outlines"), "library must be llguidance or"),
+        (lambda t: grammars.regex("a", t, eos=[]), "needs a token that ends a text"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_one_line(call: Any, message: str, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        call(tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pure_processor_beside_a_grammar(model: Any, tokenizer: Any) -> None:
+    @pure
+    def no_blue(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor(blue), -float("inf"))
+
+    blue = [t for t in range(2048) if tokenizer.decode([t]).startswith("b")]
+    grammar = grammars.regex("(red |blue ){3}", tokenizer)
+    ids = prompt(5)
+    for drafts in DRAFTS.values():
+        how = {"max_new_tokens": 20, "do_sample": True, "logits_processor": [no_blue, grammar]}
+        out = generate(model, ids, seed=0, **how, **drafts)
+        assert texts(out, tokenizer, 5) == ["red red red "]
