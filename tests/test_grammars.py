@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import Erratic, lively_model, prompt, pure
+from test_cli import document, refused, run
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor
 
@@ -327,3 +328,25 @@ def test_a_pure_processor_beside_a_grammar(model: Any, tokenizer: Any) -> None:
         how = {"max_new_tokens": 20, "do_sample": True, "logits_processor": [no_blue, grammar]}
         out = generate(model, ids, seed=0, **how, **drafts)
         assert texts(out, tokenizer, 5) == ["red red red "]
+
+
+def test_the_command_line_keeps_texts_to_grammars(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    sampled = ("--do-sample", "--seed", 3, "--json")
+    ask = ("generate", "demo-llama", "--prompt", "def f(", "--max-new-tokens", 80)
+    found = document(run(*ask, "--json-schema", schema, *sampled))
+    check_person(found["text"])
+    assert found["finish_reason"] == "stop"
+    forced = found["sources"][0]
+    assert forced["name"] == "forced"
+    assert forced["num_accepted_tokens"] == forced["num_draft_tokens"] > 0
+    plain = document(run(*ask, "--json-schema", schema, *sampled, "--no-draft"))
+    assert plain["text"] == found["text"]
+    assert re.fullmatch("(yes|no)!", document(run(*ask, "--regex", "(yes|no)!", "--json"))["text"])
+    for flags, message in (
+        (("--json-schema", schema, "--regex", "a"), "give --json-schema or --regex, not both"),
+        (("--json-schema", tmp_path), "cannot be read"),
+        (("--regex", "("), "llguidance refuses the grammar"),
+    ):
+        assert message in refused(*ask, *flags)

@@ -17,6 +17,7 @@ from layerskip.cli.options import (
     AsJson,
     Chat,
     DraftFlags,
+    Form,
     Loading,
     MaxNewTokens,
     Quiet,
@@ -57,6 +58,7 @@ def generate(
     ] = None,
     chat: Chat = False,
     wording: Wording,
+    form: Form,
     draft: DraftFlags,
     sources: Sources,
     drafting: Drafting,
@@ -76,20 +78,26 @@ def generate(
     chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
     sampling.check(seed)
     wording.check(sampling.do_sample)
+    form.check()
     if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
     talk = Talk(quiet)
     inputs: list[Tensor] = []  # (1, T) each
+    processors: list[Any] = []
 
     def encoded(loaded: Loaded) -> None:
         from layerskip.checkpoints import encode
 
+        processors.extend(form.processors(loaded))
         inputs.extend(encode(loaded.tokenizer, each).to(loaded.model.device) for each in chosen)
 
     results: list[dict[str, Any]] = []
     with open_decoding(draft, sources, drafting, sampling, loading, talk, encoded) as found:
         loaded, opened, settings, names = found
         settings |= wording.settings(loaded.tokenizer)
+        if processors:
+            settings["logits_processor"] = processors
+            names = ["forced", *names] if names else []
 
         import torch
 

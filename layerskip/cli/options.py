@@ -228,6 +228,49 @@ class Wording:
         return found | {name: value for name, value in given.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a text is kept to."""
+
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the text to JSON of this schema.")
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Keep the text to a regular expression.")
+    ] = None
+
+    def check(self) -> None:
+        """Refuse both at once, and a file that cannot be read, before anything is loaded."""
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("give --json-schema or --regex, not both")
+        self._schema()
+
+    def _schema(self) -> str | None:
+        if self.json_schema is None:
+            return None
+        try:
+            return self.json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise ValueError(
+                f"--json-schema {self.json_schema} cannot be read: {reason}"
+            ) from error
+
+    def processors(self, loaded: Loaded) -> list[Any]:
+        """Logits processors, one at most."""
+        schema = self._schema()
+        if schema is None and self.regex is None:
+            return []
+        from layerskip.grammars import json_schema, regex
+        from layerskip.requests import end_tokens
+
+        eos = sorted(end_tokens(loaded.model)) or None
+        if schema is not None:
+            return [json_schema(schema, loaded.tokenizer, eos=eos)]
+        assert self.regex is not None
+        return [regex(self.regex, loaded.tokenizer, eos=eos)]
+
+
 def spliced(command: Callable[..., None]) -> Callable[..., None]:
     """The command with flags of its own in place of parameters that are dataclasses of flags.
 
