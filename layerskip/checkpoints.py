@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import textwrap
 from dataclasses import dataclass, replace
@@ -176,8 +177,17 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
     """Token ids of a prompt, (1, T); chat messages go through the tokenizer's chat template.
 
     Raises:
-        ValueError: there is no chat template, it refuses the messages, or there is no token.
+        ValueError: there is no chat template, it refuses the messages, there is no token, or half
+            a surrogate pair, as of bytes on a command line that are not UTF-8.
     """
+    try:
+        (prompt.text or json.dumps(prompt.messages, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(
+            f"prompt {prompt.id} holds half of a surrogate pair, U+{code:04X}, which is no "
+            "character; give UTF-8 text"
+        ) from error
     if prompt.messages is not None:
         if not tokenizer.chat_template:
             raise ValueError(
@@ -227,6 +237,9 @@ def _folder(name: str) -> Path | None:
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
+        for path in folder.iterdir():  # reading a pipe waits for ever
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
         return folder
     if folder.exists():
         raise ValueError(f"model {name} is a file; give the folder of the checkpoint")

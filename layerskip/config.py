@@ -22,6 +22,7 @@ from reprlib import repr as shown
 from typing import Any, Literal
 
 from layerskip.draft_weights import LowPrecision, Trained
+from layerskip.files.reading import read_file
 from layerskip.files.schema import (
     POSITIVE,
     anything,
@@ -291,7 +292,7 @@ class SkipConfig:
         """
         folder = Path(path).absolute().parent
         try:
-            content = parse(Path(path).read_bytes())
+            content = parse(read_file(path))
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
         except OSError as error:
             raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error

@@ -34,6 +34,7 @@ from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.model.wrappers import unwrapped
 from layerskip.requests import (
     check_ids,
+    check_tokens,
     checked_mask,
     dropped_by_the_call,
     encoded_of,
@@ -165,6 +166,7 @@ class LayerSkipDecoding(Settings):
         encoded = encoded_of(input_ids, inputs_tensor, model_kwargs)
         pictures = pictures_of(model, input_ids, config, model_kwargs)
         attention_mask = checked_mask(input_ids, config, model_kwargs)
+        check_tokens(model, input_ids)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
@@ -251,6 +253,7 @@ def generate(
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         if "input_ids" in given:  # the library checks the rest
             check_ids(given["input_ids"])
+            check_tokens(model, given["input_ids"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
@@ -305,6 +308,7 @@ def decode(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     check_ids(input_ids)
     model = unwrapped(model)
+    check_tokens(model, input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -9,6 +9,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files.reading import read_text
 from layerskip.files.schema import anything, has, items, mapping, name_text, optional, parse
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -52,7 +53,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+        lines = read_text(path).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -205,6 +205,27 @@ def check_ids(input_ids: Any) -> None:
         )
 
 
+def check_tokens(model: Any, tokens: Tensor) -> None:
+    """Refuse token ids that the model has no embedding of, where they would be looked up.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: one is outside of the vocabulary.
+    """
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"token ids must be integers, got a tensor of {tokens.dtype}")
+    embeddings = model.get_input_embeddings()
+    known = getattr(embeddings, "num_embeddings", None)
+    if known is None or not tokens.numel():  # a table of the model's own kind
+        return
+    least, most = (int(end) for end in tokens.aminmax())
+    if least < 0 or most >= known:
+        raise ValueError(
+            f"token ids must be in 0..{known - 1} for this model, got "
+            f"{least if least < 0 else most}; take them from its own tokenizer"
+        )
+
+
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
     """End the streamer whatever happens, as somebody may be waiting for the next token."""

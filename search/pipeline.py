@@ -35,7 +35,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
-from layerskip.requests import end_tokens, sampling_of
+from layerskip.requests import check_tokens, end_tokens, sampling_of
 from layerskip.search import study, warm_starts
 from layerskip.search.finalists import (
     MORE,
@@ -315,6 +315,8 @@ class Search:
             if not min(lengths):
                 raise ValueError("held-out prompts need at least one token each")
             self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
+            for ids in self.held_out:
+                check_tokens(self.model, ids)
         if space.trained is not None:
             self.opened.weights.deltas(space.trained)  # refused before anything slow is done
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}

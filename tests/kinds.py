@@ -21,9 +21,9 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.model.blocks import TOKENS, ExitBlock, FeatureBlock, Heads, Layer, Streams
+from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import save_trained
+from layerskip.model.trained import TOKENS, save_trained
 
 RANK = 3
 BLOCKS = ("exit-block", "feature-block", "heads", "streams")

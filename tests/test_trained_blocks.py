@@ -31,9 +31,9 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources import trained as states
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.model.blocks import TOKENS, Heads
+from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.model.trained import save_trained
+from layerskip.model.trained import TOKENS, save_trained
 from layerskip.timing.tables import analytic, cost_tables
 
 LOW = {

@@ -26,6 +26,7 @@ from layerskip.cli.options import (
 )
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
+from layerskip.files.reading import read_text
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -117,7 +118,7 @@ class Sources:
         if self.lookup is False:
             raise ValueError("give --lookup-file or --no-lookup, not both")
         try:
-            text = self.lookup_file.read_text(encoding="utf-8")
+            text = read_text(self.lookup_file).decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"--lookup-file {self.lookup_file} is not UTF-8: {error}") from error
         if not text:

@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
+from layerskip.files.reading import read_file
 from layerskip.files.schema import mapping, parse
 
 Kind = Literal["run", "search", "training", "other"]
@@ -25,7 +25,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Whatever is no document at all counts as a run, whose reader says what is wrong with it.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path)
         for kind, begins in _BEGINS.items():
             if re.match(begins, data):
                 return kind
@@ -57,7 +57,7 @@ def read(
             the reason, in one line.
     """
     try:
-        document: dict[str, Any] = mapping(parse(Path(path).read_bytes()), f"a {what}")
+        document: dict[str, Any] = mapping(parse(read_file(path)), f"a {what}")
         check(document)
     except OSError as error:
         raise ValueError(f"cannot read {what} {path}: {error.strerror}") from error

@@ -20,6 +20,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files.reading import read_file
 from layerskip.files.schema import (
     COUNT,
     NUMBER,
@@ -108,7 +109,7 @@ def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, 1 << 34)
     except OSError as error:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
 

@@ -26,7 +26,7 @@ from layerskip.model.backend import Backend, Block
 from layerskip.model.cache import additive, causal
 from layerskip.model.families import Architecture
 from layerskip.model.modules import Modules
-from layerskip.model.trained import trained_weights
+from layerskip.model.trained import TOKENS, trained_weights
 
 _EPSILON = 1e-6
 
@@ -250,9 +250,6 @@ class Streams(FeatureBlock):
 
 
 AnyBlock = ExitBlock | FeatureBlock | Heads
-TOKENS = "tokens"
-"""In a module's file: the tokens that it was trained on, (n,) int32; all tokens if it is missing.
-Other tokens' probabilities are untrained: on SmolLM2 they sum to an eighth."""
 
 
 class OpenBlock(NamedTuple):

@@ -60,7 +60,9 @@ def paired(found: Mapping[str, Tensor], weights: Mapping[str, Tensor], hash: str
     for name in names:
         weight, inner, outer = weights[name], found.get(f"{name}.a"), found.get(f"{name}.b")
         rows, columns = weight.shape
-        if inner is None or outer is None or (*outer.shape, columns) != (rows, *inner.shape):
+        if inner is None or outer is None or not inner.dim() == outer.dim() == 2:
+            raise ValueError(f"trained deltas of {name} must be two matrices")
+        if (*outer.shape, columns) != (rows, *inner.shape):
             raise ValueError(f"trained deltas of {name} do not fit a weight ({rows}, {columns})")
         made[id(weight)] = inner.to(weight), outer.to(weight)
     return Deltas(hash, made)

@@ -11,15 +11,24 @@ import threading
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from layerskip.config import Trained
+from layerskip.files.reading import read_file
 from layerskip.files.writing import replacing
 from layerskip.model.fingerprint import fingerprint
 
 Weights = dict[str, Tensor]
+
+TOKENS = "tokens"
+"""In a module's file: the tokens that it was trained on, (n,) int32; all tokens if it is missing.
+Other tokens' probabilities are untrained: on SmolLM2 they sum to an eighth. All else are weights.
+"""
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _read: WeakKeyDictionary[nn.Module, dict[str, Weights]] = WeakKeyDictionary()  # by hash
 _lock = threading.Lock()
@@ -39,7 +48,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
             f"({trained.base}, got {base}); train one for this model with `layerskip train`"
         )
     try:
-        data = Path(trained.weights).read_bytes()
+        data = read_file(trained.weights, _largest(model))
     except OSError as error:
         raise ValueError(
             f"cannot read the trained draft {trained.weights}: {error.strerror}"
@@ -54,12 +63,36 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
         known = _read.setdefault(model, {})
         if trained.hash not in known:
             try:
-                known[trained.hash] = load(data)
-            except SafetensorError as error:
+                found_weights = load(data)
+            except (SafetensorError, KeyError) as error:  # the latter: a dtype that torch lacks
                 raise ValueError(
                     f"the trained draft {trained.weights} is not a safetensors file: {error}"
                 ) from error
+            _check_numbers(found_weights, trained)
+            known[trained.hash] = found_weights
         return known[trained.hash]
+
+
+def _largest(model: nn.Module) -> int:
+    """Bytes of a trained draft, at most: twice the model in float32, and more for tiny models."""
+    return 8 * sum(weight.numel() for weight in model.parameters()) + (64 << 20)
+
+
+def _check_numbers(found: Weights, trained: Trained) -> None:
+    """Refuse weights that are no finite numbers of a dtype that products take."""
+    for name, value in found.items():
+        if name == TOKENS and value.dtype in _INTEGERS:
+            continue
+        if value.dtype not in _FLOATS:
+            wrong = f"of dtype {str(value.dtype).removeprefix('torch.')}"
+        elif not value.isfinite().all():
+            wrong = "not finite"
+        else:
+            continue
+        raise ValueError(
+            f"the trained draft {trained.weights} is damaged: {name} is {wrong}, it must hold "
+            "finite numbers; train it again with `layerskip train`"
+        )
 
 
 def save_trained(path: Path, weights: Weights, kind: str, model: nn.Module) -> Trained:

@@ -40,6 +40,7 @@ from layerskip.replay.drawing import (
     propose,
     scores_at,
 )
+from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8
 """Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
@@ -237,6 +238,8 @@ def take_trace(
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
     if not rows or not all(len(row) for row in rows):
         raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")
+    for row in rows:
+        check_tokens(opened.model, row)
     seeds = range(len(rows)) if seeds is None else seeds
     if len(seeds) != len(rows):
         raise ValueError(f"seeds must hold one per prompt, {len(rows)}; got {len(seeds)}")

@@ -22,10 +22,9 @@ from torch import Tensor
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
-from layerskip.model.blocks import TOKENS
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import save_trained
+from layerskip.model.trained import TOKENS, save_trained
 from layerskip.training import data, features, processes
 from layerskip.training.loop import optimizers_for, schedule, train, windows_of
 from layerskip.training.losses import Laws, TrainingBatch

@@ -82,18 +82,29 @@ class Lookup(Source):
     Args:
         texts: token ids of other texts, indexed once for all rows and decodings. The longer match
             wins; of equal ones the row's own. The index takes about half a kilobyte a token.
+
+    Raises:
+        ValueError: a token id is negative, or, when decoding begins, outside of the vocabulary.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
         self.others = Automaton()
         for text in texts:
             for i, token in enumerate(text, 1):
+                if token < 0:
+                    raise ValueError(f"texts to look drafts up in hold token ids, got {token}")
                 self.others.append(int(token), last=i == len(text))
             self.others.append(_END)
+        self._largest = max(self.others.tokens, default=_END)
 
     key = "lookup"
 
     def open(self, batch: Batch) -> State:
+        if self._largest >= batch.model.vocabulary:
+            raise ValueError(
+                f"texts to look drafts up in must hold token ids of the model's vocabulary, 0.."
+                f"{batch.model.vocabulary - 1}, got {self._largest}; encode them with its tokenizer"
+            )
         texts = [prompt.tolist() for prompt in batch.prompts]
         # what a row's encoder has read comes first, in its place
         for row, read in enumerate(batch.model.read[: len(texts)]):

@@ -1,0 +1,45 @@
+"""Reading whole files that somebody names, of a size that can be meant."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+LARGEST = 1 << 30
+"""Bytes of a file of ours, at most: far more than any that this package writes."""
+LONGEST = 1 << 28
+"""Bytes of a text of a person's own, at most."""
+
+
+def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+    """The bytes of a file.
+
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is no regular file (reading a pipe may wait for ever, a device
+            may never end) or is larger than that.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+    if found.st_size > most:
+        what = f"it has {found.st_size:,} bytes, and such a file has {most:,} at most"
+        raise OSError(errno.EFBIG, what, str(path))
+    return Path(path).read_bytes()
+
+
+def read_text(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a person's text, which another program may also write to a pipe.
+
+    Raises:
+        OSError: it cannot be read, or does not end within `LONGEST`.
+    """
+    with open(path, "rb") as file:
+        data = file.read(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise OSError(errno.EFBIG, f"it has more than {LONGEST:,} bytes", str(path))
+    return data

@@ -1,0 +1,182 @@
+"""Files and token ids that nobody means: one line, exit code 2, no hang, no memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from kinds import deltas, skip_of
+from models import prompt, tiny_model
+from safetensors.torch import save
+from test_cli import PROMPT, refused
+
+import layerskip
+from layerskip import Lookup, LowPrecision, SkipConfig
+from layerskip.checkpoints import load
+from layerskip.config import Trained
+from layerskip.files.schema import parse
+from layerskip.model.fingerprint import fingerprint
+from layerskip.prompts import read_prompts
+from layerskip.replay.trace import take_trace
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return load(str(checkpoint)).model
+
+
+def make(path: Path, kind: str) -> None:
+    """Something in a file's place."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)  # sparse: it takes no room
+
+
+NO_FILES = {
+    "pipe": "it is a pipe or a device",
+    "device": "it is a pipe or a device",
+    "folder": "Is a directory",
+    "huge": "it has 1,099,511,627,776 bytes",
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_of_numbers_is_not_read(
+    kind: str, checkpoint: Path, model: Any, tmp_path: Path
+) -> None:
+    skip = skip_of("exit-block", model, tmp_path)
+    assert skip.trained is not None
+    skip.save(tmp_path / "skip.json")
+    ask = ("generate", checkpoint, "--prompt", PROMPT, "--skip", tmp_path / "skip.json")
+    weights = Path(skip.trained.weights)
+    make(weights, kind)
+    assert f"cannot read the trained draft {weights}: {NO_FILES[kind]}" in refused(*ask)
+    make(tmp_path / "skip.json", kind)
+    assert f"skip.json: {NO_FILES[kind]}" in refused(*ask)
+    make(tmp_path / "train.json", kind)
+    line = refused("report", tmp_path / "train.json", "--output", tmp_path / "pages")
+    assert ("is a folder" if kind == "folder" else NO_FILES[kind]) in line
+
+
+def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    make(folder / "model.safetensors", "pipe")
+    line = refused("generate", folder, "--prompt", PROMPT)
+    assert "model.safetensors is a pipe or a device, no file" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.full((3, 32), float("nan")), "up_proj.a is not finite"),
+        (torch.full((3, 32), float("-inf")), "up_proj.a is not finite"),
+        (torch.ones(3, 32, dtype=torch.int32), "up_proj.a is of dtype int32"),
+        (torch.ones(3, 32, dtype=torch.bool), "up_proj.a is of dtype bool"),
+        (torch.ones(3, 32, dtype=torch.complex64), "up_proj.a is of dtype complex64"),
+        (torch.ones(32), "must be two matrices"),
+    ],
+)
+def test_deltas_that_are_no_numbers(
+    value: torch.Tensor, words: str, checkpoint: Path, model: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "draft.safetensors"
+    data = save(deltas(model) | {"layers.1.mlp.up_proj.a": value})
+    path.write_bytes(data)
+    number = hashlib.sha256(data).hexdigest()
+    trained = Trained(kind="healed", weights=str(path), hash=number, base=fingerprint(model))
+    skip = SkipConfig(low=LowPrecision(), trained=trained)
+    with pytest.raises(ValueError, match=words):
+        layerskip.generate(model, prompt(5), skip=skip, max_new_tokens=2)
+    skip.save(tmp_path / "skip.json")
+    flags = ("--prompt", PROMPT, "--skip", tmp_path / "skip.json")
+    assert words in refused("generate", checkpoint, *flags)
+
+
+def test_token_ids_of_a_module_that_are_no_integers(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "draft.safetensors"
+    data = save({"tokens": torch.tensor([1.0, float("nan")])})
+    path.write_bytes(data)
+    number = hashlib.sha256(data).hexdigest()
+    trained = Trained(kind="heads", weights=str(path), hash=number, base=fingerprint(model))
+    with pytest.raises(ValueError, match="tokens is not finite"):
+        layerskip.generate(model, prompt(5), skip=SkipConfig(trained=trained), max_new_tokens=2)
+
+
+HALVES = (rb'{"prompt": "a \ud800 b"}', rb'{"\udfff": 1}', b'"\xed\xa0\x80"', rb'["\uDC00\uD800"]')
+
+
+@pytest.mark.parametrize("data", HALVES)
+def test_halves_of_surrogate_pairs_are_no_json(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"surrogate pair|not UTF-8"):
+        parse(data)
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"line 1: .*surrogate pair|not UTF-8"):
+        read_prompts(path)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"surrogate pair|not UTF-8"):
+        SkipConfig.load(path)
+
+
+def test_whole_pairs_are_json() -> None:
+    assert parse(rb'{"\ud83d\ude00": "\ud83d\ude00 \\ud800"}') == {"😀": "😀 \\ud800"}
+    assert parse(json.dumps("😀", ensure_ascii=False)) == "😀"
+    assert parse("\ufeff[1]".encode()) == [1]
+
+
+def test_prompts_that_are_no_text(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(HALVES[0])
+    message = {"role": "user", "content": "\udcff"}
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [message]}))
+    for flags in (("--prompt-file", path), ("--prompt-file", chat), ("--prompt", "caf\udce9")):
+        assert "half of a surrogate pair" in refused("generate", checkpoint, *flags)
+    make(tmp_path / "endless", "device")
+    for flag in ("--prompt-file", "--lookup-file"):
+        ask = (*(("--prompt", PROMPT) if flag == "--lookup-file" else ()), flag)
+        line = refused("generate", checkpoint, *ask, tmp_path / "endless")
+        assert "it has more than 268,435,456 bytes" in line
+
+
+@pytest.mark.parametrize("token", [97, -1, 2**40])
+def test_token_ids_outside_of_the_vocabulary(token: int) -> None:
+    model = tiny_model("llama")
+    ids = prompt(5)
+    ids[0, 2] = token
+    words = rf"token ids must be in 0\.\.96 for this model, got {token}"
+    decoding = layerskip.LayerSkipDecoding(SkipConfig.early_exit(2))
+    for ask in (
+        lambda: layerskip.generate(model, ids, max_new_tokens=2),
+        lambda: layerskip.Session(model).generate(ids, max_new_tokens=2),
+        lambda: list(layerskip.decode(model, ids, max_new_tokens=2)),
+        lambda: model.generate(ids, custom_generate=decoding, max_new_tokens=2),
+        lambda: take_trace(model, [ids], max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ask()
+    texts = Lookup([[3, 4]]), Lookup([[3, 96]])
+    for lookup in texts:
+        layerskip.generate(model, prompt(5), lookup=lookup, max_new_tokens=2)
+    with pytest.raises(ValueError, match=rf"token ids.*, got {token}"):
+        layerskip.generate(model, prompt(5), lookup=Lookup([[3, token]]), max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"must be integers, got a tensor of torch\.float"):
+        layerskip.generate(model, prompt(5).float(), max_new_tokens=2)
