@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -198,7 +197,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
             ids = tokenizer.apply_chat_template(
                 list(prompt.messages), add_generation_prompt=True, return_dict=True
             )["input_ids"]
-        except TemplateError as error:
+        except Exception as error:  # whatever goes wrong here is about the template
             raise ValueError(
                 f"the model's chat template refuses the messages of prompt {prompt.id}: {error}; "
                 "it may know no system message, or ask for roles in turns"

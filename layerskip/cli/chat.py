@@ -317,8 +317,10 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
     legend = Text("\n")
     for source in names:
         legend.append(_MEANING[source], _COLOURS[source]).append("; ")
-    rest = "the model's own" if names else "all of it is the model's own, nothing drafts here"
-    legend.append(rest if coloured or not names else "[drafted], the rest is the model's own")
+    if not names:
+        legend.append("nothing drafts here")
+    else:
+        legend.append("" if coloured else "[drafted], ").append("the rest is the model's own")
     console.print(legend)
     console.print(Text(_gain(output)))
 
@@ -360,5 +362,6 @@ def _gain(output: GenerationOutput) -> str:
             f"; {stats.tokens_per_round:.2f} tokens a pass (1 without drafts), "
             f"{(stats.num_new_tokens - 1) / seconds:.1f} tokens/s behind the first"
         )
-    words += f"; {stats.num_known_tokens} tokens were known from earlier turns"
+    if stats.num_known_tokens:
+        words += f"; {stats.num_known_tokens} tokens were known from earlier turns"
     return words + (f"; seed {stats.seeds[0]}" if stats.seeds else "")
