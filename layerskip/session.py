@@ -52,7 +52,7 @@ class Session:
             )
         self.model = model
         self.settings = settings
-        self._known = KnownTexts(_share(opened.device) if memory is None else memory)
+        self._known = KnownTexts(share(opened.device) if memory is None else memory)
 
     def generate(self, inputs: Tensor | Mapping[str, Any], **kwargs: Any) -> GenerationOutput:
         """`layerskip.generate` on the session's model."""
@@ -88,8 +88,8 @@ class Session:
         return f"Session({self.num_texts} texts, {self.nbytes} of {self.memory} bytes)"
 
 
-def _share(device: torch.device) -> int:
-    """The default memory on a device; 1 GiB if nobody knows what is free."""
+def share(device: torch.device) -> int:
+    """The default memory of a session on a device; 1 GiB if nobody knows what is free."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.mem_get_info(device)[0])
     free = free_memory()

@@ -72,6 +72,9 @@ class Controller:
     def update(self, row: int, drafted: int, accepted: int) -> None:
         """Reports the row's round, once, also where drafted is 0."""
 
+    def forget(self, row: int) -> None:
+        """Another text takes the row, between two rounds; only where rows join and leave."""
+
 
 _PARTS = (
     "needs_confidence",
@@ -81,6 +84,7 @@ _PARTS = (
     "keep_drafting",
     "draft_together",
     "update",
+    "forget",
 )
 
 

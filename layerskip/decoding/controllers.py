@@ -62,6 +62,9 @@ class AdaptiveThreshold(Controller):
         self.thresholds = [self.initial_threshold] * rows
         self.acceptance_rates = [0.0] * rows
 
+    def forget(self, row: int) -> None:
+        self.thresholds[row], self.acceptance_rates[row] = self.initial_threshold, 0.0
+
     def limit(self, row: int, allowed: int) -> int:
         return min(self.max_draft_length, allowed)
 
@@ -96,6 +99,9 @@ class Heuristic(Controller):
 
     def reset(self, rows: int) -> None:
         self.lengths = [self._capped(20)] * rows
+
+    def forget(self, row: int) -> None:
+        self.lengths[row] = self._capped(20)
 
     def limit(self, row: int, allowed: int) -> int:
         return min(self.lengths[row], allowed)

@@ -142,6 +142,8 @@ class ExpectedGain(Controller):
     Args:
         costs: the costs of the source, or of each of several. For lookups c is 0.
         priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
+        ahead: how many tokens a row may be before the slowest one and still count; where rows join
+            and leave, all do.
 
     Raises:
         ValueError: not as many priors as costs.
@@ -156,9 +158,11 @@ class ExpectedGain(Controller):
         max_draft_length: int = 12,
         *,
         priors: Sequence[float] | None = None,
+        ahead: float = _AHEAD,
     ) -> None:
         tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length
+        self._ahead = ahead
         expected = [PRIOR] * len(tables) if priors is None else priors
         self._sources = [
             _Source(table, max_draft_length, prior)
@@ -169,7 +173,7 @@ class ExpectedGain(Controller):
     def reset(self, rows: int) -> None:
         self._rows = [_Row([0.0] * len(self._sources)) for _ in range(rows)]
         self._round = _Round()
-        self._begun = False
+        self._begun, self._first = False, (0.0, 0.0)
         if all(isinstance(source.all_costs, CostTable) for source in self._sources):
             self.begin(0, rows)  # other costs may have to be measured first
 
@@ -191,14 +195,20 @@ class ExpectedGain(Controller):
         models = [each for each in self._sources if each.costs and each.costs.draft > 0.0]
         best = [(expected_tokens(s.prior, s.best), s.round_costs[s.best]) for s in models]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
-        for row in self._rows:
-            row.tokens, row.cost = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
+        self._first = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
+        for number in range(len(self._rows)):
+            self.forget(number)
         self._update_rate(self._rows)
 
     def _update_rate(self, rows: Sequence[_Row]) -> None:
         """Take the rate of some rows."""
         rate = sum(row.tokens for row in rows) / sum(row.cost for row in rows)
         self.rate = max(self._least_rate, rate)
+
+    def forget(self, row: int) -> None:
+        losses = [0.0] * len(self._sources)
+        tokens, cost = self._first
+        self._rows[row] = _Row(losses, tokens=tokens, cost=cost)
 
     def choose(self, offers: Sequence[Offer]) -> Choice:
         if len(offers) != len(self._sources):
@@ -299,7 +309,7 @@ class ExpectedGain(Controller):
         last = max(round_.rows, key=losses.__getitem__)
         late = losses[last] > self._rows[last].loss_allowed
         slowest = min(self._rows[row].emitted for row in round_.rows)
-        slow = [row for row in round_.rows if self._rows[row].emitted <= slowest + _AHEAD]
+        slow = [row for row in round_.rows if self._rows[row].emitted <= slowest + self._ahead]
         round_.judges = [last] if late else slow
         self._update_rate([self._rows[row] for row in round_.judges])
         best, gained = None, 0.0

@@ -38,7 +38,7 @@ class Filling(NamedTuple):
     parts: Mapping[Part, Tensor]
 
 
-def _in_inference_mode(method: Method) -> Method:
+def in_inference_mode(method: Method) -> Method:
     """Run a pass in inference mode, which makes small kernels cheaper, except through modules.
 
     Modules may do anything, so they run as usual. Logits stay inference tensors, which nobody
@@ -93,12 +93,12 @@ class Passes:
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
-        self.total = max(self.prompt_lengths) + max_new_tokens
+        self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: shorter drafts are padded behind their end
         self.slots = self.total + max_draft_length + 1
         self.cache = model.new_cache(len(prompts), self.slots)
-        self.cache.reserve(max(self.prompt_lengths))
+        self.cache.reserve(max(self.prompt_lengths, default=0))
         self.rotary = model.rotary(self.slots, self.total)
         self.rows = {row: row for row in range(len(prompts))}
         self.lengths = [0] * len(prompts)
@@ -111,7 +111,7 @@ class Passes:
         # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
-    @_in_inference_mode
+    @in_inference_mode
     def prefill(
         self,
         filled: Sequence[Sequence[Filling]] = (),
@@ -194,7 +194,7 @@ class Passes:
                 states = self._states(number, held, len(self.prompts))
                 states[row, filling.end + 1 - len(held) : filling.end + 1] = held
 
-    @_in_inference_mode
+    @in_inference_mode
     def keep(self, rows: Sequence[int]) -> int:
         """Drop all rows but these (ascending) from further passes; returns the bytes copied."""
         places = [self.rows[row] for row in rows]
@@ -207,7 +207,8 @@ class Passes:
     def _place(self, offset: int, count: int) -> None:
         """Place a pass over `count` tokens of every row, the first one at its length + offset."""
         lengths = [self.lengths[row] for row in self.rows]
-        self.cache.place([length + offset for length in lengths], count, min(lengths))
+        starts = [length + offset for length in lengths]
+        self.cache.place(starts, count, min(lengths), range(len(starts)))
 
     def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
         """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""
@@ -258,7 +259,7 @@ class Passes:
         places = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)
         return states[places, slots.clamp(max=states.shape[1] - 1)]
 
-    @_in_inference_mode
+    @in_inference_mode
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
@@ -270,7 +271,7 @@ class Passes:
         hidden, step = self._feed(tokens[:, None], offset)
         return state.step(tokens, hidden, step, offset)
 
-    @_in_inference_mode
+    @in_inference_mode
     def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
         """Raw target logits (N, V) at positions (ascending) of this round's tokens.
 

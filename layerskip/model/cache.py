@@ -144,7 +144,7 @@ class RowCache:
                 shape = (self.rows, old.shape[1], self.held(layer)[1], old.shape[3])
                 new = old.new_zeros(shape)  # (B, H, S, D)
                 moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
-                new[:, :, : moved.shape[2]] = moved
+                new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
                 copied += moved.nbytes
         return copied
@@ -255,6 +255,20 @@ class RowCache:
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         copied = self._renew(whole, list(places), 0, length)
         return copied + self._renew(some, list(places), 0, length - self.base)
+
+    def resize(self, rows: int, slots: int, kept: int) -> None:
+        """Give the buffers so many rows and slots at once; what the first `kept` rows hold stays.
+
+        For caches without trimmed layers.
+        """
+        length = min(self.size, slots)
+        self.rows, self.slots, self.size = rows, slots, slots
+        self._renew({*self.keys}, slice(kept), 0, length)
+
+    def move(self, source: int, place: int, length: int) -> None:
+        """Copy what the first slots of a row hold to another row; without trimmed layers."""
+        for buffer in (*self.keys.values(), *self.values.values()):
+            buffer[place, :, :length] = buffer[source, :, :length]
 
     @property
     def window(self) -> int:

@@ -148,10 +148,14 @@ class _EchoState(State):
 
 
 class LookupRow:
-    """A row's history, and the match of its end in the other texts."""
+    """A row's history, and the match of its end in the other texts.
 
-    def __init__(self, lookup: Lookup) -> None:
-        self._lookup = lookup
+    Args:
+        own: whether its own history is looked up, too.
+    """
+
+    def __init__(self, lookup: Lookup, *, own: bool = True) -> None:
+        self._lookup, self._looks_at_own = lookup, own
         self._own = Automaton()
         self._state = self._match = 0  # in the other texts
 
@@ -159,7 +163,8 @@ class LookupRow:
         """Append tokens that the row has emitted."""
         others = self._lookup.others
         for token in tokens:
-            self._own.append(token)
+            if self._looks_at_own:
+                self._own.append(token)
             while self._state > 0 and token not in others.following[self._state]:
                 self._state = others.link[self._state]
                 self._match = others.length[self._state]

@@ -1,0 +1,486 @@
+"""A batch that rows join and leave: rounds of draft, verify, accept, each text by its own law.
+
+Every text has a `Draws` of one row: so it is the text it has alone, whoever is beside it.
+Letters: R rows of a pass, N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MinPLogitsWarper
+
+from layerskip.costs.speculation import CostTable, draft_limit
+from layerskip.decoding.controller import Chooser, Offer, completed, first_offer, signal_of
+from layerskip.decoding.controllers import make_controller
+from layerskip.decoding.draws import DraftedTokens, Draws
+from layerskip.decoding.engine import Request
+from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.known import KnownTexts
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
+from layerskip.decoding.sources.base import Proposal, Source
+from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
+from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.generation import LayerSkipDecoding
+from layerskip.model.cache import on_device, rounded_up
+from layerskip.model.opening import sublayers_of
+from layerskip.model.whole import Whole
+from layerskip.requests import end_tokens
+from layerskip.serving.places import Places
+from layerskip.serving.tasks import Counts, Reason, Task
+from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
+from layerskip.timing.tables import stored
+
+_BEGIN = -2  # stands before a prediction, which the text probably begins with; not a token
+_BELIEVED = 8  # such marks: a match of so many tokens
+
+
+class Text:
+    """A task on its way: its row, and what has happened since it was last told.
+
+    Attributes:
+        slots: that it needs at most.
+        draft: the tokens drafted for it in this round, and the number of their source.
+        news, logprobs: tokens since it was last told, see `Piece`.
+        reason: why it has ended; None while it goes on.
+    """
+
+    def __init__(self, task: Task, law: Law, eos: frozenset[int], slots: int) -> None:
+        self.task, self.law, self.eos, self.slots = task, law, eos, slots
+        self.counts = Counts()
+        self.seat = -1
+        self.draft: list[int] = []
+        self.source: int | None = None
+        self.known = False  # whether the draft was without a step
+        self.news: list[int] = []
+        self.logprobs: list[dict[int, float]] = []
+        self.reason: Reason | None = None
+        self.error: str | None = None
+
+    def open(self, seat: int, emitted: list[int], device: Any, native: Any) -> None:
+        """Take a seat."""
+        prompt = list(self.task.prompt)
+        self.seat, self.emitted = seat, emitted
+        self.history = torch.zeros(1, self.slots, dtype=torch.long, device=device)  # (1, S)
+        self.history[0, : len(prompt)] = torch.tensor(prompt, device=device)
+        self.draws = Draws(
+            self.law,
+            [stream_key(self.task.seed, 0)],
+            rejection=False,
+            history=self.history,
+            width=len(prompt),
+            prompt_lengths=[len(prompt)],
+            emitted=[emitted],
+            native=native,
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and text."""
+        return len(self.task.prompt) + len(self.emitted)
+
+    def at(self, offset: int) -> int:
+        """The token to feed at a place behind the last one; the draft's last again behind all."""
+        return (self.emitted[-1:] + self.draft)[min(offset, len(self.draft))]
+
+    def write(self, offset: int, token: int) -> None:
+        """Write a token into the history, so many places behind the text."""
+        self.history[0, self.length + offset] = token
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What its processors and stop raise ends this text only."""
+        try:
+            yield
+        except Exception as error:
+            said = str(error).split("\n")[0]
+            self.reason, self.error = "error", f"{type(error).__name__}: {said}"
+
+
+class Batch:
+    """Texts on one model.
+
+    Args:
+        model: as for `layerskip.decode`.
+        seats: the most texts at a time.
+        max_tokens: the most tokens of a text, its prompt included; None: what the model allows.
+        known: keys and values of earlier texts.
+        settings: of `LayerSkipDecoding`.
+
+    Attributes:
+        texts: those in rounds, in order of their places.
+        joining: the one whose prompt is being run.
+
+    Raises:
+        ValueError: a setting or a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        seats: int,
+        max_tokens: int | None,
+        known: KnownTexts,
+        settings: Mapping[str, Any],
+    ) -> None:
+        for name in ("seed", "seeds", "known", "progress", "clock", "assistant", "sources"):
+            if settings.get(name):
+                raise ValueError(f"serving does not support the setting {name}; leave it out")
+        decoding = LayerSkipDecoding(**settings)
+        if decoding.acceptance != "coupled":
+            raise ValueError(
+                "serving does not support acceptance 'rejection': a text would depend on those "
+                "beside it; use 'coupled'"
+            )
+        opened = sublayers_of(model, decoding.execution)
+        if isinstance(opened, Whole):
+            raise ValueError(f"serving does not support models that run whole: {opened.reason}")
+        sources: list[Source] = []
+        if decoding.enabled:
+            opened, sources = decoding._sources(opened, rejection=False)
+        for source in sources:
+            if not isinstance(source, Lookup | SublayerDraft):
+                raise ValueError(
+                    f"serving does not support drafts by {type(source).__name__}; allowed are "
+                    "lookups and the model's own sublayers"
+                )
+        self.model, self.seats, self.known = opened, seats, known
+        self.max_tokens = min(max_tokens or opened.max_positions, opened.max_positions)
+        self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
+        own = [source for source in sources if isinstance(source, SublayerDraft)]
+        self.lookups = [source for source in sources if isinstance(source, Lookup)]
+        self.places = Places(
+            opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
+        )
+        # predictions, what is looked up, the model's own draft
+        self._sources = [Lookup(), *self.lookups, *own] if decoding.enabled else []
+        self._rows: list[list[LookupRow | None]] = [[] for _ in range(seats)]
+        self._control(decoding, own)
+        self.texts: list[Text] = []
+        self.joining: Text | None = None
+        self._free = list(range(seats))
+        self.rounds = 0
+
+    def _control(self, decoding: LayerSkipDecoding, own: Sequence[Source]) -> None:
+        controller = decoding.controller
+        if not self._sources:
+            controller = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
+        elif isinstance(controller, str):
+            timed = [self._sources[0], *own]
+            brought = decoding.costs
+            if brought is None and decoding.skip is not None:
+                brought = stored(decoding.skip, self.model, self.seats)
+            ids = torch.ones(self.seats, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
+            law = law_of(self.model.model, self.seats, (), do_sample=False)
+            new = min(256, self.max_tokens - 4)
+            request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
+            tables = [
+                each or CostTable(1.0, (1.0,))
+                for each in decoding._tables(self.model, timed, request, brought)
+            ]
+            costs = [tables[0]] * (1 + len(self.lookups)) + list(tables[1:])
+            priors = [source.prior for source in self._sources]
+            if controller == DEFAULT_CONTROLLER:
+                most = (
+                    {}
+                    if decoding.max_draft_length is None
+                    else {"max_draft_length": decoding.max_draft_length}
+                )
+                controller = ExpectedGain(costs, priors=priors, ahead=float("inf"), **most)
+            else:
+                controller = make_controller(
+                    controller,
+                    max_draft_length=decoding.max_draft_length,
+                    threshold=decoding.threshold,
+                    costs=costs,
+                    priors=priors,
+                )
+        self.controller = completed(controller)
+        self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
+        self._chooser = self.controller if isinstance(self.controller, Chooser) else None
+        self.controller.reset(self.seats)
+
+    def text(self, task: Task) -> Text:
+        """A checked task; from any thread.
+
+        Raises:
+            ValueError: nothing that can be decoded, with the reason.
+        """
+        vocabulary = self.model.vocabulary
+        wrong = [each for each in task.prompt if not 0 <= each < vocabulary]
+        if not task.prompt or wrong:
+            raise ValueError(
+                f"a prompt must have tokens, all in 0..{vocabulary - 1}, got "
+                f"{wrong[0] if wrong else 'none'}"
+            )
+        if task.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {task.max_new_tokens}")
+        total = len(task.prompt) + task.max_new_tokens
+        if total > self.max_tokens:
+            raise ValueError(
+                f"prompt plus new tokens must be at most {self.max_tokens}, got "
+                f"{len(task.prompt)} + {task.max_new_tokens}; shorten one of them"
+            )
+        sampling = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
+        law = law_of(self.model.model, 1, task.processors, do_sample=task.do_sample, **sampling)
+        if task.do_sample and task.min_p is not None:
+            warper: Any = MinPLogitsWarper(task.min_p)
+            law = Law([*law.processors, warper], do_sample=True, rows=1)
+        eos = end_tokens(self.model.model) if task.eos is None else task.eos
+        return Text(task, law, eos, total + self.longest + 1)
+
+    def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
+        """Places and slots with which a text can join; None: not beside the others."""
+        going = [*self.texts, text]
+        rows, slots = len(going), max(each.slots for each in going)
+        now = self.places.cache.rows, self.places.slots
+        unused = rows == 1 and slots <= now[1] // 4
+        if rows <= now[0] and slots <= now[1] and not unused:
+            return now
+        ample = min(self.seats, 1 << (rows - 1).bit_length()), rounded_up(slots)
+        for shape in (ample, (rows, slots)):
+            if self.places.nbytes(*shape) <= memory:
+                return shape
+        return None
+
+    def join(self, text: Text, shape: tuple[int, int]) -> None:
+        """Begin to run a text's prompt, from what is known on."""
+        places = self.places
+        if shape != (places.cache.rows, places.slots):
+            places.resize(*shape, len(self.texts))
+        self._weights = self.known.check(self.model)
+        filled, _ = self.known.start(text.task.prompt, 0, set())
+        seat = self._free.pop()
+        text.open(seat, places.written[seat], self.model.device, self.model.drawn)
+        self.joining = text
+        places.sit(seat, text.task.prompt, filled)
+        text.counts.known = places.lengths[seat]
+        predicted = Lookup([[_BEGIN] * _BELIEVED + list(text.task.predicted)])
+        first = LookupRow(predicted, own=False)
+        first.extend([_BEGIN] * _BELIEVED)
+        self._rows[seat] = [first if text.task.predicted else None]
+        self._rows[seat] += [lookup.row(text.task.prompt) for lookup in self.lookups]
+        self.controller.forget(seat)
+
+    def leave(self, text: Text) -> None:
+        """Drop a text; the last one takes its place."""
+        places, seat = self.places, text.seat
+        if seat < 0:  # it could not join
+            return
+        place = len(self.texts) if text is self.joining else places.rows[seat]
+        if text is not self.joining or places.lengths[seat]:
+            self._keep(text, place)
+        if text is self.joining:
+            self.joining = None
+        else:
+            last = self.texts.pop()
+            if last is not text:
+                places.move(len(self.texts), place, places.lengths[last.seat])
+                self.texts[place] = last
+            self._number()
+            if self.joining is not None:
+                length = places.lengths[self.joining.seat]
+                places.move(len(self.texts) + 1, len(self.texts), length)
+        self._free.append(seat)
+
+    def _number(self) -> None:
+        self.places.rows = {text.seat: place for place, text in enumerate(self.texts)}
+
+    def _keep(self, text: Text, place: int) -> None:
+        rows, self.places.rows = self.places.rows, {text.seat: place}
+        self.known.keep(self._weights, self.places, text.seat, self.places.lengths[text.seat])
+        self.places.rows = rows
+
+    def prefill(self, most: int) -> int:
+        """Run a piece of the joining prompt; how many of its tokens."""
+        text, places = self.joining, self.places
+        assert text is not None
+        before = places.lengths[text.seat]
+        raw = places.piece(text.seat, most)
+        done = places.lengths[text.seat] - before
+        if raw is not None:
+            self._keep(text, len(self.texts))
+            self.texts.append(text)
+            self.joining = None
+            self._number()
+            text.draft, text.known, text.source = [], False, None
+            self._judge(text, raw)
+        return done
+
+    def round(self) -> None:
+        """One round of the texts that have begun."""
+        self.rounds += 1
+        with self.model.disturbed():
+            limits, proposals = self._plan()
+            steps = self._draft(limits)
+            going = [text for text in self.texts if text.reason is None]
+            if not going:
+                return
+            longest = max(len(text.draft) for text in going)
+            first = min(steps, longest)
+            fed = [[text.at(i) for i in range(first, longest + 1)] for text in self.texts]
+            positions = [(text.seat, i) for text in going for i in range(len(text.draft) + 1)]
+            raw = self.places.verify(on_device(fed, self.model.device), positions)  # (N, V)
+            at = 0
+            for text in going:
+                count = len(text.draft) + 1
+                self._judge(text, raw[at : at + count], proposals)
+                at += count
+
+    def _plan(self) -> tuple[dict[int, int], list[dict[int, Proposal]]]:
+        """How many tokens each seat drafts at most, and what every source proposes to it."""
+        texts, controller = self.texts, self.controller
+        lengths = self.places.lengths
+        controller.begin(sum(lengths[text.seat] for text in texts) // len(texts), len(texts))
+        proposals: list[dict[int, Proposal]] = [{} for _ in self._sources]
+        allowed = {}
+        for text in texts:
+            left = text.task.max_new_tokens - len(text.emitted)
+            free = self.places.cache.slots - lengths[text.seat]
+            most = draft_limit(self.longest, left, free) if text.task.speculate else 0
+            allowed[text.seat] = most
+            for number in range(len(self._sources)):
+                proposals[number][text.seat] = self._proposal(text, number, most)
+        limits = {text.seat: 0 for text in texts}
+        offers = [_offer(each) for each in proposals]
+        chosen = (self._chooser.choose if self._chooser else first_offer)(offers)
+        for text in texts:
+            seat = text.seat
+            source = chosen.get(seat) if isinstance(chosen, Mapping) else chosen
+            most = 0 if source is None else offers[source].lengths[seat]
+            limits[seat] = min(controller.limit(seat, allowed[seat]), most)
+            text.source, text.draft, text.known = source if limits[seat] else None, [], False
+            if text.source is not None:
+                tokens = proposals[text.source][seat].tokens
+                text.known = tokens is not None
+                text.draft = list((tokens or ())[: limits[seat]])
+                for offset, token in enumerate(text.draft):
+                    text.write(offset, token)
+        return limits, proposals
+
+    def _proposal(self, text: Text, number: int, most: int) -> Proposal:
+        """What a source offers a text, cut off behind an end."""
+        if number > len(self.lookups):
+            return Proposal(most)
+        row = self._rows[text.seat][number]
+        if row is None or not most:
+            return NOTHING
+        found = row.find(most)
+        tokens = found.tokens or ()
+        ends = (i for i, token in enumerate(tokens, 1) if token in text.eos)
+        return Proposal.of(tokens[: next(ends, None)], found.match or 0)
+
+    def _draft(self, limits: Mapping[int, int]) -> int:
+        """Steps of the model's own draft, in lockstep; how many."""
+        drafting = [text for text in self.texts if text.source is not None and not text.known]
+        at = {text.seat: place for place, text in enumerate(self.texts)}
+        steps = 0
+        while drafting and self.controller.draft_together([text.seat for text in drafting]):
+            fed = on_device([text.at(steps) for text in self.texts], self.model.device)  # (R,)
+            raw = self.places.draft_step(fed, steps)  # (R, V)
+            going = []
+            for text in drafting:
+                place, token, sure = at[text.seat], -1, 1.0
+                with text.alone():
+                    own = raw[place : place + 1]  # (1, V)
+                    drawn, sures, _ = text.draws.draft(own, [(0, steps)], self.signal)
+                    token, sure = int(drawn), 1.0 if sures is None else float(sures)
+                if token < 0:
+                    continue
+                text.write(steps, token)
+                text.draft.append(token)
+                if (
+                    token not in text.eos
+                    and len(text.draft) < limits[text.seat]
+                    and self.controller.keep_drafting(text.seat, sure)
+                ):
+                    going.append(text)
+            drafting, steps = going, steps + 1
+        return steps
+
+    def _judge(
+        self, text: Text, raw: Tensor, proposals: Sequence[Mapping[int, Proposal]] = ()
+    ) -> None:
+        """Emit a text's tokens from its raw logits (N, V)."""
+        draft, seat, begun = text.draft, text.seat, bool(text.emitted)
+        positions = [(0, offset) for offset in range(len(draft) + 1)]
+        drafts = DraftedTokens([draft], [[]], [len(draft)], raw, known={0} if text.known else set())
+        length, emitted = text.length, list[int]()
+        with text.alone():
+            target = text.draws.judge(raw, positions, drafts).drawn.tolist()
+            right = next((i for i, token in enumerate(draft) if target[i] != token), len(draft))
+            for token in target[: right + 1]:
+                if token < 0:
+                    raise ValueError(
+                        f"no token to draw after {len(text.emitted)} new tokens: the scores are "
+                        "NaN or all -inf; check the processors and the model"
+                    )
+                text.write(0, token)
+                text.emitted.append(token)
+                emitted.append(token)
+                text.draws.forget(0, finished=False)
+                if text.task.stop is not None and text.task.stop(0, text.history[:, : text.length]):
+                    text.reason = "stop"
+                if token in text.eos:
+                    text.reason = "stop"
+                elif text.reason is None and len(text.emitted) >= text.task.max_new_tokens:
+                    text.reason = "length"
+                if text.reason is not None:
+                    break
+            if text.task.top_logprobs is not None:
+                text.logprobs += self._logprobs(text, raw[: len(emitted)], length, emitted)
+        text.news += emitted
+        for row in self._rows[seat]:
+            if row is not None:
+                row.extend(emitted)
+        if begun:
+            self._count(text, emitted, proposals)
+        else:
+            self.places.tell(seat, emitted)
+
+    def _count(
+        self, text: Text, emitted: list[int], proposals: Sequence[Mapping[int, Proposal]]
+    ) -> None:
+        """Commit a round of a text, and tell the controller and the counts."""
+        seat, counts = text.seat, text.counts
+        self.places.commit(seat, emitted)
+        same = [own == ours for own, ours in zip(emitted, text.draft, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        for number, each in enumerate(proposals if self._chooser else ()):
+            tokens = each[seat].tokens
+            if tokens and self._chooser:
+                both = list(zip(tokens, emitted, strict=False))
+                right = next((i for i, (ours, own) in enumerate(both) if ours != own), len(both))
+                self._chooser.learn(number, seat, min(right + 1, len(both)), right)
+        self.controller.update(seat, len(text.draft), accepted)
+        counts.rounds += 1
+        counts.drafted += len(text.draft)
+        counts.accepted += accepted
+        if text.source == 0:
+            counts.predicted += len(text.draft)
+            counts.predicted_accepted += accepted
+
+    def _logprobs(
+        self, text: Text, raw: Tensor, length: int, emitted: Sequence[int]
+    ) -> list[dict[int, float]]:
+        """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
+        law = Law(text.task.processors, do_sample=False, rows=1)
+        lengths = [length + i for i in range(len(emitted))]
+        scores = law.scores(raw, text.history, [0] * len(emitted), lengths)
+        found = []
+        for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
+            top = row.topk(min(text.task.top_logprobs or 0, len(row)))
+            each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found.append({token: float(row[token])} | each)
+        return found
+
+
+def _offer(proposals: Mapping[int, Proposal]) -> Offer:
+    matches = {row: each.match for row, each in proposals.items() if each.match is not None}
+    return Offer({row: each.length for row, each in proposals.items()}, matches or None)

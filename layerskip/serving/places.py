@@ -1,0 +1,100 @@
+"""`Passes` whose rows join and leave: the places of one cache, and who lies there.
+
+Rows lie in places 0 .. n - 1 in no order. One more may be joining behind them: its prompt is run in
+pieces while the others go on.
+Letters: B places, T tokens, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.passes import Filling, Passes, in_inference_mode
+from layerskip.decoding.sources.base import Source
+from layerskip.model.sublayers import Sublayers
+
+
+class Places(Passes):
+    """The passes of a batch with a fixed number of seats, some of which are taken.
+
+    Layers with windows hold every slot, so that a text may join at slot 0 at any time.
+
+    Args:
+        drafts: sources without a state of their own in the batch.
+        seats: the numbers of rows: 0 .. seats - 1.
+        total: the most tokens of a row.
+    """
+
+    def __init__(
+        self,
+        model: Sublayers,
+        drafts: Sequence[Source],
+        *,
+        seats: int,
+        total: int,
+        max_draft_length: int,
+    ) -> None:
+        super().__init__(model, drafts, [], max_new_tokens=1, max_draft_length=max_draft_length)
+        model.check_lengths([1], total)
+        self.total = total
+        self.cache.trimmed.clear()
+        empty = torch.zeros(0, dtype=torch.long, device=model.device)
+        self.prompts = [empty] * seats
+        self.prompt_lengths, self.lengths = [0] * seats, [0] * seats
+        self.written: list[list[int]] = [[] for _ in range(seats)]
+        self.emitted = self.written
+        self.slots = 0
+        per_token = model.key_bytes(part.number for part in model.parts if part.writes)
+        self.bytes_per_slot = math.fsum(per_token.values())
+
+    def nbytes(self, rows: int, slots: int) -> int:
+        """Bytes of keys and values of so many rows."""
+        return round(rows * self.model.backend.capacity(slots) * self.bytes_per_slot)
+
+    @in_inference_mode
+    def resize(self, rows: int, slots: int, kept: int) -> None:
+        """Make so many places of so many slots; the first `kept` of them stay as they are."""
+        self.cache.resize(rows, self.model.backend.capacity(slots), kept)
+        self.rotary = self.model.rotary(slots, min(slots, self.total))
+        self.slots = slots
+
+    @in_inference_mode
+    def sit(self, row: int, prompt: Sequence[int], filled: Sequence[Filling]) -> None:
+        """Begin to join: what is known of a prompt is filled into the place behind the others."""
+        self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
+        self.prompt_lengths[row] = len(prompt)
+        self.lengths[row] = filled[-1].end if filled else 0
+        self.written[row].clear()
+        for part in filled:
+            for name, held in part.parts.items():
+                self.cache.fill(len(self.rows), name, part.end, held)
+
+    @in_inference_mode
+    def piece(self, row: int, most: int) -> Tensor | None:
+        """Run the next tokens of the joining row's prompt; logits (1, V) behind the last of all."""
+        model, cache, place = self.model, self.cache, range(len(self.rows), len(self.rows) + 1)
+        first, length = self.lengths[row], self.prompt_lengths[row]
+        tokens = self.prompts[row][None, first : first + most]  # (1, T)
+        every = model.num_sublayers
+        # layers that only read others' keys are needed for the last token alone
+        through = 2 * model.first_reader
+        cache.settled = False
+        cache.place([first], tokens.shape[1], rows=place)
+        hidden, step = model.feed(tokens, cache, self.rotary)
+        hidden = model.run(hidden, step, range(through))[:, -1:]  # (1, 1, H)
+        self.lengths[row] += tokens.shape[1]
+        if self.lengths[row] == length and through < every:
+            cache.place([length - 1], 1, rows=place)
+            _, step = model.feed(tokens[:, -1:], cache, self.rotary)
+            hidden = model.run(hidden, step, range(through, every))
+        cache.settled = True
+        return model.logits(hidden)[0] if self.lengths[row] == length else None
+
+    @in_inference_mode
+    def move(self, source: int, place: int, length: int) -> None:
+        """Copy the first slots of one place to another."""
+        self.cache.move(source, place, length)

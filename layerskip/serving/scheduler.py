@@ -1,0 +1,263 @@
+"""`Serving`: a queue, a batch that its tasks join and leave, and the memory that they may take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from layerskip.decoding.known import KnownTexts
+from layerskip.model.opening import sublayers_of
+from layerskip.serving.batch import Batch, Text
+from layerskip.serving.tasks import Piece, QueueFull, Reason, Task
+from layerskip.session import share
+
+PIECE = 512
+"""Tokens of prompts that a step runs while others decode."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted task."""
+
+    text: Text
+    tell: Callable[[Piece], None]
+    submitted: float
+    cancelled: bool = False
+
+
+@dataclass
+class ServingStats:
+    """What is going on, and what has been done in all.
+
+    Attributes:
+        rows, waiting: tasks in the batch, and in the queue.
+        memory, used: bytes that keys and values of the batch may take, and take.
+        known_memory, known_used: the same of earlier texts.
+        tokens, rounds, drafted, accepted: told tokens, rounds of the batch, tokens drafted, and
+            those of them emitted, of all tasks so far.
+    """
+
+    rows: int = 0
+    waiting: int = 0
+    memory: int = 0
+    used: int = 0
+    known_memory: int = 0
+    known_used: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Serving:
+    """Decodes tasks together, first come first served.
+
+    A task's text is the one of `layerskip.decode` with its seed alone, whoever is beside it.
+
+    Args:
+        model: as for `layerskip.decode`.
+        memory: bytes that keys and values of the batch may take; by default half of what is free.
+        max_rows: tasks in the batch, at most.
+        max_queue: tasks that wait, at most.
+        max_tokens: tokens of one task, its prompt included, at most.
+        session_memory: bytes for keys and values of earlier texts; by default a quarter of what is
+            free; 0: none.
+        **settings: as for `LayerSkipDecoding`.
+
+    Raises:
+        ValueError: a setting or a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory: int | None = None,
+        max_rows: int = 16,
+        max_queue: int = 128,
+        max_tokens: int | None = None,
+        session_memory: int | None = None,
+        **settings: Any,
+    ) -> None:
+        if max_rows < 1 or max_queue < 1:
+            raise ValueError(
+                f"max_rows and max_queue must be at least 1, got {max_rows} and {max_queue}"
+            )
+        free = share(sublayers_of(model, settings.get("execution", "auto")).device)
+        self.memory = 2 * free if memory is None else memory
+        self._known = KnownTexts(free if session_memory is None else session_memory)
+        self._batch = Batch(
+            model, seats=max_rows, max_tokens=max_tokens, known=self._known, settings=settings
+        )
+        self.max_queue = max_queue
+        self._waiting: deque[Ticket] = deque()
+        self._going: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._done = ServingStats()
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one task."""
+        return self._batch.max_tokens
+
+    @property
+    def stats(self) -> ServingStats:
+        """A copy."""
+        places = self._batch.places
+        used = places.nbytes(places.cache.rows, places.slots)
+        known = self._known
+        return replace(
+            self._done,
+            rows=len(self._going),
+            waiting=len(self._waiting),
+            memory=self.memory,
+            used=used,
+            known_memory=known.memory,
+            known_used=known.nbytes,
+            rounds=self._batch.rounds,
+        )
+
+    def submit(self, task: Task, tell: Callable[[Piece], None]) -> Ticket:
+        """Queue a task; from any thread.
+
+        Args:
+            tell: called on the thread that steps, in order; its last piece has a reason. It must
+                not block.
+
+        Raises:
+            ValueError: a task that cannot be decoded, or never fits into the memory.
+            QueueFull: as many tasks wait as may.
+        """
+        text = self._batch.text(task)
+        needed = self._batch.places.nbytes(1, text.slots)
+        if needed > self.memory:
+            raise ValueError(
+                f"keys and values of {text.slots} tokens take {needed:,} bytes, and may take "
+                f"{self.memory:,}; shorten the prompt, lower max_new_tokens, or give more memory"
+            )
+        ticket = Ticket(text, tell, time.perf_counter())
+        with self._changed:
+            if len(self._waiting) >= self.max_queue:
+                raise QueueFull(f"{self.max_queue} tasks wait, as many as may; try again later")
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a task; from any thread. Its last piece comes with the next step."""
+        with self._changed:
+            ticket.cancelled = True
+            self._changed.notify_all()
+
+    def step(self) -> bool:
+        """A piece of a prompt, and a round of the texts that have begun; False: nothing to do."""
+        with torch.no_grad():
+            self._drop_cancelled()
+            if not (self._going or self._waiting):
+                return False
+            try:
+                self._prefill()
+                if self._batch.texts:
+                    self._batch.round()
+            except Exception as error:  # of a pass: no text of the batch can go on
+                for ticket in self._going:
+                    ticket.text.reason = "error"
+                    ticket.text.error = f"{type(error).__name__}: {error}".split("\n")[0]
+            self._tell()
+        return True
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Step until told to end; sleeps while there is nothing to do."""
+        while not until():
+            if not self.step():
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._waiting), timeout=0.1)
+
+    def start(self) -> None:
+        """`run` on a thread of its own."""
+        if self._thread is not None:
+            raise ValueError("serving has been started already; stop it first")
+        self._stopping = False
+        arguments = (lambda: self._stopping,)
+        self._thread = threading.Thread(target=self.run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; all tasks are cancelled."""
+        thread, self._stopping, self._thread = self._thread, True, None
+        with self._changed:
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            for ticket in (*self._going, *self._waiting):
+                ticket.cancelled = True
+        self._drop_cancelled()
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+        for ticket in gone:
+            self._say(ticket, "cancelled")
+        for ticket in [each for each in self._going if each.cancelled]:
+            self._going.remove(ticket)
+            self._batch.leave(ticket.text)
+            self._say(ticket, "cancelled")
+
+    def _prefill(self) -> None:
+        """Let those who wait join while there is room, and run a piece of their prompts."""
+        batch, left = self._batch, PIECE
+        while left > 0:
+            if batch.joining is None and not self._join():
+                return
+            left -= batch.prefill(left)
+            self._tell()
+
+    def _join(self) -> bool:
+        batch = self._batch
+        with self._changed:
+            if not self._waiting or len(self._going) == batch.seats:
+                return False
+            shape = batch.shape(self._waiting[0].text, self.memory)
+            if shape is None:
+                return False
+            ticket = self._waiting.popleft()
+        ticket.text.counts.queued = time.perf_counter() - ticket.submitted
+        self._going.append(ticket)
+        batch.join(ticket.text, shape)
+        return True
+
+    def _tell(self) -> None:
+        for ticket in [*self._going]:
+            text = ticket.text
+            if text.reason is not None:
+                self._going.remove(ticket)
+                self._batch.leave(text)
+            if text.news or text.reason is not None:
+                self._say(ticket, text.reason)
+
+    def _say(self, ticket: Ticket, reason: Reason | None) -> None:
+        text, now = ticket.text, time.perf_counter() - ticket.submitted
+        counts = text.counts
+        if text.news:
+            counts.first, counts.seconds = counts.first or now, now
+        self._done.tokens += len(text.news)
+        if reason is not None:
+            self._done.drafted += counts.drafted
+            self._done.accepted += counts.accepted
+        piece = Piece(tuple(text.news), tuple(text.logprobs), reason, text.error, replace(counts))
+        text.news, text.logprobs = [], []
+        try:
+            ticket.tell(piece)
+        except Exception:  # nobody listens any more
+            ticket.cancelled = True

@@ -1,0 +1,239 @@
+"""A batch that rows join and leave: every text is the one it has alone, whoever is beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, Fickle, lively_model, pure
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import layerskip
+from layerskip import SkipConfig
+from layerskip.serving.scheduler import Serving
+from layerskip.serving.tasks import Piece, QueueFull, Task
+
+SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(3), "execution": "fused"}
+
+
+def alone(model: Any, task: Task) -> list[int]:
+    """A task's text, decoded plainly and by itself."""
+    rounds = layerskip.decode(
+        model,
+        torch.tensor([list(task.prompt)]),
+        max_new_tokens=task.max_new_tokens,
+        do_sample=task.do_sample,
+        temperature=task.temperature,
+        top_k=task.top_k,
+        top_p=task.top_p,
+        logits_processor=task.processors,
+        eos_token_id=sorted(task.eos or ()),
+        seeds=[task.seed],
+        enabled=False,
+        execution="fused",
+    )
+    return [token for each in rounds for token in each.tokens[0]]
+
+
+def any_task(draw: random.Random, starts: Sequence[Sequence[int]]) -> Task:
+    begun = list(draw.choice(starts))
+    prompt = begun + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
+    sampled = draw.random() < 0.5
+    penalty = [RepetitionPenaltyLogitsProcessor(1.3)] if draw.random() < 0.3 else []
+    return Task(
+        prompt,
+        max_new_tokens=draw.randint(1, 14),
+        do_sample=sampled,
+        temperature=draw.choice([0.7, 1.0]) if sampled else None,
+        top_k=draw.choice([0, 20]) if sampled else None,
+        seed=draw.randrange(1000),
+        eos=frozenset(draw.sample(range(VOCABULARY), draw.randint(0, 4))),
+        processors=penalty,
+        speculate=draw.random() < 0.9,
+        top_logprobs=draw.choice([None, 2]),
+    )
+
+
+def schedule(model: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    serving = Serving(
+        model,
+        memory=draw.choice([70_000, 200_000, 1 << 22]),
+        max_rows=draw.randint(1, 5),
+        session_memory=draw.choice([0, 100_000]),
+        max_draft_length=4,
+        controller=Fickle(seed),
+        **SETTINGS,
+    )
+    starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
+    tasks, pieces, cancelled = [], [], []
+    tickets: list[Any] = []
+    left = draw.randint(2, 5)
+    while serving.step() or left:
+        if left and draw.random() < 0.5:
+            left -= 1
+            task = any_task(draw, starts)
+            expected = alone(model, task)
+            if draw.random() < 0.5:
+                predicted = list(expected)
+                if draw.random() < 0.5:
+                    predicted[len(predicted) // 2] = draw.randrange(VOCABULARY)
+                task = Task(**{**vars(task), "predicted": predicted})
+            tasks.append((task, expected))
+            told: list[Piece] = []
+            pieces.append(told)
+            tickets.append(serving.submit(task, told.append))
+        if tickets and draw.random() < 0.05:
+            number = draw.randrange(len(tickets))
+            cancelled.append(number)
+            serving.cancel(tickets[number])
+        stats = serving.stats
+        assert stats.used <= stats.memory
+        assert stats.known_used <= stats.known_memory
+    for number, ((task, expected), told) in enumerate(zip(tasks, pieces, strict=True)):
+        text = [token for piece in told for token in piece.tokens]
+        assert [piece.reason for piece in told[:-1]] == [None] * (len(told) - 1)
+        last = told[-1]
+        if last.reason == "cancelled":
+            assert number in cancelled
+            assert text == expected[: len(text)]
+            continue
+        assert last.error is None
+        assert text == expected
+        assert last.reason == ("stop" if text[-1] in (task.eos or ()) else "length")
+        assert last.counts.accepted <= last.counts.drafted
+        assert task.predicted or not last.counts.predicted
+        if task.top_logprobs is not None:
+            assert sum(len(piece.logprobs) for piece in told) == len(text)
+    assert serving.stats.rows == serving.stats.waiting == 0
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lively_model("llama")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_texts_of_random_schedules_are_their_lone_texts(model: Any, block: int) -> None:
+    for seed in range(5 * block, 5 * block + 5):
+        schedule(model, seed)
+
+
+@pytest.mark.slow
+def test_texts_of_many_more_random_schedules(model: Any) -> None:
+    for seed in range(20, 220):
+        schedule(model, seed)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_layers_with_windows(family: str) -> None:
+    for seed in range(2):
+        schedule(lively_model(family), seed)
+
+
+def finished(serving: Serving, task: Task) -> list[Piece]:
+    told: list[Piece] = []
+    serving.submit(task, told.append)
+    while serving.step():
+        pass
+    return told
+
+
+def test_a_full_queue_refuses(model: Any) -> None:
+    serving = Serving(model, max_queue=2, **SETTINGS)
+    for _ in range(2):
+        serving.submit(Task([1, 2]), lambda piece: None)
+    with pytest.raises(QueueFull, match="2 tasks wait"):
+        serving.submit(Task([1, 2]), lambda piece: None)
+
+
+def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
+    serving = Serving(model, memory=1000, **SETTINGS)
+    with pytest.raises(ValueError, match="may take 1,000; shorten the prompt"):
+        serving.submit(Task([1, 2]), lambda piece: None)
+    with pytest.raises(ValueError, match="at most 256, got 2 [+] 255"):
+        serving.submit(Task([1, 2], max_new_tokens=255), lambda piece: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("acceptance", "rejection"), ("assistant", object()), ("seed", 3)]
+)
+def test_settings_that_cannot_be_served_name_themselves(model: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"not support.*{name}"):
+        Serving(model, **{**SETTINGS, name: value})
+
+
+def test_an_error_of_a_processor_ends_its_task_only(model: Any) -> None:
+    @pure
+    def broken(history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if history.shape[1] > 6:
+            raise RuntimeError("no more")
+        return scores
+
+    serving = Serving(model, **SETTINGS)
+    fine = Task([3, 4, 5], max_new_tokens=20)
+    told: list[Piece] = []
+    others: list[Piece] = []
+    serving.submit(Task([3, 4, 5], max_new_tokens=20, processors=[broken]), told.append)
+    serving.submit(fine, others.append)
+    while serving.step():
+        pass
+    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")
+    assert [token for piece in others for token in piece.tokens] == alone(model, fine)
+    assert others[-1].reason == "length"
+
+
+def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:
+    task = Task([3, 4, 5], max_new_tokens=40, eos=frozenset())
+    expected = alone(model, task)
+    serving = Serving(model, controller="fixed", max_draft_length=8, lookup=False, **SETTINGS)
+    told = finished(serving, Task(**{**vars(task), "predicted": expected}))
+    counts = told[-1].counts
+    assert counts.predicted == counts.predicted_accepted >= 30
+    assert counts.rounds <= 6
+
+
+def test_known_prefixes_are_not_run_again(model: Any) -> None:
+    serving = Serving(model, **SETTINGS)
+    task = Task(list(range(20, 40)), max_new_tokens=4)
+    texts = [finished(serving, task) for _ in range(2)]
+    assert [told[-1].counts.known for told in texts] == [0, 19]
+
+
+def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
+    serving = Serving(model, max_rows=4, session_memory=0, **SETTINGS)
+    used = []
+    for _ in range(2):
+        for seed in range(12):
+            task = Task([1, 2, seed], max_new_tokens=3, do_sample=True, seed=seed)
+            serving.submit(task, lambda piece: None)
+        while serving.step():
+            pass
+        cache = serving._batch.places.cache
+        used.append((serving.stats.used, sum(each.nbytes for each in cache.keys.values())))
+    assert used[0] == used[1]
+
+
+def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
+    import threading
+
+    serving, done = Serving(model, **SETTINGS), threading.Event()
+    told: list[Piece] = []
+
+    def tell(piece: Piece) -> None:
+        told.append(piece)
+        if piece.reason is not None:
+            done.set()
+
+    serving.start()
+    task = Task([3, 4, 5], max_new_tokens=6)
+    serving.submit(task, tell)
+    assert done.wait(60)
+    waits: list[Piece] = []
+    serving.submit(Task([3], max_new_tokens=200), waits.append)
+    serving.stop()
+    assert [token for piece in told for token in piece.tokens] == alone(model, task)
+    assert waits[-1].reason in ("cancelled", "length")
