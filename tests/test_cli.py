@@ -243,13 +243,18 @@ def test_a_prompt_may_come_from_standard_input(folder, expected, flags):
     assert "standard input is not UTF-8: invalid start byte at byte 0" in result.stderr
 
 
-@pytest.mark.wheel
-def test_prompts_may_come_from_standard_input(folder):
-    flags = ("--prompts", "-", *DRAFT, "-n", 2, "--quiet", "--json")
-    child = process("generate", folder, *flags, stdin=subprocess.PIPE)
-    out, err = child.communicate('{"prompt": "w5"}\n{"prompt": "w9", "id": "nine"}\n', timeout=120)
-    assert child.returncode == 0, err
-    assert [result["id"] for result in json.loads(out)["results"]] == ["1", "nine"]
+def test_prompts_may_come_from_standard_input(folder, tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text('{"prompt": "w5"}\n{"prompt": "w9", "id": "nine"}\n')
+    before = os.dup(0)
+    try:
+        with path.open() as file:
+            os.dup2(file.fileno(), 0)
+        result = run("generate", folder, "--prompts", "-", *DRAFT, "-n", 2, "--json")
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    assert [each["id"] for each in document(result)["results"]] == ["1", "nine"]
 
 
 def test_a_system_message_makes_a_chat(tmp_path):
@@ -585,6 +590,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
 
 def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
+    assert "/help" in run("chat", "-h").stdout
     for command in ("demo", "generate", "train", "check", "benchmark", "report", "env"):
         assert command in run("--help").stdout
         text = run(command, "-h", columns=60).stdout
