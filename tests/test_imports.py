@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[1]
 # From the bottom: the packages (and single files) of every floor. A file imports from its own
 # package and from floors below; packages of one floor do not see each other.
 FLOORS: list[set[str]] = [
-    {"config", "draft_weights", "prompts", "named", "environment", "costs", "files"},  # words
+    {
+        "config",
+        "draft_weights",
+        "prompts",
+        "named",
+        "environment",
+        "text",
+        "costs",
+        "files",
+    },  # words
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},

@@ -26,6 +26,7 @@ from layerskip.cli.generate import generate
 from layerskip.cli.options import spliced
 from layerskip.cli.report import report
 from layerskip.cli.search import search
+from layerskip.cli.serve import serve
 from layerskip.cli.train import train
 
 SPINS = "10000"  # a thirtieth of the default; fewer cost where nothing else runs
@@ -119,5 +120,5 @@ def _root(
     pass
 
 
-for command in (generate, chat, search, train, benchmark, check, demo, report, env):
+for command in (generate, chat, serve, search, train, benchmark, check, demo, report, env):
     app.command()(spliced(command))

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from layerskip.text import Detokenizer
+from layerskip.text import decode_text as decode_text
+
 if TYPE_CHECKING:
     from layerskip.bench.comparison import Comparison
 
@@ -91,30 +94,17 @@ class TextStream:
     """A streamer that decodes tokens and writes the text as it grows."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.tokenizer = tokenizer
+        self.decoder = Detokenizer(tokenizer)
         self.write = write
-        self.tokens: list[int] = []
-        self.written = 0
 
     def put(self, tokens: Any) -> None:
         if tokens.dim() > 1:
             return  # the prompt
-        self.tokens += tokens.tolist()
-        text = decode_text(self.tokenizer, self.tokens)
-        if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-            self._write(text)
+        if text := self.decoder.put(tokens.tolist()):
+            self.write(text)
 
     def end(self) -> None:
-        self._write(decode_text(self.tokenizer, self.tokens) + "\n")
-
-    def _write(self, text: str) -> None:
-        self.write(text[self.written :])
-        self.written = len(text)
-
-
-def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text
+        self.write(self.decoder.end() + "\n")
 
 
 def verdict(comparison: Comparison) -> str:

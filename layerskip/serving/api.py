@@ -1,0 +1,417 @@
+"""What clients of OpenAI's interface may ask for, checked, and the tasks that come of it.
+
+What is not supported is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+from transformers import SequenceBiasLogitsProcessor
+
+from layerskip.requests import end_tokens
+from layerskip.serving.tasks import Task
+from layerskip.text import decode_text
+
+COLDEST = 0.001  # a temperature below has scores that float32 does not hold
+_SEEDS = 2**63
+# Fields that say who asks or where, not what for.
+_ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# What other fields may say, as it asks for nothing.
+_NOTHING: Mapping[str, Sequence[Any]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+
+
+class Refusal(ValueError):
+    """A request that is not served, with the HTTP status that says so.
+
+    Attributes:
+        param: the field that is wrong, if it is one.
+        code: one word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = "invalid_request_error" if self.status < 429 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, given: Any) -> Any:
+        """Without fields that ask for nothing."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None
+            and name not in _ABOUT
+            and not (name in _NOTHING and value in _NOTHING[name])
+        }
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class Message(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class StreamOptions(_Fields):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Prediction(_Fields):
+    type: Literal["content"]
+    content: Content
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Asked(_Fields):
+    """What chats and completions may both say; `top_k` and `min_p` are not OpenAI's."""
+
+    model: str
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: Share | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    prediction: Prediction | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        """The field that limits new tokens, and what it says."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def told(self) -> int | None:
+        """How many log-probabilities are told beside each token's own; None: none at all."""
+        raise NotImplementedError
+
+
+class ChatAsked(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().most
+        if self.max_tokens is not None:
+            raise Refusal(
+                400,
+                "max_tokens is the old name of max_completion_tokens; give one of them",
+                param="max_tokens",
+            )
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def told(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionAsked(Asked):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def told(self) -> int | None:
+        return self.logprobs
+
+
+Kind = TypeVar("Kind", bound=Asked)
+
+
+def read(kind: type[Kind], body: bytes) -> Kind:
+    """A request's body, checked.
+
+    Raises:
+        Refusal: it is no JSON, or a field is unknown, not supported or wrong; names it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as failure:
+        # of a union's kinds, the one that fits best is wrong at the deepest place
+        error = max(failure.errors(include_url=False), key=lambda each: len(each["loc"]))
+        place = [str(part) for part in error["loc"] if not _is_kind(part)]
+        param = ".".join(place) or None
+        if error["type"] == "extra_forbidden":
+            message = f"{param} is not supported; leave it out"
+        elif param is None:
+            message = f"the body is not what is asked here: {error['msg']}"
+        else:
+            message = f"{param}: {error['msg']}"
+        raise Refusal(400, message, param=param) from failure
+
+
+def _is_kind(part: int | str) -> bool:
+    """Whether a part of an error's place is one of the kinds of a union, no field."""
+    return isinstance(part, str) and (part in ("str", "int", "constrained-str") or "[" in part)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as clients see it.
+
+    Attributes:
+        context: the most tokens of a prompt and its text together.
+        max_new_tokens: where a request says nothing.
+        temperature, top_k, top_p: likewise.
+    """
+
+    name: str
+    tokenizer: Any
+    vocabulary: int
+    context: int
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    ends: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        *,
+        context: int | None = None,
+        max_new_tokens: int = 1024,
+    ) -> Served:
+        """With what the model's own configuration says."""
+        text, own = model.config.get_text_config(), model.generation_config
+        longest = getattr(text, "max_position_embeddings", None)
+        known = [limit for limit in (context, longest) if limit is not None]
+        if not known:
+            raise ValueError("this model does not say how long its texts may be; give --context N")
+        return cls(
+            name,
+            tokenizer,
+            text.vocab_size,
+            min(known),
+            max_new_tokens,
+            temperature=own.temperature or 1.0,
+            top_k=own.top_k or 0,
+            top_p=1.0 if own.top_p is None else own.top_p,
+            ends=end_tokens(model),
+        )
+
+
+def tasks_of(asked: Asked, served: Served) -> list[Task]:
+    """A task for each choice: n for each prompt, choice i with seed + i.
+
+    Raises:
+        Refusal: another model, or a prompt that is empty, too long or of unknown tokens.
+    """
+    if asked.model != served.name:
+        message = f"there is no model {asked.model!r} here, but {served.name!r}"
+        raise Refusal(404, message, param="model", code="model_not_found")
+    if asked.stream_options is not None and not asked.stream:
+        raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+    told = asked.told
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    temperature = served.temperature if asked.temperature is None else asked.temperature
+    if 0 < temperature < COLDEST:
+        message = f"temperature must be 0 or at least {COLDEST}, got {temperature}"
+        raise Refusal(400, message, param="temperature")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_k": served.top_k if asked.top_k is None else asked.top_k,
+            "top_p": served.top_p if asked.top_p is None else asked.top_p,
+            "min_p": asked.min_p,
+        }
+    predicted: list[int] = []
+    if asked.prediction is not None:
+        text = _text(asked.prediction.content)
+        predicted = served.tokenizer(text, add_special_tokens=False)["input_ids"]
+    found: list[Task] = []
+    for prompt in _prompts(asked, served):
+        bias, limit = _bias(asked, served), _limit(asked, len(prompt), served)
+        penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
+        for _ in range(asked.n):
+            task = Task(
+                prompt,
+                limit,
+                **sampling,
+                seed=seed + len(found),
+                stop=StopStrings(served.tokenizer, asked.stops, len(prompt))
+                if asked.stops
+                else None,
+                processors=[*bias, *([penalties] if penalties else [])],
+                predicted=predicted,
+                top_logprobs=told,
+            )
+            found.append(task)
+    return found
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _prompts(asked: Asked, served: Served) -> list[list[int]]:
+    """Token ids of each prompt."""
+    param = "messages" if isinstance(asked, ChatAsked) else "prompt"
+    if isinstance(asked, ChatAsked):
+        found = [_chat(asked.messages, served.tokenizer)]
+    else:
+        assert isinstance(asked, CompletionAsked)
+        given: Any = asked.prompt
+        several = given if isinstance(given, list) else [given]
+        if several and isinstance(several[0], int):
+            several = [several]  # one prompt in token ids
+        found = [served.tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in several]
+    if not found or not all(found):
+        raise Refusal(400, f"{param} must hold at least one token", param=param)
+    strange = [t for prompt in found for t in prompt if not 0 <= t < served.vocabulary]
+    if strange:
+        message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange[0]}"
+        raise Refusal(400, message, param=param)
+    return found
+
+
+def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+    if not tokenizer.chat_template:
+        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    spoken = [
+        {"role": "system" if m.role == "developer" else m.role, "content": _text(m.content)}
+        for m in messages
+    ]
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            spoken, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    except Exception as error:  # a template refuses in whatever way it likes
+        message = f"the model's chat template refuses these messages: {error}"
+        raise Refusal(400, message, param="messages") from error
+    return ids
+
+
+def _limit(asked: Asked, prompt: int, served: Served) -> int:
+    """The most new tokens behind so many of a prompt."""
+    name, wanted = asked.most
+    room = served.context - prompt
+    if room < 1 or (wanted or 1) > room:
+        more = f" and {wanted} of {name}" if wanted and room > 0 else " and at least one new one"
+        raise Refusal(
+            400,
+            f"this model's texts have {served.context} tokens at most, the prompt has {prompt}"
+            f"{more}; make it shorter",
+            param=name if room > 0 else "messages" if isinstance(asked, ChatAsked) else "prompt",
+            code="context_length_exceeded",
+        )
+    return min(served.max_new_tokens, room) if wanted is None else wanted
+
+
+def _bias(asked: Asked, served: Served) -> list[Any]:
+    """`logit_bias` as a processor of the library."""
+    if not asked.logit_bias:
+        return []
+    for token in asked.logit_bias:
+        if not token.isdecimal() or not int(token) < served.vocabulary:
+            message = f"logit_bias: tokens are 0 to {served.vocabulary - 1}, got {token!r}"
+            raise Refusal(400, message, param="logit_bias")
+    bias: Any = [[[int(token)], value] for token, value in asked.logit_bias.items()]
+    return [SequenceBiasLogitsProcessor(bias)]
+
+
+class Penalties:
+    """Lowers scores of tokens that a text already has, its prompt left aside."""
+
+    layerskip_pure = True
+
+    def __init__(self, width: int, frequency: float, presence: float) -> None:
+        self._width, self._frequency, self._presence = width, frequency, presence
+
+    def __bool__(self) -> bool:
+        return bool(self._frequency or self._presence)
+
+    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) behind the tokens so far (B, n)."""
+        new = history[:, self._width :]  # (B, n - prompt)
+        times = torch.zeros_like(scores).scatter_add_(
+            1, new, torch.ones_like(new, dtype=scores.dtype)
+        )
+        return scores - self._frequency * times - self._presence * (times > 0)
+
+
+class StopStrings:
+    """Whether a text ends with a token that completes one of some strings."""
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], width: int) -> None:
+        self._tokenizer, self._strings, self._width = tokenizer, strings, width
+        # a token has a byte or more; a few more for special ones, which have none
+        self._most = max(len(each.encode()) for each in strings) + 8
+
+    def __call__(self, row: int, history: Tensor) -> bool:
+        """Asked after each token, with all so far (1, n)."""
+        begin = max(self._width, history.shape[1] - self._most)
+        text = decode_text(self._tokenizer, history[0, begin:].tolist())
+        return any(each in text for each in self._strings)

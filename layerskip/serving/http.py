@@ -1,0 +1,301 @@
+"""OpenAI's interface over HTTP: requests are read, run by a `Serving`, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from layerskip.serving.answers import Answer, Choice
+from layerskip.serving.api import Asked, ChatAsked, CompletionAsked, Refusal, Served, read, tasks_of
+from layerskip.serving.metrics import Metrics
+from layerskip.serving.tasks import Piece, QueueFull, Task
+
+BODY_SECONDS = 30.0  # in which a client sends what it asks
+_log = logging.getLogger(__name__)
+
+
+def make_app(
+    serving: Any,
+    served: Served,
+    *,
+    api_key: str | None = None,
+    max_body: int = 4 << 20,
+    timeout: float = 600.0,
+) -> FastAPI:
+    """The application; it starts and stops the `Serving`.
+
+    Args:
+        api_key: what clients must show as a bearer token; None: nothing.
+        max_body: bytes of a request.
+        timeout: seconds of a request in all, the reading of its answer included.
+    """
+    metrics = Metrics(serving)
+    # one thread: what tokenizers do beside each other is theirs to say
+    encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        serving.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(serving.stop)
+            encoding.shutdown()
+
+    async def check_key(request: Request) -> None:
+        if api_key is None:
+            return
+        kind, _, shown = request.headers.get("authorization", "").partition(" ")
+        # compared in the same time wherever they differ
+        right = secrets.compare_digest(shown.strip().encode(), api_key.encode())
+        if kind.lower() != "bearer" or not right:
+            message = "this server needs its API key, as Authorization: Bearer KEY"
+            raise Refusal(401, message, code="invalid_api_key")
+
+    app = FastAPI(lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    keyed = [Depends(check_key)]
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> Response:
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+        status = refusal.status
+        return JSONResponse(refusal.body(), status, headers=headers.get(status))
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Any) -> Response:
+        message = f"{request.method} {request.url.path} is not served here"
+        return await refused(request, Refusal(error.status_code, message))
+
+    @app.exception_handler(500)
+    async def failed(request: Request, error: Exception) -> Response:
+        # the server's log has the rest; a client is told nothing of this machine
+        return await refused(request, Refusal(500, "the server failed at this request"))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=keyed)
+    async def told() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    card = {"id": served.name, "object": "model", "created": int(time.time())}
+    card |= {"owned_by": "layerskip", "context_length": served.context}
+
+    @app.get("/v1/models", dependencies=keyed)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}", dependencies=keyed)
+    async def model(name: str) -> Response:
+        if name != served.name:
+            message = f"there is no model {name!r} here, but {served.name!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+        return JSONResponse(card)
+
+    @app.post("/v1/chat/completions", dependencies=keyed)
+    async def chat(request: Request) -> Response:
+        return await answered(request, ChatAsked)
+
+    @app.post("/v1/completions", dependencies=keyed)
+    async def completion(request: Request) -> Response:
+        return await answered(request, CompletionAsked)
+
+    async def answered(request: Request, kind: type[Asked]) -> Response:
+        with metrics.counting(request.url.path):
+            deadline = asyncio.get_running_loop().time() + timeout
+            asked = read(kind, await _body(request, max_body))
+            loop = asyncio.get_running_loop()
+            tasks = await loop.run_in_executor(encoding, tasks_of, asked, served)
+            running = _Running(serving, metrics.ended)
+            await running.submit(tasks)
+            choices = [Choice(served.tokenizer, task, asked.stops) for task in tasks]
+            answer = Answer(kind is ChatAsked, served.name, choices)
+            if asked.stream:
+                return _Events(running, _chunks(running, answer, asked), deadline)
+            with running.cancelled_at_last():
+                await _unless_gone(request, running, answer, deadline)
+            return JSONResponse(answer.whole())
+
+    return app
+
+
+class _Running:
+    """The tasks of one request: they tell from their thread, one coroutine reads."""
+
+    def __init__(self, serving: Any, ended: Callable[[Task, Piece], None]) -> None:
+        self._serving = serving
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        # as long as its texts at most, however slowly a client reads
+        self._told: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._tickets: dict[int, Any] = {}
+
+    async def submit(self, tasks: Sequence[Task]) -> None:
+        """All of them or none."""
+        try:
+            for index, task in enumerate(tasks):
+                tell = self._tell(index, task)
+                # on a thread: it may wait for the one that steps
+                self._tickets[index] = await asyncio.to_thread(self._serving.submit, task, tell)
+        except QueueFull as full:
+            self.cancel()
+            raise Refusal(429, f"{full}", code="queue_full") from full
+        except ValueError as error:
+            self.cancel()
+            raise Refusal(400, str(error)) from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _tell(self, index: int, task: Task) -> Callable[[Piece], None]:
+        def tell(piece: Piece) -> None:
+            if piece.reason is not None:
+                self._ended(task, piece)
+            self._loop.call_soon_threadsafe(self._told.put_nowait, (index, piece))
+
+        return tell
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """What they tell, until the last has ended.
+
+        Raises:
+            Refusal: one has failed.
+        """
+        while self._tickets:
+            index, piece = await self._told.get()
+            if piece.reason in ("error", "cancelled"):
+                _log.error("a text has ended early: %s", piece.error or piece.reason)
+                raise Refusal(500, "the server could not finish this text")
+            if piece.reason is not None:
+                self._tickets.pop(index, None)
+            yield index, piece
+
+    def cancel(self) -> None:
+        for ticket in self._tickets.values():
+            self._serving.cancel(ticket)
+        self._tickets.clear()
+
+    @contextmanager
+    def cancelled_at_last(self) -> Iterator[None]:
+        """However this ends, nothing goes on that nobody reads."""
+        try:
+            yield
+        finally:
+            self.cancel()
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """What a client sends.
+
+    Raises:
+        Refusal: it is too much or too slow, or says that it is no JSON (as a page of another site
+            must that asks behind its reader's back).
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refusal(415, "send Content-Type: application/json")
+    large = Refusal(413, f"a request has {most} bytes at most", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Refusal(400, "the client went away")
+                body += message.get("body", b"")
+                if len(body) > most:
+                    raise large
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError as late:
+        raise Refusal(408, f"the request took more than {BODY_SECONDS:.0f} s to come") from late
+
+
+async def _unless_gone(request: Request, running: _Running, answer: Answer, until: float) -> None:
+    """Take all pieces, for as long as the client is there and has time."""
+
+    async def finish() -> None:
+        async for index, piece in running.pieces():
+            answer.add(index, piece)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, leaving = asyncio.ensure_future(finish()), asyncio.ensure_future(gone())
+    try:
+        async with asyncio.timeout_at(until):
+            await asyncio.wait([work, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Refusal(400, "the client went away")
+        work.result()
+    except TimeoutError as late:
+        raise _too_late() from late
+    finally:
+        work.cancel()
+        leaving.cancel()
+
+
+def _too_late() -> Refusal:
+    return Refusal(504, "the request took longer than this server allows", code="timeout")
+
+
+async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncIterator[str]:
+    """Events of a stream, as they are sent."""
+    try:
+        if isinstance(asked, ChatAsked):
+            for index in range(len(answer.choices)):
+                yield _event(answer.role(index))
+        open_choices = len(answer.choices)
+        async for index, piece in running.pieces():
+            chunk = answer.add(index, piece)
+            open_choices -= piece.reason is not None
+            if chunk is None:
+                continue
+            if not open_choices and not asked.include_usage:
+                chunk["timings"] = answer.timings()
+            yield _event(chunk)
+    except Refusal as refusal:
+        yield _event(refusal.body())
+        return
+    if asked.include_usage:
+        yield _event(answer.last())
+    yield "data: [DONE]\n\n"
+
+
+def _event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class _Events(StreamingResponse):
+    """A stream of events; its tasks are cancelled when its client goes or has had its time."""
+
+    def __init__(self, running: _Running, events: AsyncIterator[str], until: float) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._running, self._until = running, until
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._running.cancelled_at_last():
+            try:
+                async with asyncio.timeout_at(self._until):
+                    await super().__call__(scope, receive, send)
+            except TimeoutError:  # half an answer is sent: it is told by one more event, or broken
+                async with asyncio.timeout(1):
+                    body = (_event(_too_late().body())).encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,69 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from layerskip.serving.tasks import Piece, Task
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Counters in a registry of their own, and gauges that ask the `Serving`."""
+
+    def __init__(self, serving: Any) -> None:
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
+        asked = ["path", "status"]
+        self._requests = Counter("requests", "Requests, by status.", asked, **own)
+        self._texts = Counter("texts", "Texts that ended, by why.", ["reason"], **own)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
+        self._known = Counter("known_tokens", "Those of them that were known.", **own)
+        self._drafted = Counter("drafted_tokens", "Tokens drafted.", **own)
+        self._accepted = Counter("accepted_tokens", "Drafted tokens that were emitted.", **own)
+        self._first = Histogram(
+            "first_token_seconds", "From submission to the first token.", buckets=_SECONDS, **own
+        )
+        self._whole = Histogram(
+            "text_seconds", "From submission to the last token.", buckets=_SECONDS, **own
+        )
+        for name, what in (
+            ("rows", "Texts in the batch."),
+            ("waiting", "Texts in the queue."),
+        ):
+            Gauge(name, what, **own).set_function(partial(_now, serving, name))
+
+    @contextmanager
+    def counting(self, path: str) -> Iterator[None]:
+        """Counts a request by the status that it comes to."""
+        status = 500
+        try:
+            yield
+            status = 200
+        except Exception as error:
+            status = getattr(error, "status", 500)
+            raise
+        finally:
+            self._requests.labels(path, status).inc()
+
+    def ended(self, task: Task, piece: Piece) -> None:
+        """Counts a text; on the thread that steps."""
+        counts = piece.counts
+        self._texts.labels(piece.reason).inc()
+        self._prompt.inc(len(task.prompt))
+        self._known.inc(counts.known)
+        self._drafted.inc(counts.drafted)
+        self._accepted.inc(counts.accepted)
+        if piece.reason in ("stop", "length"):
+            self._first.observe(counts.first)
+            self._whole.observe(counts.seconds)
+
+
+def _now(serving: Any, name: str) -> float:
+    return float(getattr(serving.stats, name))
