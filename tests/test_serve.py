@@ -247,6 +247,27 @@ class TestAnswers:
         assert details is not None
         assert (details.accepted_prediction_tokens or 0) > 5
 
+    def test_json_of_a_schema(self, place: Place) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["age"],
+            "additionalProperties": False,
+        }
+        form: Any = {"type": "json_schema", "json_schema": {"name": "someone", "schema": schema}}
+        got = place.client.chat.completions.create(
+            messages=[{"role": "user", "content": STORY}], response_format=form, **GREEDY
+        )
+        assert got.choices[0].finish_reason == "stop"
+        age = json.loads(got.choices[0].message.content or "")
+        assert list(age) == ["age"]
+        assert 0 <= age["age"] <= 99
+        form["json_schema"]["schema"] = {"type": "colour"}
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            place.client.completions.create(
+                prompt=STORY, extra_body={"response_format": form}, **GREEDY
+            )
+
     def test_eight_clients_at_once_get_their_lone_texts(self, place: Place) -> None:
         async def one(client: openai.AsyncOpenAI, seed: int) -> str:
             asked: Any = {"model": "demo-llama", "prompt": STORY + " cat" * seed, "seed": seed}

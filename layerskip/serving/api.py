@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 from transformers import SequenceBiasLogitsProcessor
 
+from layerskip.grammars import json_schema
 from layerskip.requests import end_tokens
 from layerskip.serving.tasks import Task
 from layerskip.text import decode_text
@@ -105,6 +106,22 @@ class Prediction(_Fields):
     content: Content
 
 
+class Schema(_Fields):
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    given: dict[str, Any] = Field(alias="schema")
+
+
+class Json(_Fields):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class AnyJson(_Fields):
+    type: Literal["json_object"]
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -128,6 +145,7 @@ class Asked(_Fields):
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     prediction: Prediction | None = None
+    response_format: Json | AnyJson | None = Field(None, discriminator="type")
 
     @property
     def include_usage(self) -> bool:
@@ -291,6 +309,7 @@ def tasks_of(asked: Asked, served: Served) -> list[Task]:
     if asked.prediction is not None:
         text = _text(asked.prediction.content)
         predicted = served.tokenizer(text, add_special_tokens=False)["input_ids"]
+    grammar = _grammar(asked, served)
     found: list[Task] = []
     for prompt in _prompts(asked, served):
         bias, limit = _bias(asked, served), _limit(asked, len(prompt), served)
@@ -304,7 +323,7 @@ def tasks_of(asked: Asked, served: Served) -> list[Task]:
                 stop=StopStrings(served.tokenizer, asked.stops, len(prompt))
                 if asked.stops
                 else None,
-                processors=[*bias, *([penalties] if penalties else [])],
+                processors=[*bias, *([penalties] if penalties else []), *grammar],
                 predicted=predicted,
                 top_logprobs=told,
             )
@@ -368,6 +387,19 @@ def _limit(asked: Asked, prompt: int, served: Served) -> int:
             code="context_length_exceeded",
         )
     return min(served.max_new_tokens, room) if wanted is None else wanted
+
+
+def _grammar(asked: Asked, served: Served) -> list[Any]:
+    """`response_format` as a processor; it serves any number of texts."""
+    if asked.response_format is None:
+        return []
+    schema: dict[str, Any] = {"type": "object"}
+    if isinstance(asked.response_format, Json):
+        schema = asked.response_format.json_schema.given
+    try:
+        return [json_schema(schema, served.tokenizer, eos=sorted(served.ends) or None)]
+    except ValueError as error:
+        raise Refusal(400, f"response_format: {error}", param="response_format") from error
 
 
 def _bias(asked: Asked, served: Served) -> list[Any]:
