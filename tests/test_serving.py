@@ -154,7 +154,7 @@ def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
     serving = Serving(model, memory=1000, **SETTINGS)
     with pytest.raises(ValueError, match="may take 1,000; shorten the prompt"):
         serving.submit(Task([1, 2]), lambda piece: None)
-    with pytest.raises(ValueError, match="at most 256, got 2 [+] 255"):
+    with pytest.raises(ValueError, match=r"at most 256, got 2 [+] 255"):
         serving.submit(Task([1, 2], max_new_tokens=255), lambda piece: None)
 
 

@@ -36,7 +36,7 @@ from layerskip.serving.tasks import Counts, Reason, Task
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
 from layerskip.timing.tables import stored
 
-_BEGIN = -2  # stands before a prediction, which the text probably begins with; not a token
+_BEGIN = 2**31 - 1  # stands before a prediction, which the text begins with; no token is so large
 _BELIEVED = 8  # such marks: a match of so many tokens
 
 
