@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Erratic, lively_model, prompt, pure
+from models import Erratic, Fickle, lively_model, prompt, pure
 from test_cli import document, refused, run
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor
 
 import layerskip
-from layerskip import SkipConfig, decode, generate, grammars
+from layerskip import Lookup, SkipConfig, decode, generate, grammars
 from layerskip.decoding.laws import Law, Stateful
 from layerskip.decoding.sources import forced
 from layerskip.decoding.sources.lookup import NOTHING
@@ -283,6 +283,22 @@ def test_a_processor_of_a_users_own(model: Any) -> None:
     assert out.stats.acceptance_rate == 1
     assert out.stats.num_rounds == 3
     assert counting.text == []
+    far = Lookup([[20 + i % 7 for i in range(10)] + [3, 4, 5]])  # forbidden in the end: cut off
+    looked = list(
+        decode(
+            model,
+            prompt(5),
+            max_new_tokens=40,
+            logits_processor=[counting],
+            lookup=far,
+            draft_memory=0,
+            controller=Fickle(1),
+            max_draft_length=3,
+        )
+    )
+    assert [t for r in looked for t in r.tokens[0]] == [20 + i % 7 for i in range(40)]
+    assert all(r.drafted == r.accepted for r in looked)
+    assert any(r.source_of(0) == 1 for r in looked)
     rounds = decode(model, prompt(5), max_new_tokens=9, logits_processor=[counting])
     assert [token for round_ in rounds for token in round_.tokens[0]] == [
         20 + i % 7 for i in range(9)

@@ -258,7 +258,7 @@ class Decoder:
         lengths = [self.passes.lengths[row] for row in allowed]
         controller.begin(sum(lengths) // len(lengths), len(self.passes.rows))
         self._proposals = [
-            {row: self._proposed(state.offer(row, most)) for row, most in allowed.items()}
+            {row: self._proposed(row, state.offer(row, most)) for row, most in allowed.items()}
             for state in self.passes.states
         ]
         offers = [_offer(each) for each in self._proposals]
@@ -277,12 +277,15 @@ class Decoder:
         free = self.passes.cache.slots - self.passes.lengths[row]
         return draft_limit(self.max_draft_length, left, free)
 
-    def _proposed(self, proposal: Proposal) -> Proposal:
-        """A proposal, cut off behind an end of text."""
+    def _proposed(self, row: int, proposal: Proposal) -> Proposal:
+        """A proposal, cut off behind an end of text, and where a grammar forbids it."""
         if proposal.tokens is None:
             return proposal
         ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
-        return Proposal.of(proposal.tokens[: next(ends, None)], proposal.match or 0)
+        tokens = proposal.tokens[: next(ends, None)]
+        size = self.passes.model.vocabulary
+        count = self.request.law.allowed(row, self.emitted[row], tokens, size)
+        return Proposal.of(tokens[:count], proposal.match or 0)
 
     def _draft(self, sources: Sequence[int | None], limits: Sequence[int]) -> DraftedTokens:
         """Tokens that are known, up to each row's limit, and steps for the other rows."""

@@ -33,7 +33,7 @@ class Stateful(Protocol):
         """The text goes on by a token, perhaps by one that it would forbid."""
 
     def rollback(self, count: int) -> None:
-        """The last so many tokens are taken back."""
+        """The last so many tokens, at least one, are taken back."""
 
     def mask(self, scores: Tensor) -> Tensor:
         """Scores (V,) of the next token, processed; those given may be written into."""
@@ -231,10 +231,8 @@ class Law:
             if isinstance(processor, Stateful):
                 out = []
                 for each, row, length in zip(scores, rows, lengths, strict=True):
-                    if (number, row) not in self._texts:
-                        self._texts[number, row] = _Text(processor)
-                    new: list[int] = history[row, width:length].tolist()
-                    out.append(self._texts[number, row].at(new).mask(each.clone()))
+                    text = self._text(number, row, processor)
+                    out.append(text.at(history[row, width:length].tolist()).mask(each.clone()))
                 scores = torch.stack(out)  # (N, V)
             elif kind is logits_process.TopPLogitsWarper and large:
                 scores = _nucleus(processor, scores)
@@ -247,6 +245,28 @@ class Law:
                 everyone = kind not in _OF_THE_ROW or ignored is not None
                 scores = self._with_history(processor, scores, history, rows, lengths, everyone)
         return scores
+
+    def _text(self, number: int, row: int, processor: Stateful) -> _Text:
+        if (number, row) not in self._texts:
+            self._texts[number, row] = _Text(processor)
+        return self._texts[number, row]
+
+    def allowed(self, row: int, text: Sequence[int], tokens: Sequence[int], size: int) -> int:
+        """How many of these tokens behind a row's new text processors with a state allow.
+
+        Args:
+            size: V.
+        """
+        count = len(tokens)
+        for number, processor in enumerate(self.processors):
+            if isinstance(processor, Stateful):
+                own = self._text(number, row, processor)
+                for place, token in enumerate(tokens[:count]):
+                    scores = own.at([*text, *tokens[:place]]).mask(torch.zeros(size))  # (V,)
+                    if scores[token] == -float("inf"):
+                        count = place
+                        break
+        return count
 
     def _row_by_row(
         self,

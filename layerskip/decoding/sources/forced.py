@@ -49,9 +49,11 @@ class _State(State):
             found.append(int(allowed[0]))
             for state in states:
                 state.advance(found[-1])
+        if not found:
+            return NOTHING
         for state in states:
             state.rollback(len(found))
-        return Proposal.of(found, _SURE) if found else NOTHING
+        return Proposal.of(found, _SURE)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         for token in emitted:
