@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,8 +219,6 @@ def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
 
 
 def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
-    import threading
-
     serving, done = Serving(model, **SETTINGS), threading.Event()
     told: list[Piece] = []
 
