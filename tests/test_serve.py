@@ -16,13 +16,13 @@ import openai
 import pytest
 import torch
 import uvicorn
-from lone import LoneServing as Serving
 
 from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
 from layerskip.serving.api import Penalties, Served, StopStrings
 from layerskip.serving.http import make_app
+from layerskip.serving.scheduler import Serving
 from layerskip.text import Detokenizer, decode_text
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

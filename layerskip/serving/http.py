@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.api import Asked, ChatAsked, CompletionAsked, Refusal, Served, read, tasks_of
 from layerskip.serving.metrics import Metrics
+from layerskip.serving.scheduler import Serving, Ticket
 from layerskip.serving.tasks import Piece, QueueFull, Task
 
 BODY_SECONDS = 30.0  # in which a client sends what it asks
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(
-    serving: Any,
+    serving: Serving,
     served: Served,
     *,
     api_key: str | None = None,
@@ -135,13 +136,13 @@ def make_app(
 class _Running:
     """The tasks of one request: they tell from their thread, one coroutine reads."""
 
-    def __init__(self, serving: Any, ended: Callable[[Task, Piece], None]) -> None:
+    def __init__(self, serving: Serving, ended: Callable[[Task, Piece], None]) -> None:
         self._serving = serving
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         # as long as its texts at most, however slowly a client reads
         self._told: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._tickets: dict[int, Any] = {}
+        self._tickets: dict[int, Ticket] = {}
 
     async def submit(self, tasks: Sequence[Task]) -> None:
         """All of them or none."""

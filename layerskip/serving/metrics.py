@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, Task
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -17,7 +18,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class Metrics:
     """Counters in a registry of their own, and gauges that ask the `Serving`."""
 
-    def __init__(self, serving: Any) -> None:
+    def __init__(self, serving: Serving) -> None:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
         asked = ["path", "status"]
@@ -36,6 +37,9 @@ class Metrics:
         for name, what in (
             ("rows", "Texts in the batch."),
             ("waiting", "Texts in the queue."),
+            ("memory", "Bytes that keys and values of the batch may take."),
+            ("used", "Bytes that they take."),
+            ("known_used", "Bytes that keys and values of earlier texts take."),
         ):
             Gauge(name, what, **own).set_function(partial(_now, serving, name))
 
@@ -65,5 +69,5 @@ class Metrics:
             self._whole.observe(counts.seconds)
 
 
-def _now(serving: Any, name: str) -> float:
+def _now(serving: Serving, name: str) -> float:
     return float(getattr(serving.stats, name))
