@@ -472,7 +472,8 @@ class Batch:
         """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
         law = Law(text.task.processors, do_sample=False, rows=1)
         lengths = [length + i for i in range(len(emitted))]
-        scores = law.scores(raw, text.history, [0] * len(emitted), lengths)
+        width = len(text.task.prompt)
+        scores = law.scores(raw, text.history, [0] * len(emitted), lengths, width=width)
         found = []
         for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
             top = row.topk(min(text.task.top_logprobs or 0, len(row)))
