@@ -35,7 +35,7 @@ from layerskip.files.schema import (
     name_text,
     number,
     optional,
-    parse,
+    parse_characters,
     token_list,
     version,
 )
@@ -292,7 +292,7 @@ class SkipConfig:
         """
         folder = Path(path).absolute().parent
         try:
-            content = parse(read_file(path))
+            content = parse_characters(read_file(path))
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
         except OSError as error:
             raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error

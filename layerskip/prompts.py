@@ -10,7 +10,16 @@ from reprlib import repr as shown
 from typing import Any
 
 from layerskip.files.reading import read_text
-from layerskip.files.schema import anything, has, items, mapping, name_text, optional, parse
+from layerskip.files.schema import (
+    anything,
+    has,
+    items,
+    mapping,
+    name_text,
+    optional,
+    parse,
+    parse_characters,
+)
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -93,7 +102,7 @@ def _is_json_object(line: str) -> bool:
 
 
 def _parse(line: str, number: int) -> Prompt:
-    values = mapping(parse(line), "a line")
+    values = mapping(parse_characters(line), "a line")
     kinds = [kind for kind in ("prompt", "messages", "turns") if kind in values]
     if len(kinds) != 1:
         got = " and ".join(kinds) or f"the keys {shown(list(values))}"

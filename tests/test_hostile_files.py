@@ -20,7 +20,7 @@ import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.checkpoints import load
 from layerskip.config import Trained
-from layerskip.files.schema import parse
+from layerskip.files.schema import parse_characters
 from layerskip.model.fingerprint import fingerprint
 from layerskip.prompts import read_prompts
 from layerskip.replay.trace import take_trace
@@ -126,7 +126,7 @@ HALVES = (rb'{"prompt": "a \ud800 b"}', rb'{"\udfff": 1}', b'"\xed\xa0\x80"', rb
 @pytest.mark.parametrize("data", HALVES)
 def test_halves_of_surrogate_pairs_are_no_json(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"surrogate pair|not UTF-8"):
-        parse(data)
+        parse_characters(data)
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"line 1: .*surrogate pair|not UTF-8"):
@@ -137,9 +137,9 @@ def test_halves_of_surrogate_pairs_are_no_json(data: bytes, tmp_path: Path) -> N
 
 
 def test_whole_pairs_are_json() -> None:
-    assert parse(rb'{"\ud83d\ude00": "\ud83d\ude00 \\ud800"}') == {"😀": "😀 \\ud800"}
-    assert parse(json.dumps("😀", ensure_ascii=False)) == "😀"
-    assert parse("\ufeff[1]".encode()) == [1]
+    assert parse_characters(rb'{"\ud83d\ude00": "\ud83d\ude00 \\ud800"}') == {"😀": "😀 \\ud800"}
+    assert parse_characters(json.dumps("😀", ensure_ascii=False)) == "😀"
+    assert parse_characters("\ufeff[1]".encode()) == [1]
 
 
 def test_prompts_that_are_no_text(checkpoint: Path, tmp_path: Path) -> None:

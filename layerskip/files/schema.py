@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,34 +18,38 @@ from typing import Any
 
 Check = Callable[[Any, str], Any]
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
-"""What a half of a surrogate pair is written as, and whole pairs are, too."""
-
 
 def parse(data: str | bytes) -> Any:
-    """A JSON document: finite numbers, whole characters, and no key twice in one object.
+    """A JSON document: finite numbers, and no key twice in one object.
 
     Raises:
         ValueError: it is not one; says so and why in one line. `json.JSONDecodeError`, a kind of
             it, where the text is no JSON or is cut off.
     """
     try:
-        if isinstance(data, bytes):
-            data = data.decode(json.detect_encoding(data))  # strictly, which the library does not
-        found = json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
-        if _SURROGATE.search(data):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+        return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         reason = f"not valid JSON: {error.msg}"
         raise json.JSONDecodeError(reason, error.doc, error.pos) from error
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        raise ValueError(f"\\u{code:04x} is half of a surrogate pair, no character") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid JSON: not UTF-8: {error.reason}") from error
     except RecursionError as error:
         raise ValueError("not valid JSON: nested too deeply") from error
+
+
+def parse_characters(data: str | bytes) -> Any:
+    """A document as of `parse`, whose strings hold characters only.
+
+    Raises:
+        ValueError: as `parse`, or one holds half of a surrogate pair, which nothing can encode.
+    """
+    found = parse(data)
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(f"\\u{code:04x} is half of a surrogate pair, no character") from error
+    return found
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
