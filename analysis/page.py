@@ -168,9 +168,9 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --paper: #14171b; --muted: #a3acb7;
   --line: #3a424c; --soft: #1e2329; --link: #7ab7ff; --bad: #ff9b92; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
-  overflow-wrap: break-word; }
+body { margin: 0 auto; padding: 1rem clamp(.75rem, 2vw, 2rem); color: var(--ink);
+  background: var(--paper); overflow-wrap: break-word;
+  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 a { color: var(--link); }
 p, ul, dl { max-width: 46rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; }
@@ -189,13 +189,15 @@ figure svg { display: block; width: 100%; height: auto; }
 .box { width: fit-content; max-width: 100%; overflow-x: auto; border: 1px solid var(--line);
   border-radius: .4rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .65rem; text-align: right; white-space: nowrap; }
+th, td { padding: .3rem .55rem; text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; hyphens: manual; overflow-wrap: normal; }
 th.t, td.t { text-align: left; }
 td.t { white-space: normal; min-width: 7rem; max-width: 18rem; }
 td.t:first-child { min-width: 10rem; }
 thead th { border-bottom: 1px solid var(--line); background: var(--soft); }
 tbody tr + tr td { border-top: 1px solid var(--line); }
-details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
+details { margin: .6rem 0 1rem; max-width: 46rem; }
+summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
   .facts dd { margin-bottom: .4rem; } }
 """
@@ -299,11 +301,12 @@ def _section(section: Section, number: int) -> str:
 def _html_table(table: Table) -> str:
     """A table; of a long one the lines over all prompts, or the first ones."""
     title, note, _ = SHOWN[table.name]
-    frame = table.frame
+    frame, left_out = table.frame, ""
     if len(frame) > MOST:
         whole = frame[frame["category"] == ALL] if "category" in frame else frame[:0]
         frame = whole if len(whole) else frame.head(MOST)
-        note += f" {len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
+        counted = f"{len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
+        left_out = f'<p class="note">{escape(counted)}</p>'
     columns = columns_of(table.name, frame)
     aligned = [' class="t"' if words else "" for _, words, _ in columns]
     head = "".join(
@@ -317,9 +320,10 @@ def _html_table(table: Table) -> str:
         for row in zip(*(cells for _, _, cells in columns), strict=True)
     )
     return (
-        f'<h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
+        f"<h3>{escape(title)}</h3>"
         f'<div class="box" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{left_out}"
+        f'<details class="note"><summary>What the columns mean</summary>{escape(note)}</details>'
     )
 
 
