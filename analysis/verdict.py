@@ -166,6 +166,14 @@ def judge_search(search: Search) -> Verdict:
             + ("." if math.isnan(winner["alpha"]) else f", alpha is {winner['alpha']:.2f}.")
         )
         verdict.advice = _with_winner(winner, bool(verdict.faults))
+        if document.get("keep_default"):
+            name = document["model"]["name"]
+            verdict.lines.insert(
+                1,
+                "Keep the default: it is no slower than what `layerskip generate` drafts unasked "
+                f"by more than prompts differ ({document['default']['speedup']:.2f} times plain).",
+            )
+            verdict.advice = [f"layerskip generate {name} --prompt TEXT (without --skip)"]
     else:
         verdict.lines.append(f"The search names no winner for {where}.")
         verdict.advice = [PLAIN]

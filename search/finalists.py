@@ -7,6 +7,8 @@ by the clock; the winner is the clock's.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +22,7 @@ from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import decoding_totals, measured_speedup
+from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
@@ -35,6 +37,9 @@ MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""
 PRICING_SECONDS = 2.0
 """For the costs of a finalist: sweeps of a large model take long."""
+
+DEFAULT = "default"
+"""What the method is called that drafts as `generate` does unasked."""
 
 Progress = Callable[[str, float], None]
 """Is called with what is being done, in words, and the share of it that is done."""
@@ -101,13 +106,19 @@ class Finalist:
 
 
 def choose(
-    study: Study, space: Space, objective: Objective, count: int, progress: Progress = silent
+    study: Study,
+    space: Space,
+    objective: Objective,
+    count: int,
+    progress: Progress = silent,
+    until: float = math.inf,
 ) -> list[Finalist]:
     """The configs of the highest predicted speedup by whole replays, best first.
 
     The best early exit of the study is among them, as one more where it is none of the best, and so
     is, in a space with healed weights, the best config that has them. Configs that skip nothing are
-    not: plain decoding is timed anyway.
+    not: plain decoding is timed anyway. None but the first is replayed where it would end after
+    `until` (of `time.monotonic`).
     """
     trials = finished_sets(study.get_trials(deepcopy=False))
     trials.pop(0, None)
@@ -120,12 +131,19 @@ def choose(
     ]
     kinds = [kind for kind in kinds if kind]
     looked_at = dict.fromkeys([*ranked[: count + MORE], *(kind[0] for kind in kinds)])
-    found = {}
+    found: dict[int, Finalist] = {}
+    longest = 0.0
     for number, mask in enumerate(looked_at):
+        began = time.monotonic()
+        if found and began + longest > until:
+            break
         progress("the best drafts, replayed whole", number / len(looked_at))
         found[mask] = _finalist(trials[mask], space, mask, objective)
+        longest = max(longest, time.monotonic() - began)
     best = sorted(found, key=lambda mask: -found[mask].predicted)
-    kept = {*best[:count], *(next(mask for mask in best if mask in kind) for kind in kinds)}
+    kept = {*best[:count]}
+    for kind in kinds:
+        kept |= {*[mask for mask in best if mask in kind][:1]}
     return [found[mask] for mask in best if mask in kept]
 
 
@@ -218,42 +236,70 @@ def confirm(
     finalists: Sequence[Finalist],
     batches: Sequence[PromptBatch],
     *,
+    default: SkipConfig | None,
     repeats: int,
+    until: float = math.inf,
     progress: Progress = silent,
-) -> float:
-    """Time finalists and plain decoding in turn on the same prompts; fills in `confirmed`.
+) -> tuple[float, dict[str, Any]]:
+    """Time finalists, the default and plain decoding in turn; fills in `confirmed`.
 
     Times are of decoding, from the first new token on: no draft changes what a prompt costs.
 
+    Args:
+        default: what drafts unasked, beside lookups; None: lookups only.
+        until: of `time.monotonic`, when to end after a whole number of repeats, one at least.
+
     Returns:
-        Plain decoding's tokens per second.
+        Plain decoding's tokens per second, and the default's times.
     """
-    methods = [Engine(model, task)]
+    methods = [Engine(model, task), Engine(model, task, DEFAULT, default, lookup=True)]
     for each in finalists:
         lookup = each.choice.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
     found: list[dict[str, Any]] = []
     benchmark(
-        model, task, methods, batches, repeats=repeats, warmup=1, write=found.append, note=progress
+        model,
+        task,
+        methods,
+        batches,
+        repeats=repeats,
+        warmup=1,
+        write=found.append,
+        until=until,
+        note=progress,
     )
     # a text that ended with its first token says nothing of decoding
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
     plain = decoding_totals(decoded, "plain")
+    usual = decoding_totals(decoded, DEFAULT)
     for finalist in finalists:
         own = decoding_totals(decoded, finalist.name)
-        faster, low, high = measured_speedup(own, plain)
         finalist.confirmed = {
-            "speedup": faster,
-            "low": None if np.isnan(low) else low,
-            "high": None if np.isnan(high) else high,
-            "tokens_per_second": own.rate,
+            **_times(own, plain),
+            "over_default": _times(own, usual),
             "prompts": len(own.tokens),
-            "repeats": repeats,
+            "repeats": 1 + max(each["repeat"] for each in decoded),
             **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
-    return plain.rate
+    return plain.rate, _times(usual, plain)
+
+
+def _times(own: Totals, over: Totals) -> dict[str, float | None]:
+    """How many times as fast as another, with the ends of the 95% interval if it has any."""
+    faster, *ends = measured_speedup(own, over)
+    low, high = (None if np.isnan(end) else end for end in ends)
+    return {"speedup": faster, "low": low, "high": high, "tokens_per_second": own.rate}
+
+
+def keeps_default(finalists: Sequence[Finalist]) -> bool:
+    """Whether nothing that was timed is faster than the default by more than prompts differ."""
+    best = winner(finalists)
+    if best is None or best.confirmed is None:
+        return False
+    low = best.confirmed["over_default"]["low"]
+    return low is None or low <= 1
 
 
 def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ trials of a study, and the best few drafts on the clock. No files are written bu
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 import warnings
@@ -271,12 +272,14 @@ class Search:
         task: what is decoded: law, tokens, seed, execution.
         space: where to look.
         progress: called with what is being done, in words, and the share of it that is done.
+        until: of `time.monotonic`: what follows the trials does less of everything to end by then.
 
     Attributes:
         trace: the target's texts.
         study: its trials; after `open`.
         objective: what a config is worth; after `price`.
         finalists: after `choose`; timed after `confirm`.
+        default: after `confirm`, how fast decoding was that drafts as it does unasked.
         seconds: what each step took.
 
     Raises:
@@ -293,7 +296,10 @@ class Search:
         task: Task,
         space: Space,
         progress: Progress = silent,
+        until: float = math.inf,
     ) -> None:
+        self.until = until
+        self.default: dict[str, Any] | None = None
         if task.execution == "compiled":
             raise ValueError(
                 "a search times sublayers one by one: execution must be auto, modules or fused, "
@@ -487,7 +493,8 @@ class Search:
         no other costs.
         """
         started = time.perf_counter()
-        found = choose(self.study, self.space, self.objective, count, self.progress)
+        third = time.monotonic() + (self.until - time.monotonic()) / 3
+        found = choose(self.study, self.space, self.objective, count, self.progress, third)
         again = [] if self._costs_given or not self.held_out else list(found)
         default = automatic_draft(self.opened).skip if self.space.trained else None
         if default is not None:
@@ -498,12 +505,20 @@ class Search:
             price_again(finalist, self.objective.looked_up.replay, self._typical_request())
         found.sort(key=lambda finalist: -finalist.predicted)
         if self.held_out:
+            self._hold_out_less()
             trace = self._trace(self.held_out)
             for number, finalist in enumerate(found):
                 self.progress("the best drafts on other texts", number / len(found))
                 finalist.predicted_held_out = predict(finalist, trace)
         self.finalists = found
         self.seconds["choose"] = time.perf_counter() - started
+
+    def _hold_out_less(self) -> None:
+        """As many held-out prompts as half of the time left is enough to look at, one at least."""
+        a_text = 2 * (self.seconds["trace"] or 0.0) / len(self.traced)  # traced, and replayed
+        left = self.until - time.monotonic()
+        if a_text * len(self.held_out) > left / 2:
+            del self.held_out[max(1, int(left / 2 / a_text)) :]
 
     def _typical_request(self) -> Request:
         """One row, as long as the texts were in their middle."""
@@ -524,11 +539,18 @@ class Search:
             return
         started = time.perf_counter()
         batches = one_by_one(self.held_out)
-        timed = partial(confirm, self.model, self.task, progress=self.progress)
-        self.plain_tokens_per_second = timed(self.finalists, batches, repeats=repeats)
+        timed = partial(
+            confirm,
+            self.model,
+            self.task,
+            default=automatic_draft(self.opened).skip,
+            until=self.until,
+            progress=self.progress,
+        )
+        self.plain_tokens_per_second, self.default = timed(self.finalists, batches, repeats=repeats)
         # The fastest of several is partly the luckiest: what no price backs is timed anew.
         doubted = [each for each in self.finalists if each.price <= 1.0 and gains(each)]
-        if doubted:
+        if doubted and time.monotonic() < self.until:
             timed(doubted, batches, repeats=2 * repeats)
         self.seconds["confirm"] = time.perf_counter() - started
 

@@ -8,7 +8,7 @@ from optuna import Study
 from optuna.trial import TrialState
 
 from layerskip.config import SkipConfig
-from layerskip.search.finalists import Finalist, winner
+from layerskip.search.finalists import Finalist, keeps_default, winner
 from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
 
@@ -98,6 +98,8 @@ def record(search: Search) -> dict[str, Any]:
             "predicted_tokens_per_second": 1.0 / step,
             "confirmed_tokens_per_second": search.plain_tokens_per_second,
         },
+        "default": search.default,
+        "keep_default": keeps_default(search.finalists),
         "best_exit": next((name for name in names if name in exits), None),
         "winner": None if best is None else best.name,
         "seconds": search.seconds,

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from collections import Counter
 
 import pytest
 import run_files
@@ -100,6 +101,20 @@ def test_methods_take_turns_on_every_batch():
     for number in range(2):  # every method once in every place
         places = zip(*(orders[number, repeat] for repeat in range(3)), strict=True)
         assert all(sorted(place) == ["a", "b", "c"] for place in places)
+
+
+@pytest.mark.parametrize(("until", "repeats"), [(-1, 1), (8.5, 1), (9, 2), (1e9, 9)])
+def test_time_over_ends_it_after_a_whole_number_of_repeats(monkeypatch, until, repeats):
+    """Three methods of a second each; a warm-up and a repeat take three seconds."""
+    clock = Clock()
+    fakes = [Fake(name, clock) for name in "abc"]
+    loop = interleaved(fakes, batches(3, 3, 3), repeats=3, warmup=1, now=clock, until=until)
+    with monkeypatch.context() as patch:
+        patch.setattr("layerskip.bench.runner.time.monotonic", clock)
+        calls = [(t.batch.numbers[0], t.repeat) for t in loop if t.repeat >= 0]
+    counted = Counter(calls)
+    assert len(counted) == repeats
+    assert set(counted.values()) == {3}
 
 
 def test_what_is_done_is_left_out_and_not_warmed_up():

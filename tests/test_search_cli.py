@@ -477,7 +477,8 @@ def test_workers_end_with_their_parent(begun: tuple[Path, list[Any]], ending: st
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (("--timeout", "nan"), "--timeout must be more than 0 seconds, got nan"),
+        (("--timeout", "nan"), "--timeout must be more than 0 seconds and finite, got nan"),
+        (("--timeout", 9, "--minutes", 1), "give --timeout SECONDS or --minutes M, not both"),
         (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
         (("--max-new-tokens", 1), "max_new_tokens of at least 2"),
     ],

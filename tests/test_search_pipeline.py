@@ -436,13 +436,14 @@ class TestResult:
         asked = []
 
         def clock(
-            model: Any, task: Task, finalists: Any, batches: Any, *, repeats: int, progress: Any
-        ) -> float:
+            model: Any, task: Task, finalists: Any, batches: Any, *, repeats: int, **_: Any
+        ) -> tuple[float, dict[str, Any]]:
             speedup = again if asked else 1.05
             asked.append((len(finalists), repeats))
             for finalist in finalists:
                 finalist.confirmed = {"speedup": speedup, "low": speedup - 0.01}
-            return 100.0
+                finalist.confirmed["over_default"] = {"low": 1.0 if asked[1:] else 1.01}
+            return 100.0, {"speedup": 1.0}
 
         monkeypatch.setattr(pipeline, "confirm", clock)
         settings = {"held_out": HELD_OUT, "trials": 12, "finalists": 2, "repeats": 2}
@@ -450,8 +451,13 @@ class TestResult:
         count = len(result.finalists)
         assert asked == [(count, 2), (count, 4)]
         assert (result.winner is not None) is won
+        # what ties with the default does not replace it
+        assert result.record["keep_default"] is won
+        assert result.record["default"] == {"speedup": 1.0}
         asked.clear()
-        assert find(llama, **settings).winner is not None
+        found = find(llama, **settings)
+        assert found.winner is not None
+        assert found.record["keep_default"] is False
         assert len(asked) == 1  # the price says the same
 
     def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:

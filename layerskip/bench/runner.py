@@ -8,6 +8,7 @@ function; files are for others to write.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,13 +88,18 @@ def interleaved(
     warmup: int,
     now: Clock,
     done: Container[Key] = (),
+    until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Iterator[Timed]:
     """Run every method on every batch, warm-ups first; what is `done` is left out.
 
+    Behind the first repeat, none is begun that would end after `until` (of `time.monotonic`), if it
+    took as long as the longest so far.
+
     The garbage collector rests during a call, and torch's random numbers are afterwards what they
     were. Methods that serve one row are left out of larger batches.
     """
+    longest, made = 0.0, 0
     with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
         for number, batch in enumerate(batches):
             served = [method for method in methods if batch.rows == 1 or not method.one_row]
@@ -105,12 +111,16 @@ def interleaved(
             }
             names = {name for name, _ in wanted}
             for repeat in range(-warmup, repeats):
+                began = time.monotonic()
+                if made and began + longest > until:
+                    return
                 turn = (number + repeat) % len(served) if served else 0
                 for order, method in enumerate((*served[turn:], *served[:turn])):
                     if (method.name, repeat) in wanted or (repeat < 0 and method.name in names):
                         what = f"{', '.join(batch.names)}: {method.name}"
                         note(what, (number + max(0, repeat) / repeats) / len(batches))
                         yield _timed(method, batch, repeat, order, now)
+                longest, made = max(longest, time.monotonic() - began), made + (repeat >= 0)
 
 
 def _gpus(batches: Sequence[PromptBatch]) -> set[torch.device]:
@@ -179,6 +189,7 @@ def benchmark(
     text: Callable[[Sequence[int]], str] | None = None,
     now: Clock | None = None,
     bandwidth: Callable[[], float] | None = None,
+    until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> None:
     """Measure, and hand over a record of every call as soon as it is there.
@@ -188,13 +199,14 @@ def benchmark(
         done: keys of records that are there already.
         text: decodes tokens; texts are part of the records where it is given.
         now: the clock; the device's by default.
+        until: of `time.monotonic`, when to end after a whole number of repeats, one at least.
         bandwidth: asked after every call; what it says, bytes a second, is part of the record.
         note: told what is going on, and the share of it all that is done.
     """
     now = now or device_clock(batches[0].input_ids.device)
     judge = Judge(model, task, methods)
     for timed in interleaved(
-        methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, note=note
+        methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, until=until, note=note
     ):
         judge.prepare(timed.batch)
         if timed.repeat >= 0:

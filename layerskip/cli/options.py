@@ -50,6 +50,9 @@ MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate at most."),
 ]
+Minutes = Annotated[
+    float | None, typer.Option(metavar="M", help="The same as --timeout, in minutes.")
+]
 Seed = Annotated[int, typer.Option(metavar="N", help="Of sampling.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line.")]
@@ -300,6 +303,16 @@ def spliced(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return run
+
+
+def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
+    """The time that a whole command may take; None where neither flag says one."""
+    if timeout is not None and minutes is not None:
+        raise ValueError("give --timeout SECONDS or --minutes M, not both")
+    for name, value, unit in (("timeout", timeout, "seconds"), ("minutes", minutes, "minutes")):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
+    return timeout if minutes is None else 60 * minutes
 
 
 def to_json(value: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from layerskip.cli.options import (
     Chat,
     Loading,
     MaxNewTokens,
+    Minutes,
     Prompts,
     Quiet,
     Sampling,
@@ -34,6 +36,7 @@ from layerskip.cli.options import (
     make_folder,
     open_model,
     open_passes,
+    seconds_given,
     spoken,
     to_json,
     warn_idle,
@@ -53,7 +56,9 @@ LEAST_BOUND = 1.1
 TIMEOUT = 540.0
 """Seconds of a whole search where neither a number of trials nor a time is given."""
 LEAST_SHARE = 0.25
-"""Of the time given, what trials get, whatever the rest takes."""
+"""Of the time left, what trials get, whatever the rest would like to take."""
+MOMENT = 1e-6
+"""Seconds that trials get where none are left."""
 WRITING = 10.0
 """Seconds that the files and the report take, at most."""
 HELD_OUT = 12
@@ -96,10 +101,11 @@ def search(
         float | None,
         typer.Option(
             metavar="S",
-            help="Seconds of all, about: trials end in time for what follows them.  "
+            help="Seconds of the whole command: trials end in time for what follows them.  "
             "[default: 540, or none with --trials]",
         ),
     ] = None,
+    minutes: Minutes = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,8 +147,7 @@ def search(
     where they are given the same --storage and --study-name.
     """
     sampling.check()
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"--timeout must be more than 0 seconds, got {timeout}")
+    timeout = seconds_given(timeout, minutes)
     if timeout is None and trials is None:
         timeout = TIMEOUT
     started = time.monotonic()
@@ -192,6 +197,7 @@ def search(
             task=task,
             space=within,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
+            until=math.inf if timeout is None else started + timeout - WRITING,
         )
         steps.open(where, study_name, first)
         steps.price()
@@ -202,7 +208,9 @@ def search(
             talk.progress("how long a trial takes")
             rest = steps.seconds_after_trials(repeats=repeats) + WRITING
             spent = time.monotonic() - started
-            timeout = max(LEAST_SHARE * timeout, timeout - spent - rest)
+            left = max(0.0, timeout - spent)
+            timeout = max(LEAST_SHARE * left, left - rest, MOMENT)
+            rest = max(0.0, min(rest, left - timeout))
             talk.say(
                 f"about {(spent + timeout + rest) / 60:.0f} minutes in all, {spent:.0f} s of them "
                 f"gone: trials for up to {timeout:.0f} s, then the best drafts replayed"
@@ -364,10 +372,13 @@ def _finish(
     talk.progress("")
     print(_table(record["finalists"]))
     print(words)
+    drafts = result.winner is not None and not record["keep_default"]
+    with_it = f" --skip {output / 'skip.json'}" if drafts else ""
+    talk.say(f"next: layerskip generate {name} --prompt TEXT{with_it}")
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
-        keys = ("bound", "plain", "finalists", "best_exit", "winner", "seconds")
-        document = {"skip": skip.to_dict(), **{key: record[key] for key in keys}}
+        keys = "bound plain finalists best_exit winner default keep_default seconds"
+        document = {"skip": skip.to_dict(), **{key: record[key] for key in keys.split()}}
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
 
 

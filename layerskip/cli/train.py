@@ -5,6 +5,7 @@ Heavy imports wait until the flags are known to be right.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from layerskip.cli.options import (
     open_model,
     open_passes,
     read_given,
+    seconds_given,
     to_json,
 )
 from layerskip.cli.terminal import Talk, aligned, ratio, two_columns
@@ -89,7 +91,13 @@ def train(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(metavar="M", help=f"Of everything.  [default: {MINUTES:g}, or --tokens]"),
+        typer.Option(
+            metavar="M",
+            help=f"Of the whole command, judging included.  [default: {MINUTES:g}, or --tokens]",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="The same as --minutes, in seconds.")
     ] = None,
     rank: Annotated[
         int | None,
@@ -109,6 +117,9 @@ def train(
     on where it was. Several processes train together: torchrun --nproc-per-node N -m layerskip
     train ..., or accelerate launch.
     """
+    started = time.monotonic()
+    seconds = seconds_given(timeout, minutes)
+    minutes = None if seconds is None else seconds / 60
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
     for flag, value, kind in (
@@ -182,6 +193,8 @@ def train(
                         print(to_json(found))
                 return
             training = Training(opened, corpus, recipe, output, **said)
+            if minutes is not None:  # those of earlier starts count
+                training.until = started + 60 * minutes - sum(training.seconds.values())
             record = read_record(output)
             if record is None:
                 training.run()
@@ -192,6 +205,8 @@ def train(
                 return
     talk.progress("")
     print(_table(record))
+    with_it = f" --skip {output / 'skip.json'}" if record["pays"] else ""
+    talk.say(f"next: layerskip generate {loaded.name} --prompt TEXT{with_it}")
     if as_json:
         print(to_json(record))
 
@@ -221,6 +236,6 @@ def _table(record: dict[str, Any]) -> str:
     spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     notes = [
         ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
-        ("it pays", "yes" if record["pays"] else "no: skip.json drafts what paid before"),
+        ("it pays", "yes" if record["pays"] else "no: keep the default, it is as fast"),
     ]
     return f"{aligned(lines)}\n{two_columns(notes)}"

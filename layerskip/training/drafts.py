@@ -36,6 +36,8 @@ TRAINED_FILE = "trained.json"
 SAVE_SECONDS = 60.0
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
+LEAST_JUDGING = 60.0
+"""Seconds that judging gets at least, or a third of all."""
 FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, so they see texts about as often
 APART = 8  # at most so many windows are held out, to measure the curve
 POINTS = 8  # of the curve, plus one before training
@@ -116,6 +118,7 @@ class Training:
         tap: after how many sublayers it reads states; None: after the last.
         curve: progress on held-out windows: points of `tokens` trained on, `loss`, and `overlap` by
             step of the draft.
+        until: of `time.monotonic`, when all should be done and judged.
         facts: what was trained, on how much, and how long it took; filled by `run`.
 
     Raises:
@@ -147,6 +150,7 @@ class Training:
         self.progress, self.say = progress, say
         self.curve: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+        self.until = math.inf
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_same()
         self._clock = self.work / "seconds.json"
@@ -279,8 +283,13 @@ class Training:
 
         a_step, budget = recipe.rows * ids.shape[1], math.inf
         if recipe.minutes is not None:
+            whole = recipe.minutes * 60
             spent = self.seconds["texts"] + self.seconds["features"]
-            budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - spent)
+            budget = whole - spent
+            if self.until < math.inf:  # loading, and points of the curve, took some
+                budget = self.until - time.monotonic() + self.seconds["training"]
+            judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
+            budget = max(1.0, budget - judging)
         if not checkpoint.exists():
             self._measure(0, student, laws, ids, range(count, len(ids)))
         steps = train(

@@ -9,6 +9,8 @@ is the one that paid before.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,8 @@ from layerskip.training.drafts import TRAINED_FILE, Training
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
+FOR_REPLAYS = 0.4
+"""The share of judging's time that replays get, the clock has the rest."""
 DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
@@ -61,13 +65,13 @@ def judge(training: Training) -> dict[str, Any]:
         drafts["untrained" if base.trained is None else "begun with"] = base
     if usual is not None:
         drafts[BEFORE] = usual
-    acceptance: dict[str, dict[str, list[float]]] = {name: {} for name in drafts}
-    for law, temperature in (("greedy", None), ("coupled", recipe.temperature)):
-        training.progress(f"judging: {law} texts", 0.0)
-        trace = answers(opened, prompts, temperature)
-        for number, (name, each) in enumerate(drafts.items()):
-            training.progress(f"judging: {law} replay of {name}", number / len(drafts))
-            acceptance[name][law] = replay(trace, each).survival
+    began = time.monotonic()
+    acceptance = _replayed(training, prompts[:1], drafts)
+    a_prompt, left = time.monotonic() - began, training.until - began
+    if left < math.inf:
+        prompts = prompts[: max(1, int(FOR_REPLAYS * left / a_prompt))]
+    if len(prompts) > 1:
+        acceptance = _replayed(training, prompts, drafts)
     request = request_of(opened, prompts[0], recipe.temperature)
     resolved = [each.resolve(opened.num_layers) for each in drafts.values()]
     context = prompts[0].shape[1]
@@ -108,6 +112,20 @@ def judge(training: Training) -> dict[str, Any]:
     write_text(folder / "train.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
     training.clear()
     return record
+
+
+def _replayed(
+    training: Training, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
+) -> dict[str, dict[str, list[float]]]:
+    """By draft and law, how often its first, second, ... tokens are accepted along the answers."""
+    acceptance: dict[str, dict[str, list[float]]] = {name: {} for name in drafts}
+    for law, temperature in (("greedy", None), ("coupled", training.recipe.temperature)):
+        training.progress(f"judging: {law} texts", 0.0)
+        trace = answers(training.opened, prompts, temperature)
+        for number, (name, each) in enumerate(drafts.items()):
+            training.progress(f"judging: {law} replay of {name}", number / len(drafts))
+            acceptance[name][law] = replay(trace, each).survival
+    return acceptance
 
 
 def answers(
@@ -173,7 +191,15 @@ def _clock(
     for name in (TRAINED, BEFORE):
         methods.append(Engine(opened.model, task, name, drafts.get(name), lookup=True))
     note = training.progress
-    return speedups(opened.model, task, methods, prompts[:TIMED], repeats=REPEATS, note=note)
+    return speedups(
+        opened.model,
+        task,
+        methods,
+        prompts[:TIMED],
+        repeats=REPEATS,
+        until=training.until,
+        note=note,
+    )
 
 
 def speedups(
@@ -183,12 +209,14 @@ def speedups(
     prompts: Sequence[Tensor],
     *,
     repeats: int,
+    until: float = math.inf,
     note: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
     """How much faster than plain decoding methods decode prompts (1, T), all in turn.
 
     Args:
         methods: plain decoding first.
+        until: as for `benchmark`.
 
     Returns:
         By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
@@ -205,6 +233,7 @@ def speedups(
         repeats=repeats,
         warmup=1,
         write=found.append,
+        until=until,
         note=note,
     )
     decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
