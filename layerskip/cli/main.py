@@ -25,6 +25,7 @@ from layerskip.cli.env import env
 from layerskip.cli.generate import generate
 from layerskip.cli.options import spliced
 from layerskip.cli.report import report
+from layerskip.cli.run import run
 from layerskip.cli.search import search
 from layerskip.cli.serve import serve
 from layerskip.cli.train import train
@@ -120,5 +121,5 @@ def _root(
     pass
 
 
-for command in (generate, chat, serve, search, train, benchmark, check, demo, report, env):
+for command in (generate, chat, serve, run, search, train, benchmark, check, demo, report, env):
     app.command()(spliced(command))
