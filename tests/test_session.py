@@ -352,4 +352,4 @@ def test_the_default_memory_is_a_share_of_what_is_free(monkeypatch: pytest.Monke
     assert Session(lively_model("llama")).memory == 1 << 30
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 1000))
-    assert layerskip.session._share(gpu) == 200  # type: ignore[arg-type]
+    assert layerskip.session.share(gpu) == 200  # type: ignore[arg-type]
