@@ -933,7 +933,7 @@ def test_no_command_and_unknown_ones():
     result = run()
     assert result.exit_code == 2
     assert result.stderr == "layerskip: error: Missing command. (see layerskip --help)\n"
-    assert "No such command 'serve'" in run("serve").stderr
+    assert "No such command 'answer'" in run("answer").stderr
 
 
 # ---------------------------------------------------------------------------------------------
