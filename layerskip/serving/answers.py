@@ -93,6 +93,7 @@ class Answer:
             "created": int(time.time()),
             "model": model,
         }
+        self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if chat else {})
         self._told: list[list[dict[str, Any]]] = [[] for _ in choices]
 
     def add(self, index: int, piece: Piece) -> dict[str, Any] | None:
@@ -114,10 +115,7 @@ class Answer:
     def chunk(
         self, index: int, content: dict[str, Any], told: list[dict[str, Any]], reason: str | None
     ) -> dict[str, Any]:
-        head = dict(self._head)
-        if self._chat:
-            head["object"] = "chat.completion.chunk"
-        return {**head, "choices": [self._choice(index, content, told, reason)]}
+        return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
 
     def whole(self) -> dict[str, Any]:
         """The answer to a client that does not stream."""
@@ -130,10 +128,8 @@ class Answer:
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage, behind all others."""
-        head = dict(self._head)
-        if self._chat:
-            head["object"] = "chat.completion.chunk"
-        return {**head, "choices": [], "usage": self.usage(), "timings": self.timings()}
+        counted = {"usage": self.usage(), "timings": self.timings()}
+        return {**self._of_chunks, "choices": [], **counted}
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.task.prompt): len(choice.task.prompt) for choice in self.choices}
