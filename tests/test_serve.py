@@ -20,7 +20,8 @@ import uvicorn
 from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
-from layerskip.serving.api import Penalties, Served, StopStrings
+from layerskip.serving.api import Served
+from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
 from layerskip.serving.scheduler import Serving
 from layerskip.text import Detokenizer, decode_text

@@ -133,9 +133,9 @@ def _shard(given: str) -> tuple[int, int]:
 def _task(
     loaded: Loaded, ids: list[int], wording: Wording, max_new_tokens: int, **law: Any
 ) -> Task:
-    from transformers import RepetitionPenaltyLogitsProcessor, StopStringCriteria
+    from transformers import RepetitionPenaltyLogitsProcessor
 
-    from layerskip.requests import stop_of
+    from layerskip.serving.history import StopStrings
     from layerskip.serving.tasks import Task
 
     penalty, stop = wording.repetition_penalty, wording.stop
@@ -144,7 +144,7 @@ def _task(
         max_new_tokens,
         min_p=wording.min_p,
         processors=[] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)],
-        stop=stop_of([StopStringCriteria(loaded.tokenizer, stop)]) if stop else None,
+        stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
         **law,
     )
 

@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from torch import Tensor
 from transformers import SequenceBiasLogitsProcessor
 
 from layerskip.grammars import json_schema
 from layerskip.requests import end_tokens
+from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.tasks import Task
-from layerskip.text import decode_text
 
 COLDEST = 0.001  # a temperature below has scores that float32 does not hold
 _SEEDS = 2**63
@@ -412,38 +410,3 @@ def _bias(asked: Asked, served: Served) -> list[Any]:
             raise Refusal(400, message, param="logit_bias")
     bias: Any = [[[int(token)], value] for token, value in asked.logit_bias.items()]
     return [SequenceBiasLogitsProcessor(bias)]
-
-
-class Penalties:
-    """Lowers scores of tokens that a text already has, its prompt left aside."""
-
-    layerskip_pure = True
-
-    def __init__(self, width: int, frequency: float, presence: float) -> None:
-        self._width, self._frequency, self._presence = width, frequency, presence
-
-    def __bool__(self) -> bool:
-        return bool(self._frequency or self._presence)
-
-    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) behind the tokens so far (B, n)."""
-        new = history[:, self._width :]  # (B, n - prompt)
-        times = torch.zeros_like(scores).scatter_add_(
-            1, new, torch.ones_like(new, dtype=scores.dtype)
-        )
-        return scores - self._frequency * times - self._presence * (times > 0)
-
-
-class StopStrings:
-    """Whether a text ends with a token that completes one of some strings."""
-
-    def __init__(self, tokenizer: Any, strings: Sequence[str], width: int) -> None:
-        self._tokenizer, self._strings, self._width = tokenizer, strings, width
-        # a token has a byte or more; a few more for special ones, which have none
-        self._most = max(len(each.encode()) for each in strings) + 8
-
-    def __call__(self, row: int, history: Tensor) -> bool:
-        """Asked after each token, with all so far (1, n)."""
-        begin = max(self._width, history.shape[1] - self._most)
-        text = decode_text(self._tokenizer, history[0, begin:].tolist())
-        return any(each in text for each in self._strings)

@@ -1,0 +1,46 @@
+"""What a text's tokens so far say of the next: strings that end it, and penalties for repeating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.text import decode_text
+
+
+class Penalties:
+    """Lowers scores of tokens that a text already has, its prompt left aside."""
+
+    layerskip_pure = True
+
+    def __init__(self, width: int, frequency: float, presence: float) -> None:
+        self._width, self._frequency, self._presence = width, frequency, presence
+
+    def __bool__(self) -> bool:
+        return bool(self._frequency or self._presence)
+
+    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) behind the tokens so far (B, n)."""
+        new = history[:, self._width :]  # (B, n - prompt)
+        times = torch.zeros_like(scores).scatter_add_(
+            1, new, torch.ones_like(new, dtype=scores.dtype)
+        )
+        return scores - self._frequency * times - self._presence * (times > 0)
+
+
+class StopStrings:
+    """Whether a text ends with a token that completes one of some strings."""
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], width: int) -> None:
+        self._tokenizer, self._strings, self._width = tokenizer, strings, width
+        # a token has a byte or more; a few more for special ones, which have none
+        self._most = max(len(each.encode()) for each in strings) + 8
+
+    def __call__(self, row: int, history: Tensor) -> bool:
+        """Asked after each token, with all so far (1, n)."""
+        begin = max(self._width, history.shape[1] - self._most)
+        text = decode_text(self._tokenizer, history[0, begin:].tolist())
+        return any(each in text for each in self._strings)
