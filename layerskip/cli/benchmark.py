@@ -29,10 +29,11 @@ from layerskip.cli.options import (
     to_json,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, aligned, decode_text, ratio, same_texts
+from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
+from layerskip.text import decode_text
 
 if TYPE_CHECKING:
     from layerskip.bench.batches import PromptBatch

@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from layerskip.cli.drafting import Drafting, Sources, open_decoding
 from layerskip.cli.options import (
     DraftFlags,
+    DrawnSeed,
     Loading,
     MaxNewTokens,
     Quiet,
@@ -24,8 +23,9 @@ from layerskip.cli.options import (
     Wording,
     write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, decode_text, reading, two_columns
+from layerskip.cli.terminal import Talk, TextStream, reading, two_columns
 from layerskip.prompts import Prompt
+from layerskip.text import decode_text
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -58,10 +58,7 @@ def chat(
     drafting: Drafting,
     max_new_tokens: MaxNewTokens = 1024,
     sampling: Sampling,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of sampling; drawn for each answer if not given."),
-    ] = None,
+    seed: DrawnSeed = None,
     loading: Loading,
     quiet: Quiet = False,
 ) -> None:

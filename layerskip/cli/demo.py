@@ -22,7 +22,8 @@ from layerskip.cli.options import (
     to_json,
     write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, decode_text, same_texts, title, two_columns
+from layerskip.cli.terminal import Talk, TextStream, same_texts, title, two_columns
+from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
 GREEDY_TOKENS = 48  # of each prompt: so that the demo stays short

@@ -17,6 +17,7 @@ from layerskip.cli.options import (
     AsJson,
     Chat,
     DraftFlags,
+    DrawnSeed,
     Form,
     Loading,
     MaxNewTokens,
@@ -30,8 +31,9 @@ from layerskip.cli.options import (
     to_json,
     write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, decode_text, reading, title
+from layerskip.cli.terminal import Talk, TextStream, reading, title
 from layerskip.prompts import Prompt
+from layerskip.text import decode_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +66,7 @@ def generate(
     drafting: Drafting,
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of sampling; drawn and reported if not given."),
-    ] = None,
+    seed: DrawnSeed = None,
     stream: Annotated[bool, typer.Option("--stream", help="Write text as it comes.")] = False,
     loading: Loading,
     quiet: Quiet = False,

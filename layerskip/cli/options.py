@@ -54,6 +54,14 @@ Minutes = Annotated[
     float | None, typer.Option(metavar="M", help="The same as --timeout, in minutes.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Of sampling.")]
+DrawnSeed = Annotated[
+    int | None, typer.Option(metavar="N", help="Of sampling; drawn for each text if not given.")
+]
+MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="The most texts at once.")]
+Memory = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="GB", help="What keys and values of texts at once may take."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line.")]
 

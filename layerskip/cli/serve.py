@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerskip.cli.drafting import Drafting, Sources, open_decoding
-from layerskip.cli.options import DraftFlags, Loading, Quiet, Sampling
+from layerskip.cli.options import DraftFlags, Loading, MaxRows, Memory, Quiet, Sampling
 from layerskip.cli.terminal import Talk
 
 if TYPE_CHECKING:
@@ -52,14 +52,11 @@ def serve(
             min=1, metavar="N", help="Tokens to generate at most, where a client is mute."
         ),
     ] = 1024,
-    max_rows: Annotated[int, typer.Option(min=1, metavar="N", help="The most texts at once.")] = 16,
+    max_rows: MaxRows = 16,
     max_queue: Annotated[
         int, typer.Option(min=1, metavar="N", help="The most texts that wait; more get a 429.")
     ] = 128,
-    memory: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="GB", help="What keys and values of texts at once may take."),
-    ] = None,
+    memory: Memory = None,
     max_body: Annotated[
         float, typer.Option(min=0, metavar="MB", help="The largest request; larger ones get a 413.")
     ] = 4.0,

@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from layerskip.text import Detokenizer
-from layerskip.text import decode_text as decode_text
 
 if TYPE_CHECKING:
     from layerskip.bench.comparison import Comparison
