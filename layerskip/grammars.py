@@ -1,7 +1,7 @@
 """Grammars that a text is kept to: logits processors made of a JSON schema or a regular expression.
 
 What they allow is computed by llguidance, or by xgrammar. Only new tokens are of the grammar's
-text, not the prompt. Letters: V vocabulary of the scores.
+text, not the prompt. Letters: B rows, W tokens of a row so far, V vocabulary of the scores.
 """
 
 from __future__ import annotations
@@ -26,19 +26,55 @@ class Grammar(ABC):
 
     Ends of text are allowed exactly where the grammar may end, and nothing else behind its end.
 
+    It is also a logits processor for `generate()` of transformers itself, where one object serves
+    one thread.
+
     Args:
         compiled: the grammar, as the library has it.
         eos: tokens that end a text.
+        tokenizer: which the grammar was made for.
     """
 
-    def __init__(self, compiled: Any, eos: Sequence[int]) -> None:
-        self.compiled, self.eos = compiled, eos
+    def __init__(self, compiled: Any, eos: Sequence[int], tokenizer: Any) -> None:
+        self.compiled, self.eos, self.tokenizer = compiled, eos, tokenizer
         self.matcher = self._begin()
         self._behind = 0  # tokens behind the grammar's end, which the matcher is not told
+        self._called: list[list[int]] = []  # the rows that `__call__` was asked about last
+        self._width = 0  # how many of their tokens are prompt
+        self._rows: list[Grammar] = []
 
     def start(self) -> Grammar:
         """The same grammar at the beginning of a text."""
-        return type(self)(self.compiled, self.eos)
+        return type(self)(self.compiled, self.eos, self.tokenizer)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) behind the tokens so far (B, W), as any logits processor.
+
+        A text begins at the first call with its prompt, and grows by a token from call to call.
+
+        Raises:
+            ValueError: it did not.
+        """
+        rows, last, width = input_ids.tolist(), self._called, self._width
+        begun = [row[:width] for row in rows] == [row[:width] for row in last]
+        if not begun or len(rows[0]) == width:
+            self._width, self._rows = len(rows[0]), [self.start() for _ in rows]
+        elif [row[:-1] for row in rows] != last:
+            raise ValueError(
+                "a grammar must see all rows grow by one token at a time; leave out beams and "
+                "assistants, and give each call of generate() a grammar.start() of its own"
+            )
+        else:
+            for state, row in zip(self._rows, rows, strict=True):
+                state.advance(row[-1])
+        self._called = rows
+        processed = [state.mask(each) for state, each in zip(self._rows, scores, strict=True)]
+        return torch.stack(processed)  # (B, V)
+
+    def forced(self) -> list[int]:
+        """Tokens that follow here whatever is written, as far as they are known; perhaps others
+        that spell the same."""
+        return [] if self._behind else self._jump()
 
     def advance(self, token: int) -> None:
         """Goes on by a token; behind one that is not allowed the text has ended."""
@@ -78,6 +114,10 @@ class Grammar(ABC):
     def _take_back(self, count: int) -> None: ...
 
     @abstractmethod
+    def _jump(self) -> list[int]:
+        """`forced`, before the grammar's end."""
+
+    @abstractmethod
     def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Of every token whether it is allowed, eight in a byte, the lowest bit first."""
 
@@ -94,6 +134,10 @@ class _Llguidance(Grammar):
 
     def _take_back(self, count: int) -> None:
         self.matcher.rollback(count)
+
+    def _jump(self) -> list[int]:
+        found: list[int] = self.matcher.compute_ff_tokens()
+        return found
 
     def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         found = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
@@ -116,6 +160,12 @@ class _Xgrammar(Grammar):
 
     def _take_back(self, count: int) -> None:
         self.matcher.rollback(count)
+
+    def _jump(self) -> list[int]:
+        # it forces characters only: one token alone is allowed almost nowhere
+        text = self.matcher.find_jump_forward_string()
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return found
 
     def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         from xgrammar import allocate_token_bitmask
@@ -140,8 +190,8 @@ def json_schema(
 ) -> Grammar:
     """A logits processor that keeps new text to JSON of a schema.
 
-    Give it as `logits_processor=[...]` to `layerskip.generate`, `decode` or `model.generate()` with
-    `LayerSkipDecoding`. One object serves any number of rows, calls and threads.
+    Give it as `logits_processor=[...]` to `layerskip.generate`, `decode`, or `model.generate()`,
+    with or without `LayerSkipDecoding`. With it, one object serves any number of threads.
 
     Args:
         schema: a JSON schema, as a mapping or as JSON.
@@ -227,7 +277,7 @@ def _with_llguidance(grammar: str, tokenizer: Any, eos: tuple[int, ...]) -> Gram
     first = LLMatcher(_for_llguidance(tokenizer, eos), grammar, log_level=0)
     if first.is_error():
         raise ValueError(f"llguidance refuses the grammar: {_line(first.get_error())}")
-    return _Llguidance(first, eos)
+    return _Llguidance(first, eos, tokenizer)
 
 
 @lru_cache(maxsize=4)  # it takes a second for large vocabularies
@@ -248,7 +298,7 @@ def _with_xgrammar(
         compiled = getattr(_for_xgrammar(tokenizer, eos), method)(text, **how)
     except RuntimeError as error:
         raise ValueError(f"xgrammar refuses the grammar: {_line(str(error))}") from error
-    return _Xgrammar(compiled, eos)
+    return _Xgrammar(compiled, eos, tokenizer)
 
 
 @lru_cache(maxsize=4)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LogitsProcessor
 import layerskip
 from layerskip import Lookup, SkipConfig, decode, generate, grammars
 from layerskip.decoding.laws import Law, Stateful
+from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.sources import forced
 from layerskip.decoding.sources.lookup import NOTHING
 
@@ -34,8 +35,8 @@ SCHEMA: dict[str, Any] = {
 }
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {"enabled": False},
-    "forced": {"lookup": False, "draft_memory": 0},
-    "lookup": {"lookup": True, "draft_memory": 0},
+    "forced": {"lookup": False, "draft_memory": 0, "controller": "fixed"},
+    "lookup": {"lookup": True, "draft_memory": 0, "controller": "fixed"},
     "skip": {"skip": SkipConfig(attention=(3,), mlp=(4,)), "controller": "fixed"},
     "skip, lookup": {
         "skip": SkipConfig(attention=(3,), mlp=(4,)),
@@ -157,7 +158,7 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(
         def rollback(self, count: int) -> None:
             pass
 
-    forgetful = Forgetful(grammar.compiled, grammar.eos)
+    forgetful = Forgetful(grammar.compiled, grammar.eos, tokenizer)
     # it would offer nothing but ends of text, and nobody else would draft
     monkeypatch.setattr(forced._State, "offer", lambda self, row, most: NOTHING)
     ids = prompt(9)
@@ -202,6 +203,19 @@ def test_a_text_ends_where_its_grammar_may(library: Any, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
+def test_forced_tokens_spell_what_must_follow(library: Any, tokenizer: Any) -> None:
+    state = grammars.regex("(yes|no), indeed [0-9]", tokenizer, library=library).start()
+    assert state.forced() == []
+    for token in tokenizer.encode("yes", add_special_tokens=False):
+        state.advance(token)
+    forced = tokenizer.decode(state.forced())
+    assert len(forced) > 5
+    assert ", indeed ".startswith(forced)
+    state.advance(EOS)
+    assert state.forced() == []
+
+
+@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_libraries_agree_on_regular_expressions(
     library: Any, sample: bool, model: Any, tokenizer: Any
@@ -217,6 +231,52 @@ def test_the_libraries_agree_on_regular_expressions(
     assert got.sequences.tolist() == want.sequences.tolist()
     for text in texts(got, tokenizer, 5):
         assert re.fullmatch(pattern, text)
+    assert got.stats.sources[0].num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_same_processor_serves_the_librarys_own_generate(
+    library: Any, sample: bool, model: Any, tokenizer: Any
+) -> None:
+    """In float64, sampled by our noise; one object for one call after the other."""
+    grammar = grammars.json_schema(SCHEMA, tokenizer, library=library)
+
+    def noisy(ids: Tensor, scores: Tensor) -> Tensor:
+        keys = [stream_key(seed) for seed in range(len(ids))]
+        noise = gumbel_noise(keys, [ids.shape[1]] * len(ids), scores.shape[1])  # (B, V)
+        return scores + noise.masked_fill(scores == -float("inf"), 0.0)
+
+    drawn = [noisy] if sample else []
+    for ids in (prompt(9, rows=2), prompt(10)):
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        how: dict[str, Any] = {"max_new_tokens": 40}
+        processors: Any = [grammar, *drawn]
+        want = model.generate(**given, **how, do_sample=False, logits_processor=processors)
+        how |= {"do_sample": sample, "seeds": range(len(ids)), "top_k": 0}
+        got = generate(model, given, **how, logits_processor=[grammar], **DRAFTS["skip, lookup"])
+        assert got.sequences.tolist() == want.tolist()
+        assert (want[:, ids.shape[1] :] != want[0, -1]).any()
+
+
+def test_rows_out_of_step_are_refused(model: Any, tokenizer: Any) -> None:
+    grammar = grammars.json_schema(SCHEMA, tokenizer)
+    ids = prompt(9, rows=2)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(ValueError, match=r"all rows grow by one token.*grammar\.start\(\)"):
+        model.generate(**given, max_new_tokens=20, num_beams=3, logits_processor=[grammar])
+    refused, scores = pytest.raises(ValueError, match="leave out beams"), torch.zeros(2, PADDED)
+    fresh, alike = grammar.start(), ids[:1].expand(2, -1)
+    first = fresh(alike, scores)
+    assert fresh(alike, scores).equal(first)  # the same prompt again
+    with refused:
+        fresh(torch.cat([alike, alike[:, :2]], 1), scores)  # two tokens at once
+    quote, brace = (tokenizer.encode(each, add_special_tokens=False)[0] for each in ('"', "{"))
+    two = torch.cat([alike, torch.tensor([[quote], [brace]])], 1)
+    fresh(two, scores)
+    with refused:
+        fresh(torch.cat([two.flip(0), alike[:, :1]], 1), scores)  # rows that changed places
+    assert fresh(prompt(5, rows=2), scores).equal(first)  # another prompt
 
 
 @pytest.mark.skipif(

@@ -16,6 +16,8 @@ _SURE = 1 << 20  # tokens in common: more than any lookup has
 class Forced(Source):
     """Drafts what processors with a state leave no choice about.
 
+    A processor may know that by itself: by a method `forced()`, which returns tokens, perhaps none.
+
     Args:
         processors: those of every row.
     """
@@ -38,7 +40,15 @@ class _State(State):
         self.rows = [[each.start() for each in processors] for _ in batch.prompts]
 
     def offer(self, row: int, most: int) -> Proposal:
-        states, found = self.rows[row], list[int]()
+        states = self.rows[row]
+        known = [each.forced() for each in states if hasattr(each, "forced")]
+        found = max(known, key=len, default=[])[:most]
+        if len(known) < len(states):
+            found = found or self._by_masks(states, most)
+        return Proposal.of(found, _SURE) if found else NOTHING
+
+    def _by_masks(self, states: Sequence[Stateful], most: int) -> list[int]:
+        found = list[int]()
         while len(found) < most:
             scores = torch.zeros(self.batch.model.vocabulary)  # (V,)
             for state in states:
@@ -49,11 +59,10 @@ class _State(State):
             found.append(int(allowed[0]))
             for state in states:
                 state.advance(found[-1])
-        if not found:
-            return NOTHING
-        for state in states:
-            state.rollback(len(found))
-        return Proposal.of(found, _SURE)
+        if found:
+            for state in states:
+                state.rollback(len(found))
+        return found
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         for token in emitted:
