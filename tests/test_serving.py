@@ -14,6 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
 from layerskip import SkipConfig
+from layerskip.serving import scheduler
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, QueueFull, Task
 
@@ -59,6 +60,12 @@ def any_task(draw: random.Random, starts: Sequence[Sequence[int]]) -> Task:
 
 
 def schedule(model: Any, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "PIECE", random.Random(-seed).choice([3, 12, 512]))
+        _schedule(model, seed)
+
+
+def _schedule(model: Any, seed: int) -> None:
     draw = random.Random(seed)
     serving = Serving(
         model,
@@ -202,6 +209,31 @@ def test_known_prefixes_are_not_run_again(model: Any) -> None:
     task = Task(list(range(20, 40)), max_new_tokens=4)
     texts = [finished(serving, task) for _ in range(2)]
     assert [told[-1].counts.known for told in texts] == [0, 19]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(model: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(scheduler, "PIECE", 16)
+    serving = Serving(model, **SETTINGS)
+    tasks = [Task([5] * length, max_new_tokens=3) for length in (100, 4, 6)]
+    told: list[list[Piece]] = [[] for _ in tasks]
+    for task, pieces in zip(tasks, told, strict=True):
+        serving.submit(task, pieces.append)
+    serving.step()
+    assert [bool(pieces) for pieces in told] == [False, True, True]
+    while serving.step():
+        pass
+    for task, pieces in zip(tasks, told, strict=True):
+        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+
+
+def test_of_equal_prompts_that_join_at_once_one_is_run(model: Any) -> None:
+    serving = Serving(model, **SETTINGS)
+    told: list[Piece] = []
+    for seed in range(3):
+        serving.submit(Task(list(range(20, 40)), do_sample=True, seed=seed), told.append)
+    while serving.step():
+        pass
+    assert sorted(piece.counts.known for piece in told if piece.reason) == [0, 19, 19]
 
 
 def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:

@@ -270,6 +270,11 @@ class RowCache:
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[place, :, :length] = buffer[source, :, :length]
 
+    def exchange(self, one: int, other: int, length: int) -> None:
+        """Exchange what the first slots of two rows hold; without trimmed layers."""
+        for buffer in (*self.keys.values(), *self.values.values()):
+            buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
+
     @property
     def window(self) -> int:
         """The longest window of layers that need not hold every slot; 0: there are none."""

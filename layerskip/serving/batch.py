@@ -54,6 +54,7 @@ class Text:
         self.task, self.law, self.eos, self.slots = task, law, eos, slots
         self.counts = Counts()
         self.seat = -1
+        self.weights: object = None  # that its keys and values are of
         self.draft: list[int] = []
         self.source: int | None = None
         self.known = False  # whether the draft was without a step
@@ -112,10 +113,6 @@ class Batch:
         known: keys and values of earlier texts.
         settings: of `LayerSkipDecoding`.
 
-    Attributes:
-        texts: those in rounds, in order of their places.
-        joining: the one whose prompt is being run.
-
     Raises:
         ValueError: a setting or a model that cannot be served.
     """
@@ -162,8 +159,8 @@ class Batch:
         self._sources = [Lookup(), *self.lookups, *own] if decoding.enabled else []
         self._rows: list[list[LookupRow | None]] = [[] for _ in range(seats)]
         self._control(decoding, own)
-        self.texts: list[Text] = []
-        self.joining: Text | None = None
+        self._seated: list[Text] = []  # in order of their places, those in rounds first
+        self._begun = 0  # how many are in rounds
         self._free = list(range(seats))
         self.rounds = 0
 
@@ -206,6 +203,16 @@ class Batch:
         self._chooser = self.controller if isinstance(self.controller, Chooser) else None
         self.controller.reset(self.seats)
 
+    @property
+    def texts(self) -> list[Text]:
+        """Those in rounds."""
+        return self._seated[: self._begun]
+
+    @property
+    def joining(self) -> list[Text]:
+        """Those whose prompts are being run."""
+        return self._seated[self._begun :]
+
     def text(self, task: Task) -> Text:
         """A checked task; from any thread.
 
@@ -237,7 +244,7 @@ class Batch:
 
     def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
         """Places and slots with which a text can join; None: not beside the others."""
-        going = [*self.texts, text]
+        going = [*self._seated, text]
         rows, slots = len(going), max(each.slots for each in going)
         now = self.places.cache.rows, self.places.slots
         unused = rows == 1 and slots <= now[1] // 4
@@ -250,17 +257,14 @@ class Batch:
         return None
 
     def join(self, text: Text, shape: tuple[int, int]) -> None:
-        """Begin to run a text's prompt, from what is known on."""
+        """Give a text a place behind the others."""
         places = self.places
         if shape != (places.cache.rows, places.slots):
-            places.resize(*shape, len(self.texts))
-        self._weights = self.known.check(self.model)
-        filled, _ = self.known.start(text.task.prompt, 0, set())
+            places.resize(*shape, len(self._seated))
         seat = self._free.pop()
         text.open(seat, places.written[seat], self.model.device, self.model.drawn)
-        self.joining = text
-        places.sit(seat, text.task.prompt, filled)
-        text.counts.known = places.lengths[seat]
+        self._seated.append(text)
+        places.sit(seat, text.task.prompt)
         predicted = Lookup([[_BEGIN] * _BELIEVED + list(text.task.predicted)])
         first = LookupRow(predicted, own=False)
         first.extend([_BEGIN] * _BELIEVED)
@@ -269,49 +273,63 @@ class Batch:
         self.controller.forget(seat)
 
     def leave(self, text: Text) -> None:
-        """Drop a text; the last one takes its place."""
-        places, seat = self.places, text.seat
-        if seat < 0:  # it could not join
+        """Drop a text; the last one in rounds takes its place, the last one that one's."""
+        if text.seat < 0:  # it could not join
             return
-        place = len(self.texts) if text is self.joining else places.rows[seat]
-        if text is not self.joining or places.lengths[seat]:
-            self._keep(text, place)
-        if text is self.joining:
-            self.joining = None
-        else:
-            last = self.texts.pop()
-            if last is not text:
-                places.move(len(self.texts), place, places.lengths[last.seat])
-                self.texts[place] = last
-            self._number()
-            if self.joining is not None:
-                length = places.lengths[self.joining.seat]
-                places.move(len(self.texts) + 1, len(self.texts), length)
-        self._free.append(seat)
+        self._keep(text)
+        place = self._seated.index(text)
+        if place < self._begun:
+            self._begun -= 1
+            self._move(self._begun, place)
+            place = self._begun
+        self._move(len(self._seated) - 1, place)
+        self._seated.pop()
+        self._number()
+        self._free.append(text.seat)
+
+    def _move(self, place: int, free: int) -> None:
+        """Move a text to a place that is free."""
+        if place != free:
+            text = self._seated[free] = self._seated[place]
+            self.places.move(place, free, self.places.lengths[text.seat])
 
     def _number(self) -> None:
         self.places.rows = {text.seat: place for place, text in enumerate(self.texts)}
 
-    def _keep(self, text: Text, place: int) -> None:
-        rows, self.places.rows = self.places.rows, {text.seat: place}
-        self.known.keep(self._weights, self.places, text.seat, self.places.lengths[text.seat])
-        self.places.rows = rows
+    def _keep(self, text: Text) -> None:
+        length = self.places.lengths[text.seat]
+        if length:
+            rows, self.places.rows = self.places.rows, {text.seat: self._seated.index(text)}
+            self.known.keep(text.weights, self.places, text.seat, length)
+            self.places.rows = rows
 
-    def prefill(self, most: int) -> int:
-        """Run a piece of the joining prompt; how many of its tokens."""
-        text, places = self.joining, self.places
-        assert text is not None
-        before = places.lengths[text.seat]
-        raw = places.piece(text.seat, most)
-        done = places.lengths[text.seat] - before
+    def left(self, text: Text) -> int:
+        """How many tokens of a prompt have to be run."""
+        return len(text.task.prompt) - self.places.lengths[text.seat]
+
+    def prefill(self, text: Text, most: int) -> int:
+        """Run the next tokens of a joining text's prompt, at first behind what is known; how many.
+
+        Behind the last one the text is in rounds.
+        """
+        places, seat, place = self.places, text.seat, self._seated.index(text)
+        if not places.lengths[seat]:  # by now more may be known than when it joined
+            text.weights = self.known.check(self.model)
+            places.fill(seat, place, self.known.start(text.task.prompt, 0, set())[0])
+            text.counts.known = places.lengths[seat]
+        before = places.lengths[seat]
+        raw = places.piece(seat, place, most)
         if raw is not None:
-            self._keep(text, len(self.texts))
-            self.texts.append(text)
-            self.joining = None
+            self._keep(text)
+            if place != self._begun:
+                other = self._seated[place] = self._seated[self._begun]
+                self._seated[self._begun] = text
+                longest = max(places.lengths[seat], places.lengths[other.seat])
+                places.exchange(place, self._begun, longest)
+            self._begun += 1
             self._number()
-            text.draft, text.known, text.source = [], False, None
             self._judge(text, raw)
-        return done
+        return places.lengths[seat] - before
 
     def round(self) -> None:
         """One round of the texts that have begun."""

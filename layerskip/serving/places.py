@@ -1,7 +1,7 @@
 """`Passes` whose rows join and leave: the places of one cache, and who lies there.
 
-Rows lie in places 0 .. n - 1 in no order. One more may be joining behind them: its prompt is run in
-pieces while the others go on.
+Rows in rounds lie in places 0 .. n - 1 in no order. Behind them lie those that join: their prompts
+are run in pieces while the others go on.
 Letters: B places, T tokens, H width, V vocabulary.
 """
 
@@ -62,33 +62,36 @@ class Places(Passes):
         self.rotary = self.model.rotary(slots, min(slots, self.total))
         self.slots = slots
 
-    @in_inference_mode
-    def sit(self, row: int, prompt: Sequence[int], filled: Sequence[Filling]) -> None:
-        """Begin to join: what is known of a prompt is filled into the place behind the others."""
+    def sit(self, row: int, prompt: Sequence[int]) -> None:
+        """Begin to join."""
         self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
-        self.prompt_lengths[row] = len(prompt)
-        self.lengths[row] = filled[-1].end if filled else 0
+        self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
         self.written[row].clear()
-        for part in filled:
-            for name, held in part.parts.items():
-                self.cache.fill(len(self.rows), name, part.end, held)
 
     @in_inference_mode
-    def piece(self, row: int, most: int) -> Tensor | None:
-        """Run the next tokens of the joining row's prompt; logits (1, V) behind the last of all."""
-        model, cache, place = self.model, self.cache, range(len(self.rows), len(self.rows) + 1)
+    def fill(self, row: int, place: int, filled: Sequence[Filling]) -> None:
+        """Fill in what is known of a joining row's prompt."""
+        self.lengths[row] = filled[-1].end if filled else 0
+        for part in filled:
+            for name, held in part.parts.items():
+                self.cache.fill(place, name, part.end, held)
+
+    @in_inference_mode
+    def piece(self, row: int, place: int, most: int) -> Tensor | None:
+        """Run the next tokens of a joining row's prompt; logits (1, V) behind the last of all."""
+        model, cache, rows = self.model, self.cache, range(place, place + 1)
         first, length = self.lengths[row], self.prompt_lengths[row]
         tokens = self.prompts[row][None, first : first + most]  # (1, T)
         every = model.num_sublayers
         # layers that only read others' keys are needed for the last token alone
         through = 2 * model.first_reader
         cache.settled = False
-        cache.place([first], tokens.shape[1], rows=place)
+        cache.place([first], tokens.shape[1], rows=rows)
         hidden, step = model.feed(tokens, cache, self.rotary)
         hidden = model.run(hidden, step, range(through))[:, -1:]  # (1, 1, H)
         self.lengths[row] += tokens.shape[1]
         if self.lengths[row] == length and through < every:
-            cache.place([length - 1], 1, rows=place)
+            cache.place([length - 1], 1, rows=rows)
             _, step = model.feed(tokens[:, -1:], cache, self.rotary)
             hidden = model.run(hidden, step, range(through, every))
         cache.settled = True
@@ -98,3 +101,8 @@ class Places(Passes):
     def move(self, source: int, place: int, length: int) -> None:
         """Copy the first slots of one place to another."""
         self.cache.move(source, place, length)
+
+    @in_inference_mode
+    def exchange(self, one: int, other: int, length: int) -> None:
+        """Exchange the first slots of two places."""
+        self.cache.exchange(one, other, length)

@@ -158,7 +158,7 @@ class Serving:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """A piece of a prompt, and a round of the texts that have begun; False: nothing to do."""
+        """Pieces of prompts, and a round of the texts that have begun; False: nothing to do."""
         with torch.no_grad():
             self._drop_cancelled()
             if not (self._going or self._waiting):
@@ -215,27 +215,37 @@ class Serving:
             self._say(ticket, "cancelled")
 
     def _prefill(self) -> None:
-        """Let those who wait join while there is room, and run a piece of their prompts."""
-        batch, left = self._batch, PIECE
-        while left > 0:
-            if batch.joining is None and not self._join():
-                return
-            left -= batch.prefill(left)
-            self._tell()
+        """Let those who wait join while there is room, and run pieces of their prompts.
 
-    def _join(self) -> bool:
+        The one that came first gets half of a step's tokens, so that it is never left behind. The
+        others go to the shortest ones: these are soon done, and of prompts that begin alike one is
+        run and then known to the others.
+        """
+        batch, left = self._batch, PIECE
+        self._join()
+        while left > 0 and batch.joining:
+            if left == PIECE and len(batch.joining) > 1:
+                text = next(each.text for each in self._going if each.text in batch.joining)
+                most = left // 2
+            else:
+                text, most = min(batch.joining, key=batch.left), left
+            left -= batch.prefill(text, most)
+            self._tell()
+            self._join()
+
+    def _join(self) -> None:
         batch = self._batch
-        with self._changed:
-            if not self._waiting or len(self._going) == batch.seats:
-                return False
-            shape = batch.shape(self._waiting[0].text, self.memory)
-            if shape is None:
-                return False
-            ticket = self._waiting.popleft()
-        ticket.text.counts.queued = time.perf_counter() - ticket.submitted
-        self._going.append(ticket)
-        batch.join(ticket.text, shape)
-        return True
+        while len(self._going) < batch.seats:
+            with self._changed:
+                if not self._waiting:
+                    return
+                shape = batch.shape(self._waiting[0].text, self.memory)
+                if shape is None:
+                    return
+                ticket = self._waiting.popleft()
+            ticket.text.counts.queued = time.perf_counter() - ticket.submitted
+            self._going.append(ticket)
+            batch.join(ticket.text, shape)
 
     def _tell(self) -> None:
         for ticket in [*self._going]:
