@@ -14,18 +14,12 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, remaining, round_sublayer_tokens
-from layerskip.decoding.controller import (
-    Chooser,
-    Controller,
-    Offer,
-    completed,
-    first_offer,
-    signal_of,
-)
+from layerskip.decoding.controller import Controller, completed, signal_of
 from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Filling, Passes, Position
+from layerskip.decoding.planning import Plan, Planner, usable
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.cache import on_device
@@ -110,7 +104,7 @@ class Decoder:
         self._weights: object = None  # that what is known is of
         self.known = known if request.pictures is None and request.encoded is None else None
         self.controller = controller = completed(controller)
-        self._chooser = controller if isinstance(controller, Chooser) else None
+        self._planner = Planner(controller)
         self.max_draft_length = max_draft_length
         rows, self.width = request.input_ids.shape
         self.rows = range(rows)
@@ -129,8 +123,6 @@ class Decoder:
             emitted=self.emitted,
             pictures=request.pictures,
         )
-        # by source and row, for the round in progress
-        self._proposals: list[dict[int, Proposal]] = []
         self.finished = [False] * rows
         # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
         slack = request.max_new_tokens + max_draft_length + 1
@@ -216,8 +208,8 @@ class Decoder:
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
         self._compact()
-        sources, limits = self._plan()
-        drafts = self._draft(sources, limits)
+        plans = self._plan()
+        drafts = self._draft(plans)
         self._mark()
         positions = [
             (row, offset)
@@ -229,6 +221,7 @@ class Decoder:
         self._mark()
         verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
         tokens = self._judged(drafts, positions, verdict)
+        sources = [plans[row].source if row in plans else None for row in self.rows]
         return self._close(index, tokens, sources, drafts, positions, verdict.scores, raw)
 
     def _compact(self) -> None:
@@ -251,25 +244,15 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _plan(self) -> tuple[list[int | None], list[int]]:
-        """The source of each row in this round, if any, and how many tokens it drafts at most."""
-        controller = self.controller
+    def _plan(self) -> dict[int, Plan]:
+        """What each row that is not finished drafts in this round."""
         allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
-        lengths = [self.passes.lengths[row] for row in allowed]
-        controller.begin(sum(lengths) // len(lengths), len(self.passes.rows))
-        self._proposals = [
-            {row: self._proposed(row, state.offer(row, most)) for row, most in allowed.items()}
+        proposals = [
+            {row: self._usable(row, state.offer(row, most)) for row, most in allowed.items()}
             for state in self.passes.states
         ]
-        offers = [_offer(each) for each in self._proposals]
-        chosen = (self._chooser.choose if self._chooser else first_offer)(offers)
-        sources: list[int | None] = [None for _ in self.rows]
-        limits = [0 for _ in self.rows]
-        for row in allowed:
-            sources[row] = chosen.get(row) if isinstance(chosen, Mapping) else chosen
-            most = 0 if (source := sources[row]) is None else offers[source].lengths[row]
-            limits[row] = min(controller.limit(row, most), most)
-        return sources, limits
+        context = sum(self.passes.lengths[row] for row in allowed) // len(allowed)
+        return self._planner.plan(allowed, proposals, context=context, size=len(self.passes.rows))
 
     def _allowed(self, row: int) -> int:
         """How many tokens any draft may have in the row's next round."""
@@ -277,17 +260,17 @@ class Decoder:
         free = self.passes.cache.slots - self.passes.lengths[row]
         return draft_limit(self.max_draft_length, left, free)
 
-    def _proposed(self, row: int, proposal: Proposal) -> Proposal:
-        """A proposal, cut off behind an end of text, and where a grammar forbids it."""
-        if proposal.tokens is None:
-            return proposal
-        ends = (i for i, token in enumerate(proposal.tokens, 1) if token in self.request.eos)
-        tokens = proposal.tokens[: next(ends, None)]
-        size = self.passes.model.vocabulary
-        count = self.request.law.allowed(row, self.emitted[row], tokens, size)
-        return Proposal.of(tokens[:count], proposal.match or 0)
+    def _usable(self, row: int, proposal: Proposal) -> Proposal:
+        return usable(
+            proposal,
+            law=self.request.law,
+            row=row,
+            emitted=self.emitted[row],
+            eos=self.request.eos,
+            vocabulary=self.passes.model.vocabulary,
+        )
 
-    def _draft(self, sources: Sequence[int | None], limits: Sequence[int]) -> DraftedTokens:
+    def _draft(self, plans: Mapping[int, Plan]) -> DraftedTokens:
         """Tokens that are known, up to each row's limit, and steps for the other rows."""
         places = self.passes.rows
         drafts = DraftedTokens(
@@ -297,16 +280,15 @@ class Decoder:
             fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
         )
         drafting: dict[int, list[int]] = {}  # by source, the rows of its steps
-        for row, source in enumerate(sources):
-            if source is None or not limits[row]:
+        for row, plan in plans.items():
+            if plan.source is None or not plan.limit:
                 continue
-            tokens = self._proposals[source][row].tokens
-            if tokens is None:
-                drafting.setdefault(source, []).append(row)
+            if plan.tokens is None:
+                drafting.setdefault(plan.source, []).append(row)
                 continue
             drafts.known.add(row)
-            drafts.tokens[row] = list(tokens[: limits[row]])
-            drafts.lengths[row] = len(drafts.tokens[row])
+            drafts.tokens[row] = list(plan.tokens)
+            drafts.lengths[row] = len(plan.tokens)
             for offset, token in enumerate(drafts.tokens[row]):
                 self._remember(row, offset, token)
         if len(drafting) > 1:
@@ -316,7 +298,7 @@ class Decoder:
             )
         steps = 0
         for source, rows in drafting.items():
-            steps = self._step(drafts, source, rows, limits)
+            steps = self._step(drafts, source, rows, plans)
         count = 1 + max(drafts.lengths) - steps
         if count > 1:  # tokens that no step was fed
             drafts.fed = drafts.fed.repeat(1, count)  # (R, T)
@@ -332,7 +314,7 @@ class Decoder:
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 
     def _step(
-        self, drafts: DraftedTokens, source: int, drafting: list[int], limits: Sequence[int]
+        self, drafts: DraftedTokens, source: int, drafting: list[int], plans: Mapping[int, Plan]
     ) -> int:
         """Draft in lockstep, each row for as long as the controller says; the steps taken.
 
@@ -344,7 +326,7 @@ class Decoder:
         unread = not controller.needs_confidence and not law.reads_history
         drafts.unread = unread
         places, known = self.passes.rows, sorted(drafts.known)
-        steps = max(limits[row] for row in drafting)
+        steps = max(plans[row].limit for row in drafting)
         if known:
             ahead = [self._known(drafts, row, range(1, steps + 1)) for row in known]
             ahead_of = on_device(ahead, self.device)  # (N, steps)
@@ -387,7 +369,7 @@ class Decoder:
                 drafts.lengths[row] += 1
                 if (
                     token not in self.request.eos
-                    and drafts.lengths[row] < limits[row]
+                    and drafts.lengths[row] < plans[row].limit
                     and controller.keep_drafting(row, chance)
                 ):
                     going_on.append(row)
@@ -482,7 +464,7 @@ class Decoder:
                 self.passes.tell(row, emitted[row])
             else:
                 self.passes.commit(row, emitted[row])
-                self._learn(row, emitted[row])
+                self._planner.learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
             if self.finished[row]:
                 self._keep_text(row, self.passes.lengths[row])
@@ -514,17 +496,6 @@ class Decoder:
         sublayers = self.passes.model.num_sublayers
         return round_sublayer_tokens(drafted, kept, prefix, sublayers)
 
-    def _learn(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell a controller that chooses how good known tokens were, drafted or not."""
-        if self._chooser is None:
-            return
-        for number, proposals in enumerate(self._proposals):
-            draft = proposals[row].tokens
-            if draft:
-                both = list(zip(draft, emitted, strict=False))
-                right = next((i for i, (ours, own) in enumerate(both) if ours != own), len(both))
-                self._chooser.learn(number, row, min(right + 1, len(both)), right)
-
     def _ends(self, row: int, token: int) -> bool:
         request, emitted = self.request, self.emitted[row]
         ended = token in request.eos or len(emitted) >= request.max_new_tokens
@@ -533,11 +504,6 @@ class Decoder:
             seen = self.history[row : row + 1, : self.width + len(emitted)]  # (1, W + emitted)
             ended = request.stop(row, seen) or ended
         return ended
-
-
-def _offer(proposals: Mapping[int, Proposal]) -> Offer:
-    matches = {row: each.match for row, each in proposals.items() if each.match is not None}
-    return Offer({row: each.length for row, each in proposals.items()}, matches or None)
 
 
 def _by_row(

@@ -1,0 +1,101 @@
+"""What rows draft in a round: sources propose tokens, the controller chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
+from layerskip.decoding.laws import Law
+from layerskip.decoding.sources.base import Proposal
+
+
+class Plan(NamedTuple):
+    """What a row drafts in a round.
+
+    Attributes:
+        source: the number of its source, if any.
+        limit: the most tokens.
+        tokens: up to so many, if they are known without a step.
+    """
+
+    source: int | None = None
+    limit: int = 0
+    tokens: Sequence[int] | None = None
+
+
+class Planner:
+    """Plans rounds, and tells the controller how good proposals of known tokens were."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._chooser = controller if isinstance(controller, Chooser) else None
+        self._proposals: Sequence[Mapping[int, Proposal]] = ()
+
+    def plan(
+        self,
+        rows: Iterable[int],
+        proposals: Sequence[Mapping[int, Proposal]],
+        *,
+        context: int,
+        size: int,
+    ) -> dict[int, Plan]:
+        """The plan of every row.
+
+        Args:
+            proposals: of every source, by row.
+            context, size: tokens before the round, on average, and rows of a pass.
+        """
+        self.controller.begin(context, size)
+        self._proposals = proposals
+        offers = [_offer(each) for each in proposals]
+        chosen = (self._chooser.choose if self._chooser else first_offer)(offers)
+        plans = {}
+        for row in rows:
+            source = chosen.get(row) if isinstance(chosen, Mapping) else chosen
+            most = 0 if source is None else offers[source].lengths[row]
+            limit = min(self.controller.limit(row, most), most)
+            tokens = None if source is None or not limit else proposals[source][row].tokens
+            plans[row] = Plan(source, limit, None if tokens is None else tokens[:limit])
+        return plans
+
+    def learn(self, row: int, emitted: Sequence[int]) -> None:
+        """Tell a controller that chooses how good known tokens were, drafted or not."""
+        for number, proposals in enumerate(self._proposals if self._chooser else ()):
+            if self._chooser and (tokens := proposals[row].tokens):
+                right, known = in_common(tokens, emitted), min(len(tokens), len(emitted))
+                self._chooser.learn(number, row, min(right + 1, known), right)
+
+
+def _offer(proposals: Mapping[int, Proposal]) -> Offer:
+    matches = {row: each.match for row, each in proposals.items() if each.match is not None}
+    return Offer({row: each.length for row, each in proposals.items()}, matches or None)
+
+
+def usable(
+    proposal: Proposal,
+    *,
+    law: Law,
+    row: int,
+    emitted: Sequence[int],
+    eos: frozenset[int],
+    vocabulary: int,
+) -> Proposal:
+    """A proposal, cut off behind an end of text, and where a grammar forbids it.
+
+    Args:
+        row: of the law; `emitted` are its tokens so far.
+    """
+    if not proposal.tokens:
+        return proposal
+    ends = (i for i, token in enumerate(proposal.tokens, 1) if token in eos)
+    tokens = proposal.tokens[: next(ends, None)]
+    count = law.allowed(row, emitted, tokens, vocabulary)
+    return Proposal.of(tokens[:count], proposal.match or 0)
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal tokens both begin."""
+    pairs = zip(one, other, strict=False)
+    shorter = min(len(one), len(other))
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
