@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, Task
@@ -15,7 +16,7 @@ from layerskip.serving.tasks import Piece, Task
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-class Metrics:
+class Metrics(Collector):
     """Counters in a registry of their own, and gauges that ask the `Serving`."""
 
     def __init__(self, serving: Serving) -> None:
@@ -34,6 +35,12 @@ class Metrics:
         self._whole = Histogram(
             "text_seconds", "From submission to the last token.", buckets=_SECONDS, **own
         )
+        self._serving = serving
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Gauges, for the registry."""
+        stats = self._serving.stats
         for name, what in (
             ("rows", "Texts in the batch."),
             ("waiting", "Texts in the queue."),
@@ -41,7 +48,7 @@ class Metrics:
             ("used", "Bytes that they take."),
             ("known_used", "Bytes that keys and values of earlier texts take."),
         ):
-            Gauge(name, what, **own).set_function(partial(_now, serving, name))
+            yield GaugeMetricFamily(f"layerskip_{name}", what, getattr(stats, name))
 
     @contextmanager
     def counting(self, path: str) -> Iterator[None]:
@@ -67,7 +74,3 @@ class Metrics:
         if piece.reason in ("stop", "length"):
             self._first.observe(counts.first)
             self._whole.observe(counts.seconds)
-
-
-def _now(serving: Serving, name: str) -> float:
-    return float(getattr(serving.stats, name))
