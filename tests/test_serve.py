@@ -428,6 +428,15 @@ class TestEnds:
             body = {**GREEDY, "prompt": "a", "stream": True}
             assert '"code":"timeout"' in httpx.post(f"{url}/v1/completions", json=body).text
 
+    def test_health_tells_of_a_thread_that_has_ended(self, place: Place) -> None:
+        serving = Serving(place.model, execution="fused", controller="fixed", draft_memory=0)
+        with running(make_app(serving, place.served)) as url:
+            assert httpx.get(f"{url}/health").status_code == 200
+            serving.stop()
+            got = httpx.get(f"{url}/health")
+            assert got.status_code == 503
+            assert "ended" in got.json()["status"]
+
     def test_metrics(self, place: Place) -> None:
         place.client.completions.create(prompt=STORY, **GREEDY)
         text = metrics(place)

@@ -17,6 +17,7 @@ from layerskip import SkipConfig
 from layerskip.serving import scheduler
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, QueueFull, Task
+from layerskip.timing import tables
 
 SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(3), "execution": "fused"}
 
@@ -192,6 +193,120 @@ def test_an_error_of_a_processor_ends_its_task_only(model: Any) -> None:
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")
     assert [token for piece in others for token in piece.tokens] == alone(model, fine)
     assert others[-1].reason == "length"
+
+
+def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
+    serving = Serving(model, controller=Fickle(3), **SETTINGS)
+    task = Task([3, 4, 5], max_new_tokens=20)
+    told: list[list[Piece]] = [[], [], []]
+    for pieces in told[:2]:
+        serving.submit(task, pieces.append)
+    for _ in range(3):
+        serving.step()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order\nand more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving._batch.places, "verify", fail)
+        serving.submit(Task([9] * 4, max_new_tokens=20), told[2].append)
+        serving.step()
+    again = finished(serving, task)
+    for pieces in told:
+        assert (pieces[-1].reason, pieces[-1].error) == ("error", "RuntimeError: out of order")
+    assert [token for piece in again for token in piece.tokens] == alone(model, task)
+    assert serving.stats.rows == 0
+
+
+def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) -> None:
+    serving, done = Serving(model, **SETTINGS), threading.Event()
+    told: list[Piece] = []
+
+    def tell(piece: Piece) -> None:
+        told.append(piece)
+        if piece.reason is not None:
+            done.set()
+
+    def fail() -> None:
+        raise RuntimeError("worse")
+
+    monkeypatch.setattr(serving._batch, "clear", fail)
+    monkeypatch.setattr(serving._batch, "round", fail)
+    serving.start()
+    assert serving.alive
+    serving.submit(Task([3, 4, 5], max_new_tokens=6), tell)
+    assert done.wait(60)
+    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: worse")
+    while serving.alive:
+        pass
+    with pytest.raises(RuntimeError, match="ended by an error"):
+        serving.submit(Task([3]), tell)
+    serving.stop()
+
+
+class Counting:
+    """A grammar of one text: every token is one more than the last, modulo 7, from 20 on."""
+
+    def __init__(self, text: Sequence[int] = ()) -> None:
+        self.text = [*text]
+
+    def start(self) -> Counting:
+        return Counting()
+
+    def advance(self, token: int) -> None:
+        self.text.append(token)
+
+    def rollback(self, count: int) -> None:
+        del self.text[-count:]
+
+    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(scores, -float("inf"))
+        out[20 + len(self.text) % 7] = 0.0
+        return out
+
+
+def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model: Any) -> None:
+    how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 12, "lookup": False}
+    serving = Serving(model, **how, **SETTINGS)
+    task = Task([3, 4, 5], max_new_tokens=40, processors=[Counting()], predicted=[20, 21, 5, 6])
+    told = finished(serving, task)
+    assert [token for piece in told for token in piece.tokens] == [20 + i % 7 for i in range(40)]
+    counts = told[-1].counts
+    assert counts.drafted == counts.accepted
+    assert counts.rounds == 3
+
+
+def test_an_error_of_a_grammar_ends_its_task_only(model: Any) -> None:
+    class Broken(Counting):
+        def start(self) -> Counting:
+            raise RuntimeError("no grammar")
+
+    serving = Serving(model, **SETTINGS)
+    told: list[Piece] = []
+    serving.submit(Task([3, 4, 5], processors=[Broken()]), told.append)
+    fine = Task([3, 4, 5], max_new_tokens=5)
+    others = finished(serving, fine)
+    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no grammar")
+    assert [token for piece in others for token in piece.tokens] == alone(model, fine)
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": []}, {"prompt": [97]}, {"predicted": [-1]}])
+def test_tokens_outside_of_the_vocabulary_are_refused(model: Any, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"empty|0[.][.]96"):
+        Serving(model, **SETTINGS).submit(Task(**{"prompt": [1], **wrong}), lambda piece: None)
+
+
+def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) -> None:
+    serving = Serving(lively_model("llama"), skip=SkipConfig.early_exit(3), execution="fused")
+
+    def measure(*_: Any, **__: Any) -> None:
+        raise AssertionError("measured within a step")
+
+    monkeypatch.setattr(tables, "measure", measure)
+    task = Task([3, 4, 5], max_new_tokens=12)
+    told = finished(serving, task)
+    assert told[-1].error is None
+    assert [token for piece in told for token in piece.tokens] == alone(model, task)
 
 
 def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:

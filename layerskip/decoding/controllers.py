@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import CONTROLLERS, Chooser, Controller, completed, signal_of
-from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.expected_gain import AHEAD, ExpectedGain
 
 __all__ = ["CONTROLLERS", "Chooser", "Controller", "completed", "make_controller", "signal_of"]
 
@@ -124,12 +124,13 @@ def make_controller(
     costs: Costs | Sequence[Costs],
     priors: Sequence[float] | None = None,
     sampling: bool = False,
+    ahead: float = AHEAD,
 ) -> Controller:
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`). Only `expected-gain` reads `costs` and `priors`
-    (see `Source.prior`), one of each source. Raises ValueError for an unknown name
+    (see `Source.prior`), one of each source, and `ahead`. Raises ValueError for an unknown name
     and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:
@@ -155,4 +156,4 @@ def make_controller(
         case "heuristic":
             return Heuristic(**length)
         case _:
-            return ExpectedGain(costs, priors=priors, **length)
+            return ExpectedGain(costs, priors=priors, ahead=ahead, **length)

@@ -25,7 +25,7 @@ _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
-_AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
+AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
@@ -158,7 +158,7 @@ class ExpectedGain(Controller):
         max_draft_length: int = 12,
         *,
         priors: Sequence[float] | None = None,
-        ahead: float = _AHEAD,
+        ahead: float = AHEAD,
     ) -> None:
         tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length

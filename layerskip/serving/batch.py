@@ -6,8 +6,10 @@ Letters: R rows of a pass, N positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,29 +17,33 @@ from torch import Tensor
 from transformers import MinPLogitsWarper
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controller import Chooser, Offer, completed, first_offer, signal_of
+from layerskip.decoding.controller import completed, signal_of
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.engine import Request
-from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
+from layerskip.decoding.planning import Plan, Planner, in_common, usable
 from layerskip.decoding.sources.base import Proposal, Source
+from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.generation import LayerSkipDecoding
 from layerskip.model.cache import on_device, rounded_up
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import Whole
-from layerskip.requests import end_tokens
+from layerskip.requests import check_tokens, end_tokens
 from layerskip.serving.places import Places
-from layerskip.serving.tasks import Counts, Reason, Task
+from layerskip.serving.tasks import Counts, Reason, Task, in_a_line
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
-from layerskip.timing.tables import stored
+from layerskip.timing.tables import cost_tables, stored
 
 _BEGIN = 2**31 - 1  # stands before a prediction, which the text begins with; no token is so large
 _BELIEVED = 8  # such marks: a match of so many tokens
+# Numbers of sources: 0 is what is forced, and behind what is looked up is the model's own draft.
+_PREDICTED, _LOOKED_UP = 1, 2
+_MEASURING = 2.0  # seconds, about, before the first task
 
 
 class Text:
@@ -45,7 +51,7 @@ class Text:
 
     Attributes:
         slots: that it needs at most.
-        draft: the tokens drafted for it in this round, and the number of their source.
+        plan, draft: of this round, and the tokens drafted.
         news, logprobs: tokens since it was last told, see `Piece`.
         reason: why it has ended; None while it goes on.
     """
@@ -55,9 +61,7 @@ class Text:
         self.counts = Counts()
         self.seat = -1
         self.weights: object = None  # that its keys and values are of
-        self.draft: list[int] = []
-        self.source: int | None = None
-        self.known = False  # whether the draft was without a step
+        self.plan, self.draft = Plan(), list[int]()
         self.news: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.reason: Reason | None = None
@@ -80,6 +84,11 @@ class Text:
             native=native,
         )
 
+    @cached_property
+    def unwarped(self) -> Law:
+        """Its law before temperature and the others."""
+        return Law(self.task.processors, do_sample=False, rows=1)
+
     @property
     def length(self) -> int:
         """Tokens of prompt and text."""
@@ -99,8 +108,7 @@ class Text:
         try:
             yield
         except Exception as error:
-            said = str(error).split("\n")[0]
-            self.reason, self.error = "error", f"{type(error).__name__}: {said}"
+            self.reason, self.error = "error", in_a_line(error)
 
 
 class Batch:
@@ -155,52 +163,60 @@ class Batch:
         self.places = Places(
             opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
         )
-        # predictions, what is looked up, the model's own draft
-        self._sources = [Lookup(), *self.lookups, *own] if decoding.enabled else []
-        self._rows: list[list[LookupRow | None]] = [[] for _ in range(seats)]
-        self._control(decoding, own)
+        self._own = own
+        # of every seat, what it has forced, predicted and looked up
+        self._rows: list[list[ForcedRow | LookupRow | None]] = [[] for _ in range(seats)]
+        self._control(decoding)
         self._seated: list[Text] = []  # in order of their places, those in rounds first
         self._begun = 0  # how many are in rounds
         self._free = list(range(seats))
         self.rounds = 0
 
-    def _control(self, decoding: LayerSkipDecoding, own: Sequence[Source]) -> None:
+    def _control(self, decoding: LayerSkipDecoding) -> None:
+        """Make the controller; costs are measured here, not while somebody waits for a text."""
         controller = decoding.controller
-        if not self._sources:
+        if not decoding.enabled:
             controller = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
         elif isinstance(controller, str):
-            timed = [self._sources[0], *own]
+            timed = [Lookup(), *self._own]
             brought = decoding.costs
             if brought is None and decoding.skip is not None:
                 brought = stored(decoding.skip, self.model, self.seats)
             ids = torch.ones(self.seats, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
             law = law_of(self.model.model, self.seats, (), do_sample=False)
-            new = min(256, self.max_tokens - 4)
+            new = max(1, min(256, self.max_tokens - 4))
             request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
+            if brought is None and controller == DEFAULT_CONTROLLER:
+                with torch.no_grad():
+                    cost_tables(self.model, timed, request, seconds=_MEASURING)
             tables = [
                 each or CostTable(1.0, (1.0,))
                 for each in decoding._tables(self.model, timed, request, brought)
             ]
-            costs = [tables[0]] * (1 + len(self.lookups)) + list(tables[1:])
-            priors = [source.prior for source in self._sources]
-            if controller == DEFAULT_CONTROLLER:
-                most = (
-                    {}
-                    if decoding.max_draft_length is None
-                    else {"max_draft_length": decoding.max_draft_length}
-                )
-                controller = ExpectedGain(costs, priors=priors, ahead=float("inf"), **most)
-            else:
-                controller = make_controller(
-                    controller,
-                    max_draft_length=decoding.max_draft_length,
-                    threshold=decoding.threshold,
-                    costs=costs,
-                    priors=priors,
-                )
+            known = _LOOKED_UP + len(self.lookups)
+            costs = [tables[0]] * known + list(tables[1:])
+            priors = [timed[0].prior] * known + [source.prior for source in self._own]
+            controller = make_controller(
+                controller,
+                max_draft_length=decoding.max_draft_length,
+                threshold=decoding.threshold,
+                costs=costs,
+                priors=priors,
+                ahead=math.inf,
+            )
         self.controller = completed(controller)
         self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
-        self._chooser = self.controller if isinstance(self.controller, Chooser) else None
+        self._planner = Planner(self.controller)
+        self.controller.reset(self.seats)
+
+    def clear(self) -> None:
+        """Drop all texts and what passes have left, after one has failed."""
+        for text in self._seated:
+            text.seat = -1
+        self._seated.clear()
+        self._begun = 0
+        self._free = list(range(self.seats))
+        self.places.clear()
         self.controller.reset(self.seats)
 
     @property
@@ -219,13 +235,9 @@ class Batch:
         Raises:
             ValueError: nothing that can be decoded, with the reason.
         """
-        vocabulary = self.model.vocabulary
-        wrong = [each for each in task.prompt if not 0 <= each < vocabulary]
-        if not task.prompt or wrong:
-            raise ValueError(
-                f"a prompt must have tokens, all in 0..{vocabulary - 1}, got "
-                f"{wrong[0] if wrong else 'none'}"
-            )
+        if not task.prompt:
+            raise ValueError("a prompt is empty; it needs at least one token")
+        check_tokens(self.model.model, torch.tensor([*task.prompt, *task.predicted]))
         if task.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {task.max_new_tokens}")
         total = len(task.prompt) + task.max_new_tokens
@@ -265,11 +277,6 @@ class Batch:
         text.open(seat, places.written[seat], self.model.device, self.model.drawn)
         self._seated.append(text)
         places.sit(seat, text.task.prompt)
-        predicted = Lookup([[_BEGIN] * _BELIEVED + list(text.task.predicted)])
-        first = LookupRow(predicted, own=False)
-        first.extend([_BEGIN] * _BELIEVED)
-        self._rows[seat] = [first if text.task.predicted else None]
-        self._rows[seat] += [lookup.row(text.task.prompt) for lookup in self.lookups]
         self.controller.forget(seat)
 
     def leave(self, text: Text) -> None:
@@ -328,15 +335,30 @@ class Batch:
                 places.exchange(place, self._begun, longest)
             self._begun += 1
             self._number()
-            self._judge(text, raw)
+            with text.alone():
+                self._rows[seat] = self._known_tokens(text)
+            if text.reason is None:
+                self._judge(text, raw)
         return places.lengths[seat] - before
+
+    def _known_tokens(self, text: Text) -> list[ForcedRow | LookupRow | None]:
+        """What may be drafted for a text without a step."""
+        stateful, task = text.law.stateful, text.task
+        marks = [_BEGIN] * _BELIEVED
+        predicted = LookupRow(Lookup([marks + list(task.predicted)]), own=False)
+        predicted.extend(marks)
+        return [
+            ForcedRow(stateful, self.model.vocabulary) if stateful else None,
+            predicted if task.predicted else None,
+            *(lookup.row(task.prompt) for lookup in self.lookups),
+        ]
 
     def round(self) -> None:
         """One round of the texts that have begun."""
         self.rounds += 1
         with self.model.disturbed():
-            limits, proposals = self._plan()
-            steps = self._draft(limits)
+            self._plan()
+            steps = self._draft()
             going = [text for text in self.texts if text.reason is None]
             if not going:
                 return
@@ -348,55 +370,49 @@ class Batch:
             at = 0
             for text in going:
                 count = len(text.draft) + 1
-                self._judge(text, raw[at : at + count], proposals)
+                self._judge(text, raw[at : at + count])
                 at += count
 
-    def _plan(self) -> tuple[dict[int, int], list[dict[int, Proposal]]]:
-        """How many tokens each seat drafts at most, and what every source proposes to it."""
-        texts, controller = self.texts, self.controller
-        lengths = self.places.lengths
-        controller.begin(sum(lengths[text.seat] for text in texts) // len(texts), len(texts))
-        proposals: list[dict[int, Proposal]] = [{} for _ in self._sources]
-        allowed = {}
-        for text in texts:
+    def _plan(self) -> None:
+        lengths, slots = self.places.lengths, self.places.cache.slots
+        sources = range(_LOOKED_UP + len(self.lookups) + len(self._own) if self.longest else 0)
+        proposals: list[dict[int, Proposal]] = [{} for _ in sources]
+        for text in self.texts:
             left = text.task.max_new_tokens - len(text.emitted)
-            free = self.places.cache.slots - lengths[text.seat]
+            free = slots - lengths[text.seat]
             most = draft_limit(self.longest, left, free) if text.task.speculate else 0
-            allowed[text.seat] = most
-            for number in range(len(self._sources)):
+            for number in sources:
                 proposals[number][text.seat] = self._proposal(text, number, most)
-        limits = {text.seat: 0 for text in texts}
-        offers = [_offer(each) for each in proposals]
-        chosen = (self._chooser.choose if self._chooser else first_offer)(offers)
-        for text in texts:
-            seat = text.seat
-            source = chosen.get(seat) if isinstance(chosen, Mapping) else chosen
-            most = 0 if source is None else offers[source].lengths[seat]
-            limits[seat] = min(controller.limit(seat, allowed[seat]), most)
-            text.source, text.draft, text.known = source if limits[seat] else None, [], False
-            if text.source is not None:
-                tokens = proposals[text.source][seat].tokens
-                text.known = tokens is not None
-                text.draft = list((tokens or ())[: limits[seat]])
-                for offset, token in enumerate(text.draft):
-                    text.write(offset, token)
-        return limits, proposals
+        rows, size = self.places.rows, self._begun
+        context = sum(lengths[row] for row in rows) // size
+        plans = self._planner.plan(rows, proposals, context=context, size=size)
+        for text in self.texts:
+            text.plan = plans[text.seat]
+            text.draft = list(text.plan.tokens or ())
+            for offset, token in enumerate(text.draft):
+                text.write(offset, token)
 
     def _proposal(self, text: Text, number: int, most: int) -> Proposal:
-        """What a source offers a text, cut off behind an end."""
-        if number > len(self.lookups):
+        """What a source offers a text."""
+        rows = self._rows[text.seat]
+        if number == len(rows):
             return Proposal(most)
-        row = self._rows[text.seat][number]
-        if row is None or not most:
-            return NOTHING
-        found = row.find(most)
-        tokens = found.tokens or ()
-        ends = (i for i, token in enumerate(tokens, 1) if token in text.eos)
-        return Proposal.of(tokens[: next(ends, None)], found.match or 0)
+        proposal, row = NOTHING, rows[number]
+        if row is not None and most:
+            with text.alone():
+                proposal = usable(
+                    row.find(most),
+                    law=text.law,
+                    row=0,
+                    emitted=text.emitted,
+                    eos=text.eos,
+                    vocabulary=self.model.vocabulary,
+                )
+        return proposal
 
-    def _draft(self, limits: Mapping[int, int]) -> int:
+    def _draft(self) -> int:
         """Steps of the model's own draft, in lockstep; how many."""
-        drafting = [text for text in self.texts if text.source is not None and not text.known]
+        drafting = [text for text in self.texts if text.plan.limit and text.plan.tokens is None]
         at = {text.seat: place for place, text in enumerate(self.texts)}
         steps = 0
         while drafting and self.controller.draft_together([text.seat for text in drafting]):
@@ -415,25 +431,23 @@ class Batch:
                 text.draft.append(token)
                 if (
                     token not in text.eos
-                    and len(text.draft) < limits[text.seat]
+                    and len(text.draft) < text.plan.limit
                     and self.controller.keep_drafting(text.seat, sure)
                 ):
                     going.append(text)
             drafting, steps = going, steps + 1
         return steps
 
-    def _judge(
-        self, text: Text, raw: Tensor, proposals: Sequence[Mapping[int, Proposal]] = ()
-    ) -> None:
+    def _judge(self, text: Text, raw: Tensor) -> None:
         """Emit a text's tokens from its raw logits (N, V)."""
         draft, seat, begun = text.draft, text.seat, bool(text.emitted)
         positions = [(0, offset) for offset in range(len(draft) + 1)]
-        drafts = DraftedTokens([draft], [[]], [len(draft)], raw, known={0} if text.known else set())
+        known = set[int]() if text.plan.tokens is None else {0}
+        drafts = DraftedTokens([draft], [[]], [len(draft)], raw, known=known)
         length, emitted = text.length, list[int]()
         with text.alone():
             target = text.draws.judge(raw, positions, drafts).drawn.tolist()
-            right = next((i for i, token in enumerate(draft) if target[i] != token), len(draft))
-            for token in target[: right + 1]:
+            for token in target[: in_common(draft, target) + 1]:
                 if token < 0:
                     raise ValueError(
                         f"no token to draw after {len(text.emitted)} new tokens: the scores are "
@@ -453,34 +467,26 @@ class Batch:
                     break
             if text.task.top_logprobs is not None:
                 text.logprobs += self._logprobs(text, raw[: len(emitted)], length, emitted)
+            for row in self._rows[seat]:
+                if row is not None:
+                    row.extend(emitted)
         text.news += emitted
-        for row in self._rows[seat]:
-            if row is not None:
-                row.extend(emitted)
         if begun:
-            self._count(text, emitted, proposals)
+            self._count(text, emitted)
         else:
             self.places.tell(seat, emitted)
 
-    def _count(
-        self, text: Text, emitted: list[int], proposals: Sequence[Mapping[int, Proposal]]
-    ) -> None:
+    def _count(self, text: Text, emitted: list[int]) -> None:
         """Commit a round of a text, and tell the controller and the counts."""
         seat, counts = text.seat, text.counts
         self.places.commit(seat, emitted)
-        same = [own == ours for own, ours in zip(emitted, text.draft, strict=False)]
-        accepted = same.index(False) if False in same else len(same)
-        for number, each in enumerate(proposals if self._chooser else ()):
-            tokens = each[seat].tokens
-            if tokens and self._chooser:
-                both = list(zip(tokens, emitted, strict=False))
-                right = next((i for i, (ours, own) in enumerate(both) if ours != own), len(both))
-                self._chooser.learn(number, seat, min(right + 1, len(both)), right)
+        accepted = in_common(emitted, text.draft)
+        self._planner.learn(seat, emitted)
         self.controller.update(seat, len(text.draft), accepted)
         counts.rounds += 1
         counts.drafted += len(text.draft)
         counts.accepted += accepted
-        if text.source == 0:
+        if text.plan.source == _PREDICTED:
             counts.predicted += len(text.draft)
             counts.predicted_accepted += accepted
 
@@ -488,18 +494,12 @@ class Batch:
         self, text: Text, raw: Tensor, length: int, emitted: Sequence[int]
     ) -> list[dict[int, float]]:
         """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
-        law = Law(text.task.processors, do_sample=False, rows=1)
         lengths = [length + i for i in range(len(emitted))]
         width = len(text.task.prompt)
-        scores = law.scores(raw, text.history, [0] * len(emitted), lengths, width=width)
+        scores = text.unwarped.scores(raw, text.history, [0] * len(emitted), lengths, width=width)
         found = []
         for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
             top = row.topk(min(text.task.top_logprobs or 0, len(row)))
             each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             found.append({token: float(row[token])} | each)
         return found
-
-
-def _offer(proposals: Mapping[int, Proposal]) -> Offer:
-    matches = {row: each.match for row, each in proposals.items() if each.match is not None}
-    return Offer({row: each.length for row, each in proposals.items()}, matches or None)

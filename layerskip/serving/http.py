@@ -86,6 +86,8 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
+        if not serving.alive:
+            return JSONResponse({"status": "the thread that decodes has ended"}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", dependencies=keyed)

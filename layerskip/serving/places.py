@@ -55,6 +55,14 @@ class Places(Passes):
         """Bytes of keys and values of so many rows."""
         return round(rows * self.model.backend.capacity(slots) * self.bytes_per_slot)
 
+    def clear(self) -> None:
+        """Give all places up, with whatever lies there and is left of a round."""
+        self.rows, self.slots = {}, 0
+        self.cache.rows = 0
+        self.cache.keys.clear()
+        self.cache.values.clear()
+        self._boundary.clear()
+
     @in_inference_mode
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Make so many places of so many slots; the first `kept` of them stay as they are."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from layerskip.decoding.known import KnownTexts
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.batch import Batch, Text
-from layerskip.serving.tasks import Piece, QueueFull, Reason, Task
+from layerskip.serving.tasks import Piece, QueueFull, Reason, Task, in_a_line
 from layerskip.session import share
 
 PIECE = 512
 """Tokens of prompts that a step runs while others decode."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -101,12 +103,18 @@ class Serving:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._dead = False  # it has ended by an error
         self._done = ServingStats()
 
     @property
     def max_tokens(self) -> int:
         """The most tokens of one task."""
         return self._batch.max_tokens
+
+    @property
+    def alive(self) -> bool:
+        """Whether a thread of its own steps."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def stats(self) -> ServingStats:
@@ -135,6 +143,7 @@ class Serving:
         Raises:
             ValueError: a task that cannot be decoded, or never fits into the memory.
             QueueFull: as many tasks wait as may.
+            RuntimeError: the thread that steps has ended by an error.
         """
         text = self._batch.text(task)
         needed = self._batch.places.nbytes(1, text.slots)
@@ -145,6 +154,8 @@ class Serving:
             )
         ticket = Ticket(text, tell, time.perf_counter())
         with self._changed:
+            if self._dead:
+                raise RuntimeError("the thread that decodes has ended by an error; start it anew")
             if len(self._waiting) >= self.max_queue:
                 raise QueueFull(f"{self.max_queue} tasks wait, as many as may; try again later")
             self._waiting.append(ticket)
@@ -158,7 +169,10 @@ class Serving:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Pieces of prompts, and a round of the texts that have begun; False: nothing to do."""
+        """Pieces of prompts, and a round of the texts that have begun; False: nothing to do.
+
+        If a pass fails, it ends all tasks of the batch; those that wait have their turn.
+        """
         with torch.no_grad():
             self._drop_cancelled()
             if not (self._going or self._waiting):
@@ -167,10 +181,10 @@ class Serving:
                 self._prefill()
                 if self._batch.texts:
                     self._batch.round()
-            except Exception as error:  # of a pass: no text of the batch can go on
-                for ticket in self._going:
-                    ticket.text.reason = "error"
-                    ticket.text.error = f"{type(error).__name__}: {error}".split("\n")[0]
+            except Exception as error:
+                _log.exception("a pass has failed")
+                self._batch.clear()
+                self._fail(self._going, error)
             self._tell()
         return True
 
@@ -185,10 +199,24 @@ class Serving:
         """`run` on a thread of its own."""
         if self._thread is not None:
             raise ValueError("serving has been started already; stop it first")
-        self._stopping = False
-        arguments = (lambda: self._stopping,)
-        self._thread = threading.Thread(target=self.run, args=arguments, daemon=True)
+        self._stopping = self._dead = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.run(lambda: self._stopping)
+        except BaseException as error:
+            _log.exception("the thread that decodes has ended")
+            with self._changed:
+                self._dead = True
+                waiting = [*self._waiting]
+                self._waiting.clear()
+            everyone = [*self._going, *waiting]
+            self._going.clear()
+            self._fail(everyone, error)
+            for ticket in everyone:
+                self._say(ticket, "error")
 
     def stop(self) -> None:
         """End the thread; all tasks are cancelled."""
@@ -201,6 +229,11 @@ class Serving:
             for ticket in (*self._going, *self._waiting):
                 ticket.cancelled = True
         self._drop_cancelled()
+
+    @staticmethod
+    def _fail(tickets: Sequence[Ticket], error: BaseException) -> None:
+        for ticket in tickets:
+            ticket.text.reason, ticket.text.error = "error", in_a_line(error)
 
     def _drop_cancelled(self) -> None:
         with self._changed:

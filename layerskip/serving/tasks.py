@@ -86,5 +86,10 @@ class Piece:
     counts: Counts = field(default_factory=Counts)
 
 
+def in_a_line(error: BaseException) -> str:
+    """An error as a piece tells it."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 class QueueFull(ValueError):
     """As many tasks wait as may; try again later."""

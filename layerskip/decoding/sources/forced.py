@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -37,34 +37,52 @@ class Forced(Source):
 class _State(State):
     def __init__(self, batch: Batch, processors: Sequence[Stateful]) -> None:
         super().__init__(batch)
-        self.rows = [[each.start() for each in processors] for _ in batch.prompts]
+        self.rows = [ForcedRow(processors, batch.model.vocabulary) for _ in batch.prompts]
 
     def offer(self, row: int, most: int) -> Proposal:
-        states = self.rows[row]
-        known = [each.forced() for each in states if hasattr(each, "forced")]
-        found = max(known, key=len, default=[])[:most]
-        if len(known) < len(states):
-            found = found or self._by_masks(states, most)
+        return self.rows[row].find(most)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        self.rows[row].extend(emitted)
+
+
+class ForcedRow:
+    """The new tokens of a row, as processors see them.
+
+    Args:
+        vocabulary: V.
+    """
+
+    def __init__(self, processors: Sequence[Stateful], vocabulary: int) -> None:
+        self._states = [each.start() for each in processors]
+        self._vocabulary = vocabulary
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens that the row has emitted."""
+        for token in tokens:
+            for state in self._states:
+                state.advance(token)
+
+    def find(self, longest: int) -> Proposal:
+        """The tokens that must come next, at most so many."""
+        known = [each.forced() for each in self._states if hasattr(each, "forced")]
+        found = max(known, key=len, default=[])[:longest]
+        if len(known) < len(self._states):
+            found = found or self._by_masks(longest)
         return Proposal.of(found, _SURE) if found else NOTHING
 
-    def _by_masks(self, states: Sequence[Stateful], most: int) -> list[int]:
+    def _by_masks(self, longest: int) -> list[int]:
         found = list[int]()
-        while len(found) < most:
-            scores = torch.zeros(self.batch.model.vocabulary)  # (V,)
-            for state in states:
+        while len(found) < longest:
+            scores = torch.zeros(self._vocabulary)  # (V,)
+            for state in self._states:
                 scores = state.mask(scores)
             allowed = (scores > -float("inf")).nonzero()[:, 0]  # (n,)
             if len(allowed) != 1:
                 break
             found.append(int(allowed[0]))
-            for state in states:
-                state.advance(found[-1])
+            self.extend(found[-1:])
         if found:
-            for state in states:
+            for state in self._states:
                 state.rollback(len(found))
         return found
-
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        for token in emitted:
-            for state in self.rows[row]:
-                state.advance(token)
