@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,12 +41,27 @@ PRICING_SECONDS = 2.0
 DEFAULT = "default"
 """What the method is called that drafts as `generate` does unasked."""
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Is called with what is being done, in words, and the share of it that is done."""
 
 
 def silent(_what: str, _share: float) -> None:
     """The progress of a search that nobody watches."""
+
+
+def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
+    """Items and their numbers: the first, and others while there is time for them.
+
+    None that would end after `until` (of `time.monotonic`), if it took as long as the longest.
+    """
+    longest = 0.0
+    for number, item in enumerate(items):
+        began = time.monotonic()
+        if number and began + longest > until:
+            return
+        yield number, item
+        longest = max(longest, time.monotonic() - began)
 
 
 @dataclass(slots=True)
@@ -112,39 +127,36 @@ def choose(
     count: int,
     progress: Progress = silent,
     until: float = math.inf,
+    only: Sequence[int] = (),
 ) -> list[Finalist]:
     """The configs of the highest predicted speedup by whole replays, best first.
 
     The best early exit of the study is among them, as one more where it is none of the best, and so
     is, in a space with healed weights, the best config that has them. Configs that skip nothing are
     not: plain decoding is timed anyway. None but the first is replayed where it would end after
-    `until` (of `time.monotonic`).
+    `until` (of `time.monotonic`). Where `only` names trials, the finalists are theirs.
     """
     trials = finished_sets(study.get_trials(deepcopy=False))
     trials.pop(0, None)
     scores = read_history(study).scores
     ranked = sorted(trials, key=lambda mask: -scores[mask])
     exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)}
-    kinds = [
-        [mask for mask in ranked if mask in exits],
-        [mask for mask in ranked if space.skip_config(mask).trained],
-    ]
-    kinds = [kind for kind in kinds if kind]
-    looked_at = dict.fromkeys([*ranked[: count + MORE], *(kind[0] for kind in kinds)])
+    kinds = (exits.__contains__, lambda mask: space.skip_config(mask).trained is not None)
+
+    def best_of(masks: Sequence[int], many: int) -> list[int]:
+        """So many of the first, and the first of each kind."""
+        firsts = [next(filter(kind, masks), None) for kind in kinds]
+        return [mask for n, mask in enumerate(masks) if n < many or mask in firsts]
+
+    looked_at = best_of(ranked, count + MORE)
+    if only:
+        count, looked_at = len(only), [mask for mask in ranked if trials[mask].number in only]
     found: dict[int, Finalist] = {}
-    longest = 0.0
-    for number, mask in enumerate(looked_at):
-        began = time.monotonic()
-        if found and began + longest > until:
-            break
+    for number, mask in within(looked_at, until):
         progress("the best drafts, replayed whole", number / len(looked_at))
         found[mask] = _finalist(trials[mask], space, mask, objective)
-        longest = max(longest, time.monotonic() - began)
     best = sorted(found, key=lambda mask: -found[mask].predicted)
-    kept = {*best[:count]}
-    for kind in kinds:
-        kept |= {*[mask for mask in best if mask in kind][:1]}
-    return [found[mask] for mask in best if mask in kept]
+    return [found[mask] for mask in best_of(best, count)]
 
 
 def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
@@ -293,11 +305,14 @@ def _times(own: Totals, over: Totals) -> dict[str, float | None]:
     return {"speedup": faster, "low": low, "high": high, "tokens_per_second": own.rate}
 
 
-def keeps_default(finalists: Sequence[Finalist]) -> bool:
-    """Whether nothing that was timed is faster than the default by more than prompts differ."""
-    best = winner(finalists)
-    if best is None or best.confirmed is None:
-        return False
+def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:
+    """Whether the fastest is no faster than the default by more than prompts differ.
+
+    Args:
+        default: its times; where nothing else gains, it is kept if it does.
+    """
+    if default is None or best is None or best.confirmed is None:
+        return best is None and default is not None and default["speedup"] > 1
     low = best.confirmed["over_default"]["low"]
     return low is None or low <= 1
 

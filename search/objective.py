@@ -1,11 +1,14 @@
-"""What a skip config is worth: tokens per second along a trace, priced by a cost table.
+"""What a skip config is worth: its speedup along a trace, priced by a cost table.
 
 Everything random is in the trace and everything noisy in the cost record, so that a value is a
-function of the config alone, and two configs differ by what they are and not by when they ran.
+function of the config alone, and two configs differ by what they are and not by when they ran. A
+ratio to plain decoding on the same machine, it means the same on a slower one.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +29,7 @@ from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace
-from layerskip.search.study import Evaluation
+from layerskip.search.study import Evaluation, OutOfTime
 from layerskip.vocabulary import ranked
 
 THRESHOLDS = (0.4, 0.6, 0.8)
@@ -115,7 +118,7 @@ def best_choice(found: Sequence[Choice]) -> Choice:
 
 
 class Objective:
-    """Expected tokens per second of a skip config, remembered by config.
+    """Expected speedup over plain decoding of a skip config, remembered by config.
 
     Args:
         trace: of the target on calibration prompts.
@@ -124,6 +127,7 @@ class Objective:
 
     Attributes:
         sizes: of draft vocabularies; None is the whole one.
+        until: of `time.monotonic`, after which no draft is followed further.
     """
 
     def __init__(self, trace: Trace, cost: Mapping[str, Any]) -> None:
@@ -131,6 +135,7 @@ class Objective:
         self.cost = cost
         self.step_seconds = step_seconds(cost, trace.context)
         self.sizes: list[int | None] = [None, *cost.get("head_sizes", ())]
+        self.until = math.inf
         self._known: dict[SkipConfig, Evaluation] = {}
 
     def costs(self, skip: SkipConfig, size: int | None = None) -> CostTable:
@@ -192,7 +197,11 @@ class Objective:
         return ranked(tokens, self.trace.model.vocabulary, ends=self.trace.eos)
 
     def __call__(self, skip: SkipConfig) -> Evaluation:
-        """The value is never below plain decoding's: a draft that does not pay is turned off."""
+        """The value is never below 1: a draft that does not pay is turned off.
+
+        Raises:
+            OutOfTime: it is too late.
+        """
         skip = skip.resolve(self.trace.model.num_layers)
         if skip not in self._known:
             self._known[skip] = self._evaluate(skip)
@@ -202,8 +211,7 @@ class Objective:
         costs = self.costs(skip)
         # plain decoding by another name, whatever the clock says
         if skip.bare() == SkipConfig().resolve(self.trace.model.num_layers).bare():
-            plain = 1.0 / self.step_seconds
-            return Evaluation(value=plain, guide=plain, acceptance=1.0, draft_cost=costs.draft)
+            return Evaluation(value=1.0, guide=1.0, acceptance=1.0, draft_cost=costs.draft)
         limits = [
             _Limit(self.costs(skip, size), self.trace.draft_length, ceiling)
             for size, ceiling in zip(self.sizes, self._ceilings, strict=True)
@@ -214,6 +222,8 @@ class Objective:
             return [_promise(survival, limit.costs) for survival, limit in pairs]
 
         def enough(survivals: Sequence[Survival]) -> list[bool]:
+            if time.monotonic() > self.until:
+                raise OutOfTime
             best = max(promises(survivals))
             return [limit(each, best) for each, limit in zip(survivals, limits, strict=True)]
 
@@ -232,8 +242,8 @@ class Objective:
         best = best_choice(found)
         forced = max(choice.speedup for choice in found[1:-1])
         return Evaluation(
-            value=max(choice.speedup for choice in found) / self.step_seconds,
-            guide=forced / self.step_seconds,
+            value=max(choice.speedup for choice in found),
+            guide=forced,
             acceptance=followed.survival[0],
             draft_cost=costs.draft,
             attributes={

@@ -7,9 +7,12 @@ trials of a study, and the best few drafts on the clock. No files are written bu
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
+import socket
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Task
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.decoding.engine import Request
@@ -47,16 +50,18 @@ from layerskip.search.finalists import (
     confirm,
     default_draft,
     gains,
+    keeps_default,
     predict,
     price_again,
     silent,
     winner,
+    within,
 )
 from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
 from layerskip.timing import sublayers as sublayer_costs
-from layerskip.timing.sublayers import CONTEXTS
+from layerskip.timing.sublayers import BUDGET
 from layerskip.timing.tables import machine
 
 TRIALS_PER_SWITCH = 6
@@ -66,10 +71,14 @@ WINDOWS = (256, 1024, 4096)
 """Windows that drafts are searched with, where texts are long; shorter ones save nothing more."""
 FINALISTS = 3
 REPEATS = 2
+CHOOSING = 0.3, 0.4, 0.55
+"""Shares of the time left after the trials by which the best are replayed, priced, predicted."""
 PREFILL = 1.5
 """Times the decoding of a text is what timing it takes, with its prompt."""
 ATTEMPTS, PATIENCE = 3, 40.0
 """So many measurements are made before a busy machine's are taken, or for so many seconds."""
+FOR_COSTS = 0.1
+"""Of the time left, what these get at most, but for the first."""
 
 Bits = Literal["auto", 8, 4] | None
 
@@ -133,7 +142,7 @@ def search(
         bits: of low precision, 8 or 4, or None for none. "auto" is 8 where products in 8 bits are
             fast (execution "native"), or what a given `cost` knows.
         trials: evaluations in all; by default so many as the space deserves.
-        timeout: seconds after which no further trial starts.
+        timeout: seconds after which trials end.
         max_new_tokens: of each text, at most.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
         first: configs of your own to try first, by name. Where one is healed, the search is around
@@ -178,9 +187,7 @@ def search(
     steps.run(
         trials,
         timeout=timeout,
-        on_trial=lambda at: progress(
-            f"trials, best {at.best * steps.objective.step_seconds:.2f}x", at.finished / at.trials
-        ),
+        on_trial=lambda at: progress(f"trials, best {at.best:.2f}x", at.finished / at.trials),
     )
     steps.choose(finalists)
     if held_out:
@@ -280,6 +287,7 @@ class Search:
         objective: what a config is worth; after `price`.
         finalists: after `choose`; timed after `confirm`.
         default: after `confirm`, how fast decoding was that drafts as it does unasked.
+        winner, keep_default: after `decide`.
         seconds: what each step took.
 
     Raises:
@@ -300,6 +308,8 @@ class Search:
     ) -> None:
         self.until = until
         self.default: dict[str, Any] | None = None
+        self.winner: Finalist | None = None
+        self.keep_default = False
         if task.execution == "compiled":
             raise ValueError(
                 "a search times sublayers one by one: execution must be auto, modules or fused, "
@@ -368,6 +378,8 @@ class Search:
             "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
             "max_new_tokens": self.task.max_new_tokens,
             "draft_length": self.trace.draft_length,
+            "execution": f"{self.opened.execution} on {self.opened.device.type}",
+            "value": "speedup over plain decoding",
         }
         self.study = study.open_study(self.space, storage=storage, name=name, identity=identity)
         if "seeds" not in self.study.user_attrs:
@@ -375,31 +387,34 @@ class Search:
             found = warm_starts.standard(self.space)
             found |= warm_starts.from_hidden_states(self.space, hidden)
             self.study.set_user_attr("seeds", {n: f"{mask:#x}" for n, mask in found.items()})
+        self._said_before = self.study.user_attrs
         kept = {n: int(mask, 16) for n, mask in self.study.user_attrs["seeds"].items()}
         self.warm_starts = given | {n: mask for n, mask in kept.items() if n not in given}
 
     def price(self, cost: Mapping[str, Any] | None = None) -> None:
         """Measure what sublayers cost, unless the study, or the caller, knows; after `open`.
 
-        Costs that a caller gives are taken to hold here, wherever they were measured.
+        Every machine has its own costs, and with other threads others: what its trials are worth is
+        a ratio to its own plain decoding. Those that a caller gives are taken to hold here,
+        wherever they were measured.
 
         Raises:
-            ValueError: the study's values came from other costs than those given, or from costs
-                measured elsewhere.
+            ValueError: trials of this machine were priced with other costs than those given.
         """
         self._costs_given = cost is not None
         low = self.space.everything_low
-        known, mine = self.study.user_attrs.get("cost"), cost
+        here = json.dumps([socket.gethostname(), machine(self.opened)])
+        known = self.study.user_attrs.get(f"cost {here}")
         if known is None:
-            if mine is None:
+            if cost is None:
                 started = time.perf_counter()
-                context = self.trace.context
-                mine = measured_costs(
-                    self.opened, self.traced, self.law, low, context, self.progress
+                seen = {self.trace.context, *(window + SINK for window in self.space.windows)}
+                cost = measured_costs(
+                    self.opened, self.traced, self.law, low, sorted(seen), self.progress, self.until
                 )
                 self.seconds["cost"] = time.perf_counter() - started
-            self.study.set_user_attr("cost", dict(mine))
-            known = self.study.user_attrs["cost"]  # another worker's, if that was later
+            known = dict(cost)
+            self.study.set_user_attr(f"cost {here}", known)
         facts = low_facts(low)
         if facts and facts != {name: known[name] for name in LOW_FACTS if name in known}:
             raise ValueError(
@@ -412,8 +427,6 @@ class Search:
                 "the study's trials were priced with other costs than those given; choose another "
                 "study name, or leave the costs out"
             )
-        if known != mine:
-            _check_place(known.get("place", {}), machine(self.opened))
         self.objective = Objective(self.trace, known)
 
     @property
@@ -446,6 +459,8 @@ class Search:
             switches = TRIALS_PER_SWITCH * len(self.space.switches)
             trials = min(self.space.size, max(FEWEST_TRIALS, switches))
         started = time.perf_counter()
+        if timeout is not None:
+            self.objective.until = time.monotonic() + timeout
         try:
             study.run(
                 self.study,
@@ -492,22 +507,26 @@ class Search:
         decoding does it. Around healed weights the model's default draft is one of them, which has
         no other costs.
         """
-        started = time.perf_counter()
-        third = time.monotonic() + (self.until - time.monotonic()) / 3
-        found = choose(self.study, self.space, self.objective, count, self.progress, third)
+        started, now = time.perf_counter(), time.monotonic()
+        replayed, priced, predicted = (now + share * (self.until - now) for share in CHOOSING)
+        agreed = self._agreed("finalists") or ()
+        found = choose(
+            self.study, self.space, self.objective, count, self.progress, replayed, agreed
+        )
+        self._say("finalists", [finalist.trial for finalist in found])
         again = [] if self._costs_given or not self.held_out else list(found)
         default = automatic_draft(self.opened).skip if self.space.trained else None
         if default is not None:
             found.append(default_draft(default, self.objective))
             again.append(found[-1])
-        for number, finalist in enumerate(again):
+        for number, finalist in within(again, priced):
             self.progress("prices of the best drafts", number / len(again))
             price_again(finalist, self.objective.looked_up.replay, self._typical_request())
         found.sort(key=lambda finalist: -finalist.predicted)
         if self.held_out:
             self._hold_out_less()
             trace = self._trace(self.held_out)
-            for number, finalist in enumerate(found):
+            for number, finalist in within(found, predicted):
                 self.progress("the best drafts on other texts", number / len(found))
                 finalist.predicted_held_out = predict(finalist, trace)
         self.finalists = found
@@ -554,9 +573,42 @@ class Search:
             timed(doubted, batches, repeats=2 * repeats)
         self.seconds["confirm"] = time.perf_counter() - started
 
+    def _agreed(self, what: str) -> Any:
+        """What another worker of the study said of the same trials since this one began, if any."""
+        said = self.study.user_attrs.get(what)
+        if said is None or said == self._said_before.get(what) or said["of"] != self._judged():
+            return None
+        return said["is"]
+
+    def _say(self, what: str, value: Any) -> None:
+        """Let other workers know."""
+        said = {"is": value, "of": self._judged(), "by": uuid.uuid4().hex}
+        self._said_before[what] = said
+        self.study.set_user_attr(what, said)
+
+    def _judged(self) -> dict[str, Any]:
+        complete = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return {"trials": len(complete), "timed": bool(self.held_out)}
+
+    def decide(self) -> None:
+        """Name the winner: that of the worker which was first, after `confirm`.
+
+        The best are near each other, and two clocks would not always name the same.
+        """
+        agreed = self._agreed("winner")
+        names = {finalist.name: finalist for finalist in self.finalists}
+        if agreed is not None and agreed["name"] in {None, *names}:
+            self.winner, self.keep_default = names.get(agreed["name"]), agreed["keep_default"]
+            return
+        self.winner = winner(self.finalists)
+        self.keep_default = keeps_default(self.winner, self.default)
+        name = None if self.winner is None else self.winner.name
+        self._say("winner", {"name": name, "keep_default": self.keep_default})
+
     def result(self) -> SearchResult:
         """What was found; a config that drafts nothing where nothing is faster than plain."""
-        best = winner(self.finalists)
+        self.decide()
+        best = self.winner
         skip = SkipConfig(num_layers=self.space.num_layers)
         decoding = DecodingOptions(enabled=False)
         notes: dict[str, Any] = {"bound": self.bound}
@@ -603,23 +655,29 @@ def measured_costs(
     prompts: Sequence[Tensor],
     law: Law,
     low: SkipConfig | None,
-    context: int,
+    contexts: Sequence[int],
     progress: Progress,
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """What sublayers cost here, measured again where the machine was busy.
 
     Arguments and result are those of `layerskip.timing.sublayers.measure`.
 
     Args:
-        context: of a typical text; where it is longer than those that costs are measured behind by
-            default, they are measured behind so many tokens, too.
+        until: of `time.monotonic`, when the whole search ends: a tenth of what is left is enough.
     """
-    contexts = *CONTEXTS[:-1], max(CONTEXTS[-1], context)
-    started, attempts = time.perf_counter(), 0
-    while attempts < ATTEMPTS and (not attempts or time.perf_counter() - started < PATIENCE):
+    patience = min(PATIENCE, FOR_COSTS * max(0.0, until - time.monotonic()))
+    attempts = 0
+    for _ in within(range(ATTEMPTS), time.monotonic() + patience):
         attempts += 1
         found = sublayer_costs.measure(
-            model, prompts, contexts=contexts, law=law, low=low, progress=progress
+            model,
+            prompts,
+            contexts=[min(context, model.max_positions // 2) for context in contexts],
+            law=law,
+            low=low,
+            budget=max(0.1, min(BUDGET, patience)),
+            progress=progress,
         )
         if not sublayer_costs.disturbed(found):
             return found
@@ -630,16 +688,3 @@ def measured_costs(
         stacklevel=3,
     )
     return found
-
-
-def _check_place(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse a study's costs that say that they were measured elsewhere, or in another way."""
-    differing = [name for name in there if there[name] != here.get(name)]
-    if differing:
-        raise ValueError(
-            "the study's trials were priced with costs measured with "
-            + ", ".join(f"{name} {there[name]}" for name in differing)
-            + "; here it is "
-            + ", ".join(str(here.get(name)) for name in differing)
-            + ". Go on there, or choose another study name"
-        )

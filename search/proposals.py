@@ -35,6 +35,8 @@ class History:
     """Of finished trials: acceptance lost per draft cost saved, where both are known."""
     taken: set[int] = field(default_factory=set)
     """Sets not to propose: finished, running, or known to fail."""
+    left: dict[int, str] = field(default_factory=dict)
+    """Sets whose trial never ended, each with what proposed it."""
 
     def free(self, space: Space, mask: int) -> bool:
         return mask in space and mask not in self.taken

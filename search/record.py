@@ -8,7 +8,7 @@ from optuna import Study
 from optuna.trial import TrialState
 
 from layerskip.config import SkipConfig
-from layerskip.search.finalists import Finalist, keeps_default, winner
+from layerskip.search.finalists import Finalist
 from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
 
@@ -19,7 +19,7 @@ _KNOWN = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "co
 
 
 def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
-    """The trials that ended, as a search file has them."""
+    """The trials that ended, as a search file has them: values are tokens a second here."""
     rows = []
     for trial in study.get_trials(deepcopy=False):
         known, mask = trial.user_attrs, claimed(trial)
@@ -34,10 +34,10 @@ def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[s
                 **row,
                 "state": "complete",
                 **_sets(skip),
-                "value": value,
-                "guide": guide,
-                "speedup": value * step_seconds,
-                "forced_speedup": None if guide is None else guide * step_seconds,
+                "value": value / step_seconds,
+                "guide": None if guide is None else guide / step_seconds,
+                "speedup": value,
+                "forced_speedup": guide,
                 "draft_cost": known["draft_cost"],
                 "controller": known.get("controller", "plain"),
                 "seconds": trial.duration.total_seconds() if trial.duration else None,
@@ -79,7 +79,6 @@ def record(search: Search) -> dict[str, Any]:
     """The search file, but for what its writer knows: header, and the prompts' names."""
     exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
     names = [finalist.name for finalist in search.finalists]
-    best = winner(search.finalists)
     step = search.objective.step_seconds
     switches = len(search.space.switches) or 1
     return {
@@ -99,8 +98,8 @@ def record(search: Search) -> dict[str, Any]:
             "confirmed_tokens_per_second": search.plain_tokens_per_second,
         },
         "default": search.default,
-        "keep_default": keeps_default(search.finalists),
+        "keep_default": search.keep_default,
         "best_exit": next((name for name in names if name in exits), None),
-        "winner": None if best is None else best.name,
+        "winner": None if search.winner is None else search.winner.name,
         "seconds": search.seconds,
     }

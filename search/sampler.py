@@ -1,9 +1,10 @@
 """The search's strategy as an Optuna sampler.
 
-Warm starts first, then every switch alone (flipped on the best warm start, where that pays well),
-then the ranked path, then local moves near the best sets in turn with Optuna's own TPE. What comes
-next follows from the study's trials, the seed and the trial's number, and from nothing that this
-process remembers: a study that is resumed, on this machine or another, goes on as it would have.
+What a stopped or killed worker left first, warm starts, then every switch alone (flipped on the
+best warm start, where that pays well), then the ranked path, then local moves near the best sets in
+turn with Optuna's own TPE. What comes next follows from the study's trials, the seed and the
+trial's number, and from nothing that this process remembers: a study that is resumed, on this
+machine or another, goes on as it would have.
 Each trial says in its attribute `origin` what proposed it, and in `skipped` which set it claims; no
 set that another trial claims is proposed.
 """
@@ -83,6 +84,8 @@ def read_history(study: Study, *, without: int | None = None) -> History:
         active = trial.state in (TrialState.COMPLETE, TrialState.RUNNING)
         if mine is not None and (active or "error" in trial.user_attrs):
             history.taken.add(mine)
+        elif mine is not None:
+            history.left[mine] = trial.user_attrs.get("origin", "")
     return history
 
 
@@ -97,7 +100,6 @@ class SublayerSampler(BaseSampler):
         self.space, self.warm_starts, self.seed = space, dict(warm_starts), seed
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        _set(study, trial, "began", time.time())
         _set(study, trial, "worker", f"{socket.gethostname()}:{os.getpid()}:{_TOKEN}")
 
     def infer_relative_search_space(
@@ -131,6 +133,9 @@ class SublayerSampler(BaseSampler):
     ) -> tuple[int, str]:
         """A free set and what proposed it; any set at all where none is free."""
         space = self.space
+        for mask, origin in history.left.items():
+            if history.free(space, mask):
+                return mask, origin
         for name, mask in self.warm_starts.items():
             if history.free(space, mask):
                 return mask, f"seed:{name}"

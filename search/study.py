@@ -8,17 +8,22 @@ fails the trials that it left running and goes on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import re
 import socket
 import sqlite3
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import optuna
 from optuna import Study
@@ -27,9 +32,15 @@ from optuna.exceptions import (
     StorageInternalError,
     UpdateFinishedTrialError,
 )
-from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages import (
+    BaseStorage,
+    GrpcStorageProxy,
+    InMemoryStorage,
+    JournalStorage,
+    RDBStorage,
+)
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
@@ -39,10 +50,14 @@ from .space import Space
 
 LOCK_SECONDS = 5
 """After so long a lock on a journal is that of a process that was killed while it wrote."""
-OWN_ATTRIBUTES = frozenset({"worker", "began", "origin", "skipped"})
+OWN_ATTRIBUTES = frozenset({"worker", "beat", "origin", "skipped"})
 """Attributes that say where a trial comes from; others say what its config is worth."""
-SILENT_SECONDS = 600.0
-"""At least so long, and ten times the slowest trial, may a trial of another machine take."""
+BEAT_SECONDS = 20.0
+"""So often does a worker say that its trial goes on."""
+SILENT_SECONDS = 120.0
+"""Who has not said so for so long is gone, and another worker takes the trial up."""
+WAIT_SECONDS = 0.5
+"""Between looks at the trials of others, where there is nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,7 @@ class Evaluation:
     """What one skip config is worth; must be a function of the config alone."""
 
     value: float
-    """To maximise: expected tokens per second, or per target step."""
+    """To maximise: a ratio to plain decoding on the same machine, which other machines share."""
     guide: float | None = None
     """In the units of `value`, for where that is flat because drafting turned itself off: what the
     config would be worth if it had to draft."""
@@ -72,6 +87,10 @@ class Standing:
     best_origin: str
 
 
+class OutOfTime(Exception):
+    """Ends a trial that would end too late; the next process takes it up."""
+
+
 def check_storage(storage: str | os.PathLike[str]) -> None:
     """Refuse a storage that cannot be opened, before anything slow is done for it.
 
@@ -91,10 +110,10 @@ def open_study(
 ) -> Study:
     """The study called `name` in `storage`, made if it is not there.
 
-    `storage` is a database URL (`sqlite:///file.db`, `postgresql://...`), a path of a journal file,
-    or None for this process's memory. `identity` holds JSON values that say what the study's values
-    depend on (model, prompts, cost table): a study made with others is refused, as is one made with
-    another space.
+    `storage` is a database URL (`sqlite:///file.db`, `postgresql://...`), that of Optuna's proxy
+    (`grpc://host:port`), a path of a journal file, or None for this process's memory. `identity`
+    holds JSON values that say what the study's values depend on (model, prompts, law): a study made
+    with others is refused, as is one made with another space.
 
     Raises:
         ValueError: the storage cannot be opened, or holds another search under that name.
@@ -133,10 +152,11 @@ def run(
 ) -> None:
     """Evaluate configs until the study has `trials` finished ones, or the space has no more.
 
-    Trials that other workers run count as finished. `timeout` is in seconds; the trial that runs
-    when they are over is finished first. A config that some trial finished is never evaluated
-    again: a trial that repeats it (claimed at the same moment by two workers) takes its value over
-    and says so in its attribute `copy_of`.
+    What other workers run is waited for, and taken up where they are gone (see `fail_stale`), so
+    that all of them see the same trials in the end. `timeout` is in seconds; the trial that runs
+    when they are over is finished first, or left by OutOfTime. A config that some trial finished is
+    never evaluated again: a trial that repeats it (claimed at the same moment by two workers) takes
+    its value over and says so in its attribute `copy_of`.
 
     Raises:
         ValueError: `trials` or `timeout` is not positive, `evaluate` returned a value that is not
@@ -148,50 +168,87 @@ def run(
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     study.sampler = SublayerSampler(space, warm_starts=warm_starts, seed=seed)
+    heard: dict[int, tuple[int, float]] = {}
     with quiet():
-        fail_stale(study)
         try:
-            while time.monotonic() < deadline and _left(study, space, trials):
-                with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale, and failed
-                    _run_trial(study, space, evaluate)
+            while time.monotonic() < deadline:
+                fail_stale(study, heard)
+                if _left(study, space, trials):
+                    with contextlib.suppress(UpdateFinishedTrialError):  # taken for stale
+                        _run_trial(study, space, evaluate)
+                elif _running(study):
+                    time.sleep(WAIT_SECONDS)
+                else:
+                    break
                 on_trial(_standing(study, trials))
-        except StorageInternalError as error:
+        except OutOfTime:
+            pass
+        except _storage_errors() as error:
             raise ValueError(
                 redacted(f"the study's storage failed: {_first_line(error)}")
             ) from None
         finally:
-            with contextlib.suppress(StorageInternalError):  # it has said so above
-                fail_stale(study)  # what Ctrl-C ended, and what killed workers left meanwhile
+            with contextlib.suppress(*_storage_errors()):  # it has said so above
+                fail_stale(study, heard)  # what Ctrl-C or time ended
 
 
-def fail_stale(study: Study) -> int:
+def fail_stale(study: Study, heard: dict[int, tuple[int, float]]) -> int:
     """Fail the running trials that nobody runs any more, and say how many.
 
     Those are the trials of this process, which runs none while it calls this, those of processes of
-    this machine that are gone, and those of other machines that run for longer than a trial could:
-    see SILENT_SECONDS. A trial whose process was killed before it said its name counts for nothing.
+    this machine that are gone, and those whose worker has been silent for SILENT_SECONDS. A trial
+    whose process was killed before it said its name counts for nothing.
+
+    Args:
+        heard: by trial, its worker's last beat and when this process saw it first, by its own
+            clock: clocks of machines differ. Filled in.
     """
-    trials = study.get_trials(deepcopy=False)
-    finished = [t for t in trials if t.state is TrialState.COMPLETE]
-    durations = [t.duration.total_seconds() for t in finished if t.duration is not None]
-    longest = max(SILENT_SECONDS, 10 * max(durations, default=0.0))
-    running = [t for t in trials if t.state is TrialState.RUNNING]
-    stale = [trial for trial in running if _is_stale(trial, longest)]
+    stale = [trial for trial in _running(study) if _is_stale(trial, heard)]
     for trial in stale:
         with contextlib.suppress(UpdateFinishedTrialError, ValueError):  # another worker was first
             study.tell(trial.number, state=TrialState.FAIL)
     return len(stale)
 
 
-def _is_stale(trial: FrozenTrial, longest: float) -> bool:
-    owner = trial.user_attrs.get("worker")
-    if owner is None:
-        return False
-    host, process, _ = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        # Optuna's own times are local ones, of machines that may be in other time zones.
-        return time.time() - float(trial.user_attrs["began"]) > longest
-    return int(process) == os.getpid() or not _is_running(int(process))
+def _running(study: Study) -> list[FrozenTrial]:
+    """The trials that run, but for those of nobody."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    return [trial for trial in running if "worker" in trial.user_attrs]
+
+
+def _is_stale(trial: FrozenTrial, heard: dict[int, tuple[int, float]]) -> bool:
+    host, process, _ = trial.user_attrs["worker"].rsplit(":", 2)
+    here = host == socket.gethostname()
+    if here and (int(process) == os.getpid() or not _is_running(int(process))):
+        return True
+    beat, now = trial.user_attrs.get("beat", 0), time.monotonic()
+    if trial.number not in heard or heard[trial.number][0] != beat:
+        heard[trial.number] = beat, now
+    return now - heard[trial.number][1] > SILENT_SECONDS
+
+
+@contextlib.contextmanager
+def _beating(trial: Trial) -> Iterator[None]:
+    """Meanwhile, say now and then that a trial goes on.
+
+    Optuna's own heartbeats are of its own loop, and of databases only; these are of every storage.
+    """
+    done = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(Exception):  # the trial's own thread meets it, and says so
+            for number in itertools.count(1):
+                if done.wait(BEAT_SECONDS):
+                    break
+                trial.set_user_attr("beat", number)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _is_running(process: int) -> bool:
@@ -213,7 +270,8 @@ def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Eval
         known = {k: v for k, v in same.user_attrs.items() if k not in OWN_ATTRIBUTES}
         value, known["copy_of"] = value_of(same), same.number
     else:
-        found = evaluate(space.skip_config(mask))
+        with _beating(trial):
+            found = evaluate(space.skip_config(mask))
         value = found.value
         if not math.isfinite(value):
             trial.set_user_attr("error", f"value {value}")
@@ -229,8 +287,8 @@ def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Eval
 
 def _left(study: Study, space: Space, trials: int) -> bool:
     known = study.get_trials(deepcopy=False)
-    running = sum(t.state is TrialState.RUNNING and "worker" in t.user_attrs for t in known)
-    if running + sum(t.state is TrialState.COMPLETE for t in known) >= trials:
+    finished = sum(trial.state is TrialState.COMPLETE for trial in known)
+    if finished + len(_running(study)) >= trials:
         return False
     return len(read_history(study).taken) < space.size
 
@@ -295,9 +353,14 @@ def _open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
     if storage is None:
         return InMemoryStorage()
     text = os.fspath(storage)
+    if text.startswith("grpc://"):
+        server = urlsplit(text)
+        return GrpcStorageProxy(host=server.hostname or "localhost", port=server.port or 13000)
     if "://" in text:
-        sqlite = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
-        options = sqlite if text.startswith("sqlite") else {}
+        options: dict[str, Any] = {"pool_pre_ping": True}  # servers close what is idle for long
+        if text.startswith("sqlite"):
+            options = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
+        text = re.sub("^postgres(ql)?://", "postgresql+psycopg://", text)  # the extra's driver
         return optuna.storages.get_storage(RDBStorage(text, engine_kwargs=options))
     Path(text).parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(_Journal(text))
@@ -313,8 +376,15 @@ def _readable_errors(what: str) -> Iterator[None]:
         raise ValueError(redacted(f"{what}: {_first_line(error)}")) from None
 
 
+def _storage_errors() -> tuple[type[Exception], ...]:
+    """What a storage raises that went away; gRPC is imported where a storage needs it."""
+    grpc = sys.modules.get("grpc")
+    return (StorageInternalError,) if grpc is None else (StorageInternalError, grpc.RpcError)
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = error.details() if hasattr(error, "details") else str(error)  # an RpcError's own words
+    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

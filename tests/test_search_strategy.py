@@ -4,11 +4,11 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sqlite3
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -144,15 +144,25 @@ class TestLedger:
             found = searched(space, Landscape(space.num_layers, 0), 100)
             assert sorted(masks(found)) == sorted(space.enumerate())
 
-    def test_no_set_that_a_running_trial_claims_is_proposed(self):
+    def test_no_set_that_a_running_trial_claims_is_proposed(self, monkeypatch):
         found = open_study(LAYERS)
+        others = []
         for _ in range(2):  # another worker's
-            other = found.ask()
-            other.set_user_attr("worker", f"{socket.gethostname()}:{os.getppid()}:a")
-            other.set_user_attr("skipped", hex(0b1100 << 2 * other.number))
-        evaluate = evaluation_of(LAYERS, Landscape(4, 0))
+            others.append(found.ask())
+            others[-1].set_user_attr("worker", f"{socket.gethostname()}:{os.getppid()}:a")
+            others[-1].set_user_attr("skipped", hex(0b1100 << 2 * others[-1].number))
+        evaluate, waited = evaluation_of(LAYERS, Landscape(4, 0)), []
+
+        def end(seconds):  # the others do, when there is nothing else to wait for
+            waited.append(len(found.trials))
+            other = others.pop()
+            other.set_user_attr("origin", "local")
+            found.tell(other, 1.0)
+
+        monkeypatch.setattr(study.time, "sleep", end)
         run(found, LAYERS, evaluate, trials=10, warm_starts={"x": 0b1100})
         assert sorted(masks(found)) == sorted(LAYERS.enumerate())
+        assert waited == [8, 8]
 
     def test_claims_made_at_the_same_moment_are_taken_back(self, monkeypatch):
         found, claims = open_study(LAYERS), []
@@ -166,15 +176,15 @@ class TestLedger:
                     study.add_trial(
                         optuna.trial.create_trial(
                             state=TrialState.RUNNING,
-                            user_attrs={"skipped": value, "worker": "far:1:a", "began": math.inf},
+                            user_attrs={"skipped": value, "origin": "single"},
                         )
                     )
 
         monkeypatch.setattr(sampler, "_set", interfere)
         monkeypatch.setattr(sampler.time, "sleep", lambda seconds: None)
         run(found, LAYERS, evaluation_of(LAYERS, Landscape(4, 0)), trials=2, warm_starts={})
-        assert len(claims) == 2
-        assert len(set(masks(found))) == len(found.trials) == 2
+        assert len(claims) == 3  # one was taken back
+        assert len(set(masks(found))) == len(found.trials) == 3
         assert found.trials[0].state is TrialState.COMPLETE
 
     def test_progress_tells_the_best_so_far(self):
@@ -241,6 +251,8 @@ class TestStops:
         assert len(found.trials) == 4
 
     def test_fails_the_running_trials_of_dead_processes_only(self, monkeypatch, tmp_path):
+        clock, heard = [1000.0], {}
+        monkeypatch.setattr(study.time, "monotonic", lambda: clock[0])
         found = open_study(LAYERS, storage=tmp_path / "study.log")
         here, alive = socket.gethostname(), os.getppid()
         dead = multiprocessing.get_context("spawn").Process(target=print)
@@ -249,27 +261,66 @@ class TestStops:
         owners = [f"{here}:{alive}:a", f"{here}:{dead.pid}:b", f"{here}:{os.getpid()}:c", "far:1:d"]
         for owner in owners:
             trial = found.ask()
-            trial.set_user_attr("began", time.time())
             trial.set_user_attr("worker", owner)
         found.ask()  # killed before it said whose it is
-        assert study.fail_stale(found) == 2
+        assert study.fail_stale(found, heard) == 2
         states = ["RUNNING", "FAIL", "FAIL", "RUNNING", "RUNNING"]
         assert [t.state.name for t in found.trials] == states
-        late = time.time() + study.SILENT_SECONDS
-        try:
-            for zone in ("EAST-14", "WEST+12"):  # Optuna's times of trials are those of a zone
-                monkeypatch.setenv("TZ", zone)
-                time.tzset()
-                for after, stale in ((-60, 0), (60, 1)):
-                    monkeypatch.setattr(study.time, "time", lambda now=late + after: now)
-                    copy = shutil.copy(tmp_path / "study.log", tmp_path / f"{zone}.log")
-                    assert study.fail_stale(open_study(LAYERS, storage=copy)) == stale
-        finally:
-            monkeypatch.undo()
-            time.tzset()
-        run(found, LAYERS, evaluation_of(LAYERS, Landscape(4, 0)), trials=3, warm_starts={})
-        # that of the living process and of the far one still count, that of nobody does not
-        assert sum(t.state is TrialState.COMPLETE for t in found.trials) == 1
+        for beat in (1, 2):  # a far one beats, as does one of here that lives
+            clock[0] += study.SILENT_SECONDS
+            for number in (0, 3):
+                optuna.trial.Trial(found, found.trials[number]._trial_id).set_user_attr(
+                    "beat", beat
+                )
+            assert study.fail_stale(found, heard) == 0
+        clock[0] += study.SILENT_SECONDS - 1
+        assert study.fail_stale(found, heard) == 0
+        clock[0] += 2
+        assert study.fail_stale(found, {}) == 0  # who looks for the first time has heard nobody
+        assert study.fail_stale(found, heard) == 2
+
+    def test_a_worker_says_now_and_then_that_it_lives(self, monkeypatch):
+        monkeypatch.setattr(study, "BEAT_SECONDS", 0.005)
+        found, evaluate = open_study(LAYERS), evaluation_of(LAYERS, Landscape(4, 0))
+
+        def slow(skip):
+            until = time.monotonic() + 60
+            while found.trials[-1].user_attrs.get("beat", 0) < 3 and time.monotonic() < until:
+                time.sleep(0.001)
+            return evaluate(skip)
+
+        run(found, LAYERS, slow, trials=1, warm_starts={})
+        assert found.trials[0].user_attrs["beat"] >= 3
+        assert [each.name for each in threading.enumerate() if "beat" in each.name] == []
+
+    def test_what_a_silent_worker_left_is_taken_up_first(self, monkeypatch):
+        """Its clock and process say nothing here; whoever waits for it hears nothing."""
+        found, evaluate = open_study(LAYERS), evaluation_of(LAYERS, Landscape(4, 0))
+        other = found.ask()
+        for name, value in {"worker": "far:1:a", "origin": "local", "skipped": "0xf0"}.items():
+            other.set_user_attr(name, value)
+        clock = [1000.0]
+        monkeypatch.setattr(study.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(study.time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 50))
+        run(found, LAYERS, evaluate, trials=3, warm_starts={})
+        assert [t.state.name for t in found.trials] == ["FAIL", *["COMPLETE"] * 3]
+        assert 0xF0 not in masks(found)[1:3]
+        assert masks(found)[3] == 0xF0
+        assert found.trials[3].user_attrs["origin"] == "local"
+        assert 1000 + study.SILENT_SECONDS < clock[0] < 1100 + study.SILENT_SECONDS
+
+    def test_a_trial_that_runs_out_of_time_is_taken_up(self):
+        found, evaluate = open_study(LAYERS), evaluation_of(LAYERS, Landscape(4, 0))
+
+        def late(skip):
+            if len(found.trials) == 3:
+                raise study.OutOfTime
+            return evaluate(skip)
+
+        run(found, LAYERS, late, trials=8, warm_starts={})
+        assert [t.state.name for t in found.trials] == ["COMPLETE", "COMPLETE", "FAIL"]
+        run(found, LAYERS, evaluate, trials=8, warm_starts={})
+        assert masks(found)[2] == masks(found)[3]
 
     def test_a_trial_failed_by_another_worker_ends_quietly(self):
         found = open_study(LAYERS)

@@ -305,7 +305,7 @@ def _run(
         if timeout is not None:
             left = min(left, max(0.0, timeout - spent))
         talk.progress(
-            f"trial {at.finished}/{at.trials}, best {at.best * step:.2f}x ({at.best_origin}), "
+            f"trial {at.finished}/{at.trials}, best {at.best:.2f}x ({at.best_origin}), "
             f"{left:.0f} s left"
         )
 

@@ -46,6 +46,9 @@ TRIMMED = (2, 4, 8, 16)
 DISTURBED = 0.25
 """By what share a quiet machine's times do not contradict each other; .01 to .09 were seen."""
 
+BUDGET = 6.0
+"""Seconds that a measurement takes, about."""
+
 _TYPICAL_LENGTH = 4  # of the drafts that a repeated step is read off, as in `tables.py`
 _SWEEPS = 40  # at most, of every context; the first one warms up
 _FEWEST = 3
@@ -129,7 +132,7 @@ def measure(
     counts: Sequence[int] = COUNTS,
     law: Law | None = None,
     low: SkipConfig | None = None,
-    budget: float = 6.0,
+    budget: float = BUDGET,
     progress: Callable[[str, float], None] = lambda _what, _share: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
