@@ -91,7 +91,8 @@ class LayerSkipDecoding(Settings):
             or Hub id to load one from.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
-            "heuristic", or an object of the `Controller` protocol, which serves one call at a time.
+            "heuristic", "entropy", "classifier", "target-confidence", or an object of the
+            `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
         threshold: for the controllers that have one.
         acceptance: "coupled" (default) or "rejection".

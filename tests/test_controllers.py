@@ -21,6 +21,7 @@ from layerskip.decoding import expected_gain
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controllers import (
     CONTROLLERS,
+    WITH_THRESHOLD,
     AdaptiveThreshold,
     Confidence,
     Controller,
@@ -31,6 +32,7 @@ from layerskip.decoding.controllers import (
     signal_of,
 )
 from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.observers import Classifier, Entropy, Features, TargetConfidence
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 
@@ -152,7 +154,7 @@ def test_settings_are_kept_and_those_out_of_range_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_threshold_without_effect_warns(name: str) -> None:
-    if name in ("confidence", "adaptive-threshold"):
+    if name in WITH_THRESHOLD:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             make_controller(name, threshold=0.5, costs=COSTS)
@@ -172,7 +174,7 @@ def test_an_unknown_signal_is_refused() -> None:
 
 def test_only_rules_that_read_confidences_ask_for_them() -> None:
     asking = {name for name in CONTROLLERS if make(name).needs_confidence}
-    assert asking == {"confidence", "adaptive-threshold", "expected-gain"}
+    assert asking == set(CONTROLLERS) - {"fixed", "heuristic", "target-confidence"}
 
 
 class Bare(Controller):
@@ -270,6 +272,84 @@ def test_heuristic_starts_where_transformers_starts() -> None:
     transformers = pytest.importorskip("transformers")
     model_default = transformers.GenerationConfig._get_default_generation_params()
     assert model_default["num_assistant_tokens"] == Heuristic().limit(0, 1000)
+
+
+def test_entropy_follows_svip() -> None:
+    """sqrt(.15 H) > .3 stops: at H = .6."""
+    controller = make_controller("entropy", costs=COSTS)
+    assert isinstance(controller, Entropy)
+    controller.reset(2)
+    assert controller.limit(0, 99) == 40
+    for entropy, goes_on in ((0.0, True), (0.59, True), (0.61, False)):
+        controller.see_draft(0, 0.1, entropy)
+        assert controller.keep_drafting(0, 0.1) == goes_on
+    assert controller.keep_drafting(1, 0.1)
+    controller.see_draft(0, 0.1, math.nan)
+    assert not controller.keep_drafting(0, 0.1)
+
+
+def test_target_confidence_gates_what_follows() -> None:
+    controller = make_controller("target-confidence", costs=COSTS)
+    assert isinstance(controller, TargetConfidence)
+    controller.reset(2)
+    limits = []
+    for probability in (0.5, 0.4999, 1.0, math.nan):
+        controller.see_target(0, probability, 1.0)
+        limits.append(controller.limit(0, 9))
+    assert limits == [5, 0, 5, 0]
+    assert controller.limit(1, 9) == 5  # nothing is known yet
+    controller = TargetConfidence(0.6, 8, odds=True)
+    limits = []
+    for probability in (0.59, 0.7, 0.81, 0.999, 1.0):
+        controller.see_target(0, probability, 1.0)
+        limits.append(controller.limit(0, 9))
+    assert limits == [0, 2, 4, 8, 8]
+
+
+def draft_of(features: Sequence[tuple[float, float]], controller: Classifier) -> int:
+    """How many tokens of these confidences and entropies it drafts."""
+    drafted, limit = 0, controller.limit(0, len(features))
+    for confidence, entropy in features:
+        drafted += 1
+        controller.see_draft(0, confidence, entropy)
+        if drafted == limit or not controller.keep_drafting(0, confidence):
+            break
+    return drafted
+
+
+def test_classifier_learns_which_drafts_are_rejected() -> None:
+    """By what tells here: the entropy, above 1; the confidences say nothing."""
+    controller = make_controller("classifier", costs=COSTS)
+    assert isinstance(controller, Classifier)
+    controller.reset(1)
+    sure, unsure = (0.5, 0.2), (0.5, 2.5)
+    assert draft_of([unsure] * 9, controller) == 9
+    controller.update(0, 9, 0)
+    draws = random.Random(0)
+    for _ in range(60):
+        text = [(draws.random(), draws.choice((0.2, 2.5))) for _ in range(9)]
+        drafted = draft_of(text, controller)
+        right = [entropy < 1 for _, entropy in text[:drafted]]
+        controller.update(0, drafted, right.index(False) if False in right else drafted)
+    assert draft_of([sure] * 9, controller) == 9
+    assert draft_of([sure, unsure, sure], controller) == 2
+    controller.forget(0)
+    assert draft_of([unsure] * 9, controller) == 9
+
+
+def test_classifier_with_weights_of_a_trace_does_not_learn() -> None:
+    """And they are found: P(accepted) = sigmoid(3 - 2 H), whatever the other features are."""
+    regression, draws = Classifier.regression(), random.Random(1)
+    for _ in range(4000):
+        features = (1.0, draws.random(), 3 * draws.random(), float(draws.randrange(8)))
+        success = draws.random() < 1 / (1 + math.exp(2 * features[2] - 3))
+        regression.observe(features, success)
+    assert regression.weights == pytest.approx([3, 0, -2, 0], abs=0.35)
+    weights: Features = (3.0, 0.0, -2.0, 0.0)
+    controller = Classifier(0.5, 8, weights=weights)
+    for _ in range(50):
+        assert draft_of([(0.5, 1.4), (0.5, 1.4), (0.5, 1.6), (0.5, 0.1)], controller) == 3
+        controller.update(0, 3, 0)
 
 
 # The decisions of expected-gain.

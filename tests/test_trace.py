@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -151,7 +152,7 @@ def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
 def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
     model, played = replayed(case, skip)
     turn = case + list(SKIPS).index(skip)
-    controller = CONTROLLERS[turn % len(CONTROLLERS)]  # so that each of the five meets every case
+    controller = CONTROLLERS[turn % len(CONTROLLERS)]  # so that each of them meets several cases
     text = turn % 3
     made = make_controller(controller, costs=COSTS, sampling=CASES[case][1] is not None)
     real = decoded(model, case, [text], skip=SKIPS[skip], controller=controller)
@@ -245,6 +246,33 @@ def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
         assert simulated.begun == real.begun
         heard.append(simulated.told)
     assert heard[0] != pytest.approx(heard[1], rel=0.1)
+
+
+class Seen(Told):
+    """Notes what it sees of laws, too."""
+
+    def __init__(self) -> None:
+        super().__init__("probability")
+        self.seen: list[tuple[float, ...]] = []
+
+    def see_draft(self, row: int, confidence: float, entropy: float) -> None:
+        self.seen.append((row, confidence, entropy))
+
+    def see_target(self, row: int, probability: float, entropy: float) -> None:
+        self.seen.append((row, probability, entropy))
+
+
+@pytest.mark.parametrize(("case", "skip"), [(0, "exit 4"), (1, "scattered"), (3, "exit 4")])
+def test_observers_see_the_laws_of_drafts_and_target(case: int, skip: str) -> None:
+    model, played = replayed(case, skip)
+    real, simulated = Seen(), Seen()
+    rounds = decoded(model, case, [0, 1], skip=SKIPS[skip], controller=real)
+    assert list(simulate(played, simulated, [0, 1])) == rounds
+    assert len(real.seen) > len(real.told) + len(rounds)
+    for ours, theirs in zip(simulated.seen, real.seen, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    entropies = [entropy for _, _, entropy in real.seen]
+    assert 0 < min(entropies) < max(entropies) < math.log(97)
 
 
 @pure
@@ -436,16 +464,8 @@ def test_cells_are_totals_of_real_rounds(case: int) -> None:
 
 def test_not_a_number_stops_where_a_threshold_asks() -> None:
     _, played = replayed(1, "exit 4")
-    broken = Replay(
-        played.trace,
-        played.skip,
-        played.texts,
-        played.tokens,
-        played.matches,
-        torch.full_like(played.confidences, float("nan")),
-        played.margins,
-        played.ends,
-    )
+    nothing = torch.full_like(played.confidences, float("nan"))
+    broken = replace(played, confidences=nothing)
     assert sum(count_rounds(broken, 8, 0.5)[2:]) == 0
     assert count_rounds(broken, 8) == count_rounds(played, 8)
     assert count_rounds(played, 0) == [played.trace.starts]

@@ -30,6 +30,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import WITH_THRESHOLD
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
@@ -46,7 +47,6 @@ TRACE_PROMPTS = 2  # of each category
 PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, by batch size and context
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
-WITH_THRESHOLD = ("confidence", "adaptive-threshold")
 
 
 def make_header(

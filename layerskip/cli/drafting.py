@@ -41,7 +41,17 @@ class Drafting:
     """Whether drafts are made, and how long they get."""
 
     controller: Annotated[
-        Literal["expected-gain", "fixed", "confidence", "adaptive-threshold", "heuristic"] | None,
+        Literal[
+            "expected-gain",
+            "fixed",
+            "confidence",
+            "adaptive-threshold",
+            "heuristic",
+            "entropy",
+            "classifier",
+            "target-confidence",
+        ]
+        | None,
         typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
     ] = None
     max_draft_length: MaxDraftLength = None

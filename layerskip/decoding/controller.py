@@ -16,7 +16,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
+CONTROLLERS = (
+    "fixed",
+    "confidence",
+    "adaptive-threshold",
+    "heuristic",
+    "entropy",
+    "classifier",
+    "target-confidence",
+    "expected-gain",
+)
 
 
 class Offer(NamedTuple):
@@ -117,6 +126,26 @@ class Chooser(Protocol):
         """
 
 
+@runtime_checkable
+class Observer(Protocol):
+    """Further methods of a controller that looks at laws, not only at what is drawn from them.
+
+    Laws are the softmax of raw logits at temperature 1; entropies are in nats.
+    """
+
+    def see_draft(self, row: int, confidence: float, entropy: float) -> None:
+        """Reports a drafted token and the entropy of the draft's law there.
+
+        Called for every token, before `keep_drafting`, where the controller needs confidences.
+        """
+
+    def see_target(self, row: int, probability: float, entropy: float) -> None:
+        """Reports the law of the row's last token: the target's largest probability, its entropy.
+
+        Called after the `update` of a round behind which the row goes on, not after the prefill.
+        """
+
+
 def first_offer(offers: Sequence[Offer]) -> int | None:
     """The first source with an offer for any row; a lookup needs a match of two tokens."""
     for number, offer in enumerate(offers):
@@ -143,7 +172,7 @@ def completed(value: Any) -> Controller:
                 "layerskip.decoding.controllers.Controller, or name one of "
                 f"{', '.join(CONTROLLERS)}"
             )
-        more = ("signal", "choose", "learn")
+        more = ("signal", "choose", "learn", "see_draft", "see_target")
         found = Controller()
         vars(found).update(own | {n: getattr(value, n) for n in more if hasattr(value, n)})
     if signal_of(found) not in SIGNALS:

@@ -1,15 +1,27 @@
-"""The published rules of when to stop drafting, and every controller by its name."""
+"""The published rules of when to stop drafting, and every controller by its name.
+
+Those that look at laws are in `observers`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import CONTROLLERS, Chooser, Controller, completed, signal_of
 from layerskip.decoding.expected_gain import AHEAD, ExpectedGain
+from layerskip.decoding.observers import Classifier, Entropy, TargetConfidence
 
-__all__ = ["CONTROLLERS", "Chooser", "Controller", "completed", "make_controller", "signal_of"]
+__all__ = [
+    "CONTROLLERS",
+    "WITH_THRESHOLD",
+    "Chooser",
+    "Controller",
+    "completed",
+    "make_controller",
+    "signal_of",
+]
 
 
 class Fixed(Controller):
@@ -116,6 +128,15 @@ class Heuristic(Controller):
         return length if self.max_draft_length is None else min(length, self.max_draft_length)
 
 
+WITH_THRESHOLD: dict[str, Callable[..., Controller]] = {
+    "confidence": Confidence,
+    "adaptive-threshold": AdaptiveThreshold,
+    "entropy": Entropy,
+    "classifier": Classifier,
+    "target-confidence": TargetConfidence,
+}
+
+
 def make_controller(
     name: str,
     *,
@@ -129,9 +150,9 @@ def make_controller(
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
-    starts (whose default depends on `sampling`). Only `expected-gain` reads `costs` and `priors`
-    (see `Source.prior`), one of each source, and `ahead`. Raises ValueError for an unknown name
-    and for settings out of range; warns where one has no effect.
+    starts (whose default depends on `sampling`); of others see their classes. Only `expected-gain`
+    reads `costs` and `priors` (see `Source.prior`), one of each source, and `ahead`. Raises
+    ValueError for an unknown name and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
@@ -142,17 +163,17 @@ def make_controller(
         )
     if threshold is not None and not 0.0 <= threshold <= 1.0:
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
-    if threshold is not None and name not in ("confidence", "adaptive-threshold"):
+    if threshold is not None and name not in WITH_THRESHOLD:
         warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
     length = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
+    if name == "adaptive-threshold" and threshold is None:
+        threshold = 0.5 if sampling else 0.8
+    if name in WITH_THRESHOLD:
+        given = () if threshold is None else (threshold,)
+        return WITH_THRESHOLD[name](*given, **length)
     match name:
         case "fixed":
             return Fixed(**length)
-        case "confidence":
-            return Confidence(**length) if threshold is None else Confidence(threshold, **length)
-        case "adaptive-threshold":
-            start = threshold if threshold is not None else 0.5 if sampling else 0.8
-            return AdaptiveThreshold(start, **length)
         case "heuristic":
             return Heuristic(**length)
         case _:

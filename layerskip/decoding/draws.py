@@ -333,3 +333,13 @@ def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
             for some, chosen in zip(raw.split(few), tokens.split(few), strict=True)  # up to few
         ]
     )
+
+
+def certainty(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest probability, and entropy in nats, of the softmax of raw logits (N, V), (N,) each."""
+    found = []
+    for some in raw.split(at_once(raw)):  # up to few
+        law = torch.softmax(some.float(), dim=-1)
+        found.append((law.amax(-1), torch.special.entr(law).sum(-1)))
+    most, entropies = zip(*found, strict=True)
+    return torch.cat(most), torch.cat(entropies)

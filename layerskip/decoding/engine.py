@@ -14,8 +14,8 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, remaining, round_sublayer_tokens
-from layerskip.decoding.controller import Controller, completed, signal_of
-from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens
+from layerskip.decoding.controller import Controller, Observer, completed, signal_of
+from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens, certainty
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Filling, Passes, Position
@@ -105,6 +105,7 @@ class Decoder:
         self.known = known if request.pictures is None and request.encoded is None else None
         self.controller = controller = completed(controller)
         self._planner = Planner(controller)
+        self._observer = controller if isinstance(controller, Observer) else None
         self.max_draft_length = max_draft_length
         rows, self.width = request.input_ids.shape
         self.rows = range(rows)
@@ -352,13 +353,15 @@ class Decoder:
             if known:
                 drafts.fed = drafts.fed.index_copy(0, at, ahead_of[:, step : step + 1])
             tokens: Sequence[float | None] = [None] * len(drafting)
-            sure = [1.0] * len(drafting)
-            if confidences is not None:
+            sure = entropies = [1.0] * len(drafting)
+            if confidences is not None and self._observer is not None:
+                tokens, sure, entropies = self._read(drawn, confidences, certainty(raw)[1])
+            elif confidences is not None:
                 tokens, sure = self._read(drawn, confidences)
             elif not unread:
                 (tokens,) = self._read(drawn)
             going_on = []
-            for row, token, chance in zip(drafting, tokens, sure, strict=True):
+            for row, token, chance, entropy in zip(drafting, tokens, sure, entropies, strict=True):
                 if token is not None:
                     if token < 0:
                         continue
@@ -366,6 +369,8 @@ class Decoder:
                     drafts.tokens[row].append(int(token))
                     if confidences is not None:
                         drafts.confidences[row].append(chance)
+                        if self._observer is not None:
+                            self._observer.see_draft(row, chance, entropy)
                 drafts.lengths[row] += 1
                 if (
                     token not in self.request.eos
@@ -468,6 +473,8 @@ class Decoder:
                 self.controller.update(row, drafted[row], len(candidates) - 1)
             if self.finished[row]:
                 self._keep_text(row, self.passes.lengths[row])
+        if index:
+            self._show(positions, emitted, raw)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
         kept_scores = None if scores is None else _by_row(scores, positions, emitted)
@@ -488,6 +495,22 @@ class Decoder:
         )
         self.stats.add(round_, self._sublayer_tokens)
         return round_
+
+    def _show(
+        self, positions: Sequence[Position], emitted: Sequence[Sequence[int]], raw: Tensor
+    ) -> None:
+        """Tell a controller that looks at laws about those, (N, V), of the rows' last tokens."""
+        if self._observer is None:
+            return
+        last = [
+            (i, row)
+            for i, (row, offset) in enumerate(positions)
+            if not self.finished[row] and offset == len(emitted[row]) - 1
+        ]
+        if last:
+            at = on_device([i for i, _ in last], self.device)  # (R,)
+            for (_, row), *seen in zip(last, *self._read(*certainty(raw[at])), strict=True):
+                self._observer.see_target(row, *seen)
 
     def _sublayer_tokens(self, source: int | None, drafted: int) -> int:
         """Of a row's round."""

@@ -35,11 +35,12 @@ _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are 
 
 
 class ChainDrafts(NamedTuple):
-    """Tokens, confidences and margins of drafts, (C, J) each, as a replay has them."""
+    """Tokens, confidences, margins and entropies of drafts, (C, J) each, as a replay has them."""
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
+    entropies: Tensor
 
     @classmethod
     def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
@@ -96,9 +97,7 @@ class Chains:
         """
         shape = len(self.chains), self.steps
         drafts = [
-            ChainDrafts(
-                torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
-            )
+            ChainDrafts(torch.zeros(shape, dtype=torch.long), *torch.zeros(3, *shape))
             for _ in self.vocabularies
         ]
         if not all(shape):
@@ -154,6 +153,7 @@ class Chains:
                 mine.tokens[flat, step] = tokens
                 mine.confidences[flat, step] = drawn.confidences.cpu()
                 mine.margins[flat, step] = drawn.margins.cpu()
+                mine.entropies[flat, step] = drawn.entropies.cpu()
                 # behind the last known token of a text no draft is on it
                 wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
                 gone[numbers[wrong]] = places[wrong]

@@ -39,6 +39,7 @@ class Replay:
             first False the draft has left the text and it means nothing.
         confidences, margins: of each token, what controllers of the signals "probability" and
             "margin" are told, (N, J) float32 each.
+        entropies: of the laws that each was drawn from, as observers are told, (N, J) float32.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
         found: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
         longest: how many tokens a draft has at most, where that is less than J.
@@ -51,6 +52,7 @@ class Replay:
     matches: Tensor
     confidences: Tensor
     margins: Tensor
+    entropies: Tensor
     ends: Tensor
     found: Tensor | None = None
     longest: int | None = None
@@ -108,10 +110,10 @@ def follow(
     """Draft from every start of a trace, as far as the drafts agree with the text.
 
     A replay has tokens, matches and confidences up to each start's first wrong token. Behind it,
-    confidences (and margins) are those of drafts that start at the same place: a draft that goes on
-    after a wrong token is about as sure as one that starts there afresh. So rounds of a fixed draft
-    length are exact (but for an end of text drafted behind a wrong token), and of other controllers
-    close.
+    confidences, margins and entropies are those of drafts that start at the same place: a draft
+    that goes on after a wrong token is about as sure as one that starts there afresh. So rounds of
+    a fixed draft length are exact (but for an end of text drafted behind a wrong token), and of
+    other controllers close.
 
     Args:
         vocabularies: of W drafts, each of every text, (texts, V) bool; None: all tokens.
@@ -157,7 +159,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             row.lengths[0] += 1
     tokens = [known + [NOTHING] * (length - len(known)) for known, _ in found]
     sure = torch.ones(len(found), length)  # nobody asks
-    played = _assembled(trace, source, ChainDrafts(torch.tensor(tokens), sure, sure))
+    played = _assembled(trace, source, ChainDrafts(torch.tensor(tokens), sure, sure, sure))
     return replace(played, found=torch.tensor([match for _, match in found]))
 
 
@@ -189,7 +191,7 @@ def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int =
     if most < length:
         rest = (0, length - most)
         nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
-        drafts = ChainDrafts(nothing, F.pad(drafts.confidences, rest), F.pad(drafts.margins, rest))
+        drafts = ChainDrafts(nothing, *(F.pad(each, rest) for each in drafts[1:]))
     texts, wanted, first = [], [], 0
     for text in trace.texts:
         texts.append(slice(first, first + text.starts))
@@ -200,7 +202,7 @@ def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int =
     matches = (drafts.tokens == own) & (own != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
     limit = most if most < length else None
-    tokens, confidences, margins = drafts
+    tokens, confidences, margins, entropies = drafts
     return Replay(
         trace=trace,
         skip=source.skip,
@@ -209,6 +211,7 @@ def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int =
         matches=matches,
         confidences=confidences,
         margins=margins,
+        entropies=entropies,
         ends=ends,
         longest=limit,
         prior=source.prior,
@@ -236,6 +239,7 @@ def _followed(played: Replay) -> Replay:
         matches=played.matches & ~lost,
         confidences=torch.where(lost, played.confidences[afresh, 0], played.confidences),
         margins=torch.where(lost, played.margins[afresh, 0], played.margins),
+        entropies=torch.where(lost, played.entropies[afresh, 0], played.entropies),
         ends=played.ends & ~lost,
     )
 
@@ -284,5 +288,4 @@ def _exit_drafts(text: TraceText, proposed: Drawn, length: int) -> ChainDrafts:
     """What an exit drafts from each start (starts, J) while it agrees with the text."""
     reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
     reached = reached.clamp(max=len(text.following) - 1)
-    known = (proposed.tokens, proposed.confidences, proposed.margins)
-    return ChainDrafts(*(table[reached] for table in known))
+    return ChainDrafts(*(getattr(proposed, name)[reached] for name in ChainDrafts._fields))

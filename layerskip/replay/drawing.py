@@ -37,12 +37,14 @@ class Drawn(NamedTuple):
         confidences: their probability under the raw logits at temperature 1, (N,) float32.
         margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
             rejection rule the confidences again, as controllers are told, (N,) float32.
+        entropies: of the softmax of the raw logits at temperature 1, in nats, (N,) float32.
         likeliest: tokens of the largest scores, (N,) int64.
     """
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
+    entropies: Tensor
     likeliest: Tensor
 
 
@@ -93,7 +95,8 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
     scores = scores_at(law, raw, histories)  # (N, V)
     tokens, margins = with_margin(scores if noise is None else scores + noise)
     likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
-    return Drawn(tokens, _confidences(raw, tokens), margins, likeliest)
+    sure, entropies = _certainty(raw, tokens)
+    return Drawn(tokens, sure, margins, entropies, likeliest)
 
 
 def propose(
@@ -133,8 +136,8 @@ def propose(
             origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
         ]
         tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
-    sure = _confidences(raw, tokens)
-    return Drawn(tokens, sure, sure, scores.argmax(-1))
+    sure, entropies = _certainty(raw, tokens)
+    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1))
 
 
 def stray_noise(
@@ -148,6 +151,8 @@ def stray_noise(
     return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)
 
 
-def _confidences(raw: Tensor, tokens: Tensor) -> Tensor:
+def _certainty(raw: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of raw logits (N, V): the probability of tokens (N,), and the entropy, (N,) each."""
+    law = torch.softmax(raw.float(), dim=-1)  # (N, V)
     chosen = tokens.clamp_min(0)[:, None]  # (N, 1)
-    return torch.softmax(raw.float(), dim=-1).gather(1, chosen)[:, 0]  # (N,)
+    return law.gather(1, chosen)[:, 0], torch.special.entr(law).sum(-1)

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 import torch
 
 from layerskip.costs.speculation import Costs, CostTable, draft_limit, remaining
-from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
+from layerskip.decoding.controller import (
+    Chooser,
+    Controller,
+    Observer,
+    Offer,
+    first_offer,
+    signal_of,
+)
 from layerskip.decoding.rounds import joint_source
 from layerskip.replay.drafts import Replay
 
@@ -43,6 +50,7 @@ class _Draft:
         self.tokens = replay.tokens[rows].tolist()
         told = replay.margins if signal == "margin" else replay.confidences
         self.confidences = told[rows].tolist()
+        self.entropies = replay.entropies[rows].tolist()
         self.ends = replay.ends[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
         self.looked_up = replay.found is not None
@@ -58,7 +66,8 @@ class _Row:
     """One text on its way, from start to start."""
 
     def __init__(self, replays: Sequence[Replay], text: int, signal: str) -> None:
-        trace = replays[0].trace
+        self.trace = trace = replays[0].trace
+        self.first = trace.offsets[text]
         self.prompt = trace.texts[text].prompt
         self.left = trace.texts[text].starts  # tokens still to come
         self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
@@ -134,6 +143,10 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int
         controller.update(number, drafted[number], agreeing)
         row.start += emitted[number]
         row.left -= emitted[number]
+        if isinstance(controller, Observer) and row.left:
+            last = row.first + row.start - 1  # the place that the last token was drawn behind
+            sure, entropies = row.trace.certainties
+            controller.see_target(number, sure[last], entropies[last])
     counts = tuple(drafted), tuple(accepted), tuple(emitted)
     return SimulatedRound(*counts, joint_source(sources, drafted), context, size)
 
@@ -174,6 +187,8 @@ def _drafted(
                 continue
             drafted[number] += 1
             sure = draft.confidences[row.start][step] if controller.needs_confidence else 1.0
+            if controller.needs_confidence and isinstance(controller, Observer):
+                controller.see_draft(number, sure, draft.entropies[row.start][step])
             if (
                 not draft.ends[row.start][step]
                 and drafted[number] < limits[number]

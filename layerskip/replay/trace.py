@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.draws import certainty
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
@@ -195,6 +196,19 @@ class Trace:
         """Law of the token behind each of the P places so numbered, (N, V)."""
         raw = self.model.logits(self._states[rows.to(self.model.device)][None])[0]  # (N, V)
         return softmax_law(scores_at(self.law, raw, histories))
+
+    @cached_property
+    def certainties(self) -> tuple[list[float], list[float]]:
+        """As observers are told of the law behind each of the P places: probability, entropy.
+
+        Many products with the head: made when asked for.
+        """
+        pieces = [
+            certainty(self.model.logits(self._states[None, places])[0])
+            for places in _chunks(len(self._states), self.model.vocabulary)
+        ]
+        sure, entropies = (torch.cat(each).tolist() for each in zip(*pieces, strict=True))
+        return sure, entropies
 
     @cached_property
     def _states(self) -> Tensor:

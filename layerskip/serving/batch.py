@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper
 
 from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controller import completed, signal_of
+from layerskip.decoding.controller import Observer, completed, signal_of
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.draws import DraftedTokens, Draws
+from layerskip.decoding.draws import DraftedTokens, Draws, certainty
 from layerskip.decoding.engine import Request
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
@@ -207,6 +207,7 @@ class Batch:
         self.controller = completed(controller)
         self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
         self._planner = Planner(self.controller)
+        self._observer = self.controller if isinstance(self.controller, Observer) else None
         self.controller.reset(self.seats)
 
     def clear(self) -> None:
@@ -429,6 +430,8 @@ class Batch:
                     continue
                 text.write(steps, token)
                 text.draft.append(token)
+                if self._observer is not None and sures is not None:
+                    self._observer.see_draft(text.seat, sure, float(certainty(own)[1]))
                 if (
                     token not in text.eos
                     and len(text.draft) < text.plan.limit
@@ -473,6 +476,10 @@ class Batch:
         text.news += emitted
         if begun:
             self._count(text, emitted)
+            if self._observer is not None and text.reason is None:
+                last = len(emitted) - 1
+                most, entropy = certainty(raw[last : last + 1])
+                self._observer.see_target(seat, float(most), float(entropy))
         else:
             self.places.tell(seat, emitted)
 
