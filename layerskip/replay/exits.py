@@ -90,7 +90,7 @@ def agreement(trace: Trace) -> list[dict[str, Any]]:
     """
     following = torch.cat([text.following[: text.starts] for text in trace.texts])  # (N,)
     tables = zip(*trace.exits, strict=True)  # by kind, then by text
-    drafted, sure, _, likeliest = (
+    drafted, sure, *_, likeliest = (
         torch.cat([t[:, : text.starts] for t, text in zip(table, trace.texts, strict=True)], dim=1)
         for table in tables
     )  # (L, N) each
