@@ -15,12 +15,13 @@ import torch
 from models import near
 from torch import Tensor
 
-from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
+from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.base import Source
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
@@ -119,7 +120,8 @@ class Several(LayerSkipDecoding):
         super().__init__(SkipConfig(), **settings)
         self.drafts = drafts
         self.tables = [
-            replace(costs, draft=0.0) if isinstance(d, Lookup) else costs for d in drafts
+            replace(costs, draft=0.0) if isinstance(d, Source) and d.known else costs
+            for d in drafts
         ]
 
     def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:

@@ -122,7 +122,8 @@ class Draws:
         self.history, self.width = history, width
         self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
-        self.native = None if self.rejection or law.warp is None else native
+        self.warp = law.warp
+        self.native = None if self.rejection or self.warp is None else native
 
     def draft(
         self, raw: Tensor, positions: Sequence[Position], signal: str | None = None
@@ -158,6 +159,30 @@ class Draws:
         if signal == "probability":
             return tokens, confidence(raw, tokens.clamp_min(0)), laws
         return tokens, torch.cat(margins) if margins else None, laws
+
+    def few(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+        """Of some tokens (n,) the one to draft at a position, if these were its raw logits (n,).
+
+        What the target would draw there; under the rejection rule the likeliest, as it is accepted
+        most often. -1 where a law is more than temperature, top-k and top-p.
+
+        Args:
+            tokens: the likeliest first; on the CPU, as their logits.
+        """
+        if self.warp is None:
+            return -1
+        if self.greedy or self.rejection:
+            return int(tokens[0])
+        scores = raw / self.warp.temperature  # (n,)
+        if self.warp.top_k:
+            scores = scores[: self.warp.top_k]
+        if self.warp.top_p < 1.0:
+            law = softmax_law(scores)  # (n,)
+            likelier = law.cumsum(0) - law
+            scores = scores[: max(self.warp.least, int((likelier < self.warp.top_p).sum()))]
+        (key,), (place,) = self._stream([(row, offset)])
+        noise = self.noise.few(key, place, tokens[: len(scores)])  # (n,)
+        return int(tokens[noise.add_(scores).argmax()])
 
     def judge(
         self,
@@ -235,7 +260,7 @@ class Draws:
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
     ) -> tuple[Tensor, Tensor]:
         """Tokens from raw logits (N, V), and by how much others are behind, (N,) each, at once."""
-        warp, raw = self.law.warp, raw.float().contiguous()
+        warp, raw = self.warp, raw.float().contiguous()
         assert warp is not None
         if self.greedy:
             return native(raw, *warp, [])

@@ -138,6 +138,7 @@ class Decoder:
             emitted=self.emitted,
             native=model.drawn,
         )
+        self.passes.draws = self.draws.few
         self.signal: str | None = None  # of the confidences that the controller is told
         if controller.needs_confidence:
             # under the rejection rule draft and target have different noise
@@ -452,6 +453,7 @@ class Decoder:
         raw: Tensor,
     ) -> Round:
         """Emit each row's tokens until it ends, update the counts, and commit the passes."""
+        self.passes.read(raw, positions, drafts.tokens if drafts else [()] * len(self.rows))
         emitted: list[list[int]] = [[] for _ in self.rows]
         drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
         for row, candidates in enumerate(tokens):

@@ -65,6 +65,12 @@ def _uniform(x: Tensor) -> Tensor:
     return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
 
 
+def _negative_gumbel(uniform: Tensor) -> Tensor:
+    """Standard Gumbel noise times -1 of uniform numbers, overwritten."""
+    # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
+    return uniform.neg_().log1p_().neg_().log_()
+
+
 @lru_cache(maxsize=4)
 def _steps(size: int, device: torch.device) -> Tensor:
     """How far each token is along its stream, (size,)."""
@@ -94,9 +100,7 @@ def gumbel_noise(
     noise = torch.empty(len(keys), vocabulary, device=starts.device)  # (N, V)
     few = at_once(noise, TILE)
     for some, out in zip(starts.split(few), noise.split(few), strict=True):  # up to few of N
-        uniform = _uniform(some + steps)
-        # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
-        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=out)
+        torch.neg(_negative_gumbel(_uniform(some + steps)), out=out)
     return noise
 
 
@@ -143,6 +147,14 @@ class NoiseBlocks:
             for (key, place), row in zip(missing, noise.unbind(), strict=True):  # (V,)
                 self._made[key][place] = row
         return [made[place] for made, _, place in asked]
+
+    def few(self, key: int, place: int, tokens: Tensor) -> Tensor:
+        """The noise of some tokens (n,) of a CPU at one place, (n,)."""
+        made = self._made.get(key, {}).get(place)
+        if made is not None and made.device == tokens.device:
+            return made[tokens]  # a copy
+        begin = starts_of([key], [place])[0]
+        return _negative_gumbel(_uniform(tokens * _signed(_GOLDEN) + begin)).neg_()
 
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.

@@ -75,6 +75,7 @@ class Passes:
         rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them: the next pass feeds it.
+        draws: what draws from a few tokens (`Draws.few`), once there is something.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Passes:
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
+        self.draws: Callable[[int, int, Tensor, Tensor], int] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: shorter drafts are padded behind their end
@@ -311,6 +313,18 @@ class Passes:
         """Tell the states which tokens a row has emitted in the prefill or a round."""
         for state in self.states:
             state.commit(row, emitted, self._steps if state is self._drafting else 0)
+
+    def read(
+        self, raw: Tensor, positions: Sequence[Position], drafted: Sequence[Sequence[int]]
+    ) -> None:
+        """Show the states that read logits those of a round, (N, V)."""
+        for state in self.states:
+            if state.reads_logits:
+                state.read(raw, positions, drafted)
+
+    def draw(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+        """See `Batch.draw`."""
+        return -1 if self.draws is None else self.draws(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int]) -> None:
         """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""

@@ -152,6 +152,11 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
     for text in trace.texts:
         row = _OneRow(trace, text)
         state = source.open(cast(Batch, row))
+        if state.reads_logits:
+            raise TypeError(
+                f"a {type(source).__name__} cannot be replayed, as it learns from rejected drafts, "
+                "which a trace does not have; measure it by decoding"
+            )
         for token in text.tokens.tolist()[text.prompt :][: text.starts]:
             state.commit(0, row.emit(token), 0)
             proposal = state.offer(0, length)

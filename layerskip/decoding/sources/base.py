@@ -75,6 +75,16 @@ class Batch(Protocol):
             rows: of a pass, if only some are asked for.
         """
 
+    def draw(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+        """Of some tokens (n,) the one that the target would draw if these were its raw logits (n,).
+
+        So many places behind a row's emitted tokens, by the request's law and the noise of that
+        place; -1 if that cannot be said of a few tokens.
+
+        Args:
+            tokens: the likeliest first; on the CPU, as their logits.
+        """
+
 
 class Proposal(NamedTuple):
     """What a row may draft in its next round.
@@ -169,6 +179,7 @@ class State:
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
         longest: as in `Source`, for this batch.
+        reads_logits: whether `read` is called.
     """
 
     prefix = 0
@@ -176,6 +187,7 @@ class State:
     tap: int | None = None
     whole_prompts = True
     longest: int | None = None
+    reads_logits = False
 
     def __init__(self, batch: Batch) -> None:
         # weakly: a batch holds its states, and a cycle would delay the release of its cache
@@ -201,6 +213,23 @@ class State:
             offset: how many tokens of the round came before.
         """
         raise NotImplementedError(f"{type(self).__name__} offers no tokens and has no step")
+
+    def read(
+        self,
+        raw: Tensor,
+        positions: Sequence[tuple[int, int]],
+        drafted: Sequence[Sequence[int]],
+    ) -> None:
+        """Reports what the target has computed in a round, of the prefill its last logits.
+
+        Called before `commit`, if asked for.
+
+        Args:
+            raw: its raw logits, (N, V).
+            positions: each one's row, and how many drafted tokens it has seen behind those that
+                the row had emitted.
+            drafted: by row, the round's drafted tokens, whether they are accepted or not.
+        """
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         """Reports the tokens that a row has emitted, at first those of the prefill.

@@ -1,0 +1,224 @@
+"""Laws looked up: what is kept and found, that drafts draw as the target would, and the text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import test_every_kind as kinds
+import torch
+from covering import covering
+from models import Fickle
+from test_assistant import traced
+from test_sampling import LEVEL, p_value, sample_texts
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from layerskip import Lookup, SkipConfig
+from layerskip.decoding.draws import Draws
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
+from layerskip.decoding.sources.lookup_laws import Laws, LookupLaws, largest_of
+from layerskip.generation import generate
+from layerskip.replay.drafts import replay
+
+# ---------------------------------------------------------------------------------------------
+# What is kept.
+
+
+@pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
+def test_the_largest_are_those_of_topk(size: int) -> None:
+    values = torch.randn(7, size, generator=torch.Generator().manual_seed(size))  # (N, V)
+    found, at = largest_of(values, 32)
+    want = values.topk(min(32, size))
+    assert torch.equal(found, want.values)
+    assert torch.equal(at, want.indices)
+
+
+def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_dropped() -> None:
+    drawn = random.Random(0)
+    text, most = [drawn.randrange(3) for _ in range(300)], 20
+    laws = Laws(most)
+    for end in range(1, len(text)):
+        context = text[max(0, end - 6) : end]
+        match, place = laws.find(context)
+        best = (0, -1)
+        for earlier in range(max(1, end - most), end):  # the latest so many are held
+            common = 0
+            while common < min(4, earlier) and text[earlier - 1 - common] == text[end - 1 - common]:
+                common += 1
+            best = max(best, (common, earlier))
+        assert match == best[0]
+        if match:  # the token that was the likeliest there says which place it is
+            assert int(laws.logits[place, 0]) == best[1]
+        laws.add([context], torch.full((1, 40), float(end)))
+    assert len(laws._places) <= 4 * most
+
+
+def test_laws_of_another_model_are_dropped() -> None:
+    laws = Laws()
+    laws.check("one")
+    laws.add([[1, 2]], torch.randn(1, 9))
+    laws.check("one")
+    assert laws.find([1, 2])[0] == 2
+    laws.check("another")
+    assert laws.find([1, 2]) == (0, -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is drawn of it.
+
+PROCESSORS: dict[str, Any] = {
+    "softmax": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TemperatureLogitsWarper(0.9), TopKLogitsWarper(5)],
+    "top-p": [TopPLogitsWarper(0.8)],
+    "all": [TemperatureLogitsWarper(1.2), TopKLogitsWarper(9), TopPLogitsWarper(0.7)],
+}
+
+
+def draws_of(processors: list[Any], *, sample: bool = True, rejection: bool = False) -> Draws:
+    law = Law(processors, do_sample=sample, rows=2)
+    history = torch.zeros(2, 9, dtype=torch.long)
+    how: dict[str, Any] = {"history": history, "width": 3, "prompt_lengths": [3, 2]}
+    return Draws(law, [7, 8], rejection=rejection, emitted=[[1], [1, 4]], **how)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample: bool) -> None:
+    draws = draws_of(PROCESSORS[processors], sample=sample)
+    raw = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))  # (N, V)
+    positions = [(i % 2, i // 2) for i in range(40)]
+    values, tokens = raw.sort(descending=True)
+    for _ in range(2):  # where the noise is not there in blocks yet, and where it is
+        ours = [
+            draws.few(row, offset, mine, theirs)
+            for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
+        ]
+        assert ours == draws.judge(raw, positions).drawn.tolist()
+
+
+def test_a_few_tokens_noise_is_that_of_all() -> None:
+    blocks, tokens = NoiseBlocks(), torch.tensor([3, 900, 41])
+    whole = gumbel_noise([5], [17], 1000)[0]  # (V,)
+    assert torch.allclose(blocks.few(5, 17, tokens), whole[tokens], rtol=1e-6, atol=0)
+    blocks.at([5], [17], torch.zeros(1, 1000))
+    assert torch.equal(blocks.few(5, 17, tokens), whole[tokens])
+
+
+@pytest.mark.parametrize(
+    "processor", [RepetitionPenaltyLogitsProcessor(1.1), MinPLogitsWarper(0.1)]
+)
+def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor: Any) -> None:
+    few = torch.tensor([3, 1]), torch.tensor([2.0, 1.0])
+    assert draws_of([processor]).few(0, 0, *few) == -1
+
+
+def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
+    draws = draws_of([], rejection=True)
+    few = torch.arange(20), -torch.arange(20) / 100
+    assert {draws.few(0, offset, *few) for offset in range(9)} == {0}
+
+
+# ---------------------------------------------------------------------------------------------
+# Decoding.
+
+BESIDE: dict[str, tuple[Any, ...]] = {
+    "alone": (),
+    "lookup": (Lookup(),),
+    "lookup, an exit": (Lookup(), SkipConfig.early_exit(2)),
+}
+TEXTS = covering(
+    tuple(BESIDE),
+    tuple(kinds.LAWS),
+    ("modules", "fused"),
+    ("llama", "gemma2", "gemma3", "qwen2"),
+    tuple(kinds.CONTROLLERS),
+    (False, True),
+)
+
+
+@pytest.mark.parametrize("law", kinds.LAWS)
+def test_the_text_is_that_of_the_target(law: str) -> None:
+    drafted = accepted = 0
+    for beside, _, execution, family, controller, ended in (t for t in TEXTS if t[1] == law):
+        drafts = LookupLaws(), *BESIDE[beside]
+        made = kinds.CONTROLLERS[controller]()
+        out = kinds.decoded(kinds.model_of(family), drafts, law, made, execution, ended)
+        new = out.sequences[:, max(kinds.LENGTHS) :].tolist()
+        assert new == kinds.wanted(family, law, ended)
+        drafted += out.stats.sources[0].num_draft_tokens
+        accepted += out.stats.sources[0].num_accepted_tokens
+    if law == "history":  # of which few tokens say nothing
+        assert not drafted
+    else:
+        assert drafted / 20 < accepted < drafted
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("law", ["greedy", "coupled"])
+def test_native_texts_are_those_of_native_plain_decoding(law: str) -> None:
+    model, (ids, mask) = kinds.model_of("gemma3", torch.bfloat16), kinds.prompts()
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": kinds.NEW, **kinds.LAWS[law]}
+    plain = generate(model, ids, enabled=False, execution="native", **how).sequences
+    out = kinds.decoded(model, (LookupLaws(), Lookup()), law, Fickle(2), "native")
+    assert torch.equal(out.sequences, plain)
+    assert out.stats.sources[0].num_accepted_tokens
+
+
+def again(laws: Laws, seed: int = 5) -> Any:
+    """Sampled texts of a model of a few tokens, and their counts."""
+    model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
+    how |= {"sources": [LookupLaws(laws)], "lookup": False, "draft_memory": 0, "top_k": 0}
+    return generate(model, ids, controller="fixed", max_draft_length=4, seed=seed, **how)
+
+
+def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    laws = Laws()
+    first, second, third = again(laws), again(laws), again(laws, seed=6)
+    assert torch.equal(first.sequences, second.sequences)
+    assert not torch.equal(first.sequences, third.sequences)
+    share = [
+        out.stats.num_accepted_tokens / out.stats.num_draft_tokens for out in (first, second, third)
+    ]
+    assert share[1] > max(share[0], share[2]) + 0.2
+    # the negative control: with the noise of another place fewer are right, and the text stays
+    few = Draws.few
+    monkeypatch.setattr(Draws, "few", lambda self, row, at, *law: few(self, row, at + 1, *law))
+    wrong = again(laws)
+    assert torch.equal(first.sequences, wrong.sequences)
+    assert wrong.stats.num_accepted_tokens / wrong.stats.num_draft_tokens < share[1] - 0.2
+
+
+def peeking(self: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+    """A known mistake: a draft knows the number that accepts it."""
+    small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
+    return int(tokens[0 if small else -1])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_texts_follow_the_targets_law_by_the_rejection_rule(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wrong:
+        monkeypatch.setattr(Draws, "few", peeking)
+    how: dict[str, Any] = {"rejection": True, "rows": 100}
+    counts, ((drafted, accepted),) = sample_texts("none", drafts=(LookupLaws(Laws()),), **how)
+    assert 0.1 * drafted < accepted < drafted
+    assert (p_value(counts, "none") < LEVEL) is wrong
+
+
+def test_a_replay_refuses_them_by_name() -> None:
+    with pytest.raises(TypeError, match="LookupLaws cannot be replayed"):
+        replay(traced(False, False), LookupLaws())
