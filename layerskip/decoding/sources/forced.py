@@ -65,7 +65,7 @@ class ForcedRow:
 
     def find(self, longest: int) -> Proposal:
         """The tokens that must come next, at most so many."""
-        known = [each.forced() for each in self._states if hasattr(each, "forced")]
+        known: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
         found = max(known, key=len, default=[])[:longest]
         if len(known) < len(self._states):
             found = found or self._by_masks(longest)
