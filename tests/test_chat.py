@@ -1,21 +1,26 @@
 """The chat command: turns, commands, Ctrl-C, what is typed, and what was drafted."""
 
+import io
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_checkpoint, tiny_tokenizer
-from models import tiny_model
+from models import lively_model, tiny_model
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+import layerskip
 from layerskip.cli import chat as chatting
 from layerskip.cli import main as cli
 from layerskip.cli.chat import pieces, typed_lines
+from layerskip.cli.terminal import two_columns
 from layerskip.decoding.rounds import Round
 from layerskip.session import Session
 
@@ -44,6 +49,19 @@ def outputs(monkeypatch):
 
     monkeypatch.setattr(Session, "generate", kept)
     return found
+
+
+@pytest.fixture
+def press():
+    """Presses Ctrl-C, where the command waits for it; elsewhere that would end pytest itself."""
+    before = signal.getsignal(signal.SIGINT)  # may be ignored, as in a shell's background
+
+    def pressed():
+        assert signal.getsignal(signal.SIGINT) is not before, "nobody waits for Ctrl-C"
+        signal.raise_signal(signal.SIGINT)
+
+    yield pressed
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def talk(folder, *lines, flags=(), tokens=12):
@@ -105,14 +123,16 @@ def test_a_system_message_begins_a_new_conversation(folder, outputs):
     ]
 
 
-def test_an_interrupt_ends_the_answer_and_what_was_written_stays(folder, outputs, monkeypatch):
-    written, handler = [], signal.getsignal(signal.SIGINT)
+def test_an_interrupt_ends_the_answer_and_what_is_written_stays(
+    folder, outputs, monkeypatch, press
+):
+    written = []
 
     def write(text):
         written.append(text)
         sys.stdout.write(text)
         if len(written) == 3:
-            signal.raise_signal(signal.SIGINT)
+            press()
 
     monkeypatch.setattr(chatting, "write_out", write)
     result = talk(folder, "w5 w7", "w96", tokens=100)
@@ -123,15 +143,14 @@ def test_an_interrupt_ends_the_answer_and_what_was_written_stays(folder, outputs
     assert len(outputs[1][1].rounds) > 3  # the second went on to its end
     assert first in tiny_tokenizer().decode(outputs[1][0])
     assert second
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_an_interrupt_before_the_answer_drops_the_message(folder, outputs, monkeypatch):
+def test_an_interrupt_before_the_answer_drops_the_message(folder, outputs, monkeypatch, press):
     def read(talk):
         def told(done, whole):
             if not outputs:
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
+                press()
+                press()
 
         return told
 
@@ -160,6 +179,68 @@ def test_drafts_are_shown_with_what_they_gained(folder, outputs):
     assert "[drafted], the rest is the model's own" in legend
     assert f"{stats.num_new_tokens} tokens in {len(output.rounds)} passes" in gain
     assert f"{stats.tokens_per_round:.2f} tokens a pass" in gain
+
+
+@pytest.fixture(scope="module")
+def spelling(tmp_path_factory):
+    """A model that can write any character."""
+    folder = tmp_path_factory.mktemp("spelling")
+    shipped = Path(layerskip.__file__).parent / "models" / "demo-llama"
+    tokenizer = AutoTokenizer.from_pretrained(shipped)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    model = lively_model("llama", vocab_size=2048, eos_token_id=0, dtype=torch.float32)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_answers_are_kept_to_a_grammar(spelling):
+    result = talk(spelling, "a", "b", "/draft", flags=("--regex", "(yes|no), indeed"))
+    first, second, shown, _, legend, _ = result.stdout.splitlines()
+    assert {first, second} <= {"yes, indeed", "no, indeed"}
+    assert re.fullmatch(r"(yes|no)\[, inde.*\].*", shown)
+    assert "left no choice about" in legend
+    schema = spelling / "schema.json"
+    schema.write_text('{"enum": [7]}')
+    assert talk(spelling, "a", flags=("--json-schema", schema)).stdout == "7\n"
+    refused = talk(spelling, "a", flags=("--json-schema", schema, "--regex", "a", "--quiet"))
+    assert refused.exit_code == 2
+    assert "give --json-schema or --regex, not both" in refused.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "stream"])
+def test_a_terminal_obeys_nothing_that_a_model_writes(command, spelling, monkeypatch):
+    hostile = "a\x1b[2J\x1b]0;title\x07\x9b1m\rb\tc\n"
+    how = [*DRAFT, "-n", "60", "--quiet", "--regex", re.escape(hostile)]
+    lines = "say\n" + ("/draft\n" if command == "chat" else "")
+    ask = [*(("generate", "--stream") if command == "stream" else (command,)), str(spelling), *how]
+    monkeypatch.setenv("TERM", "dumb")
+    for stdout in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+        monkeypatch.setattr(sys, "stdout", stdout)
+        cli.app(ask, standalone_mode=False)
+        told = stdout.getvalue()
+        if stdout.isatty():
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", told)
+            assert r"a\x1b[2J\x1b]0;title\x07\x9b1m\x0db" in told
+        else:
+            assert told.startswith(hostile)
+
+
+def test_columns_keep_within_a_narrow_terminal(monkeypatch):
+    rows = [*chatting.COMMANDS.items(), ("alone", "")]
+    for columns in (12, 20, 34, 36, 60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = two_columns(rows)
+        assert max(map(len, text.splitlines())) <= columns
+        words = [word for row in rows for part in row for word in part.split()]
+        assert "".join(text.split()) == "".join(words)
 
 
 def test_pieces_wait_for_whole_characters():

@@ -16,14 +16,14 @@ from layerskip.cli.drafting import Drafting, Sources, open_decoding
 from layerskip.cli.options import (
     DraftFlags,
     DrawnSeed,
+    Form,
     Loading,
     MaxNewTokens,
     Quiet,
     Sampling,
     Wording,
-    write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, reading, two_columns
+from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
 
@@ -42,8 +42,9 @@ COMMANDS = {
     "/help": "this",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
 }
-_COLOURS = {"lookup": "green", "sublayers": "cyan", "assistant": "magenta"}
+_COLOURS = {"forced": "yellow", "lookup": "green", "sublayers": "cyan", "assistant": "magenta"}
 _MEANING = {
+    "forced": "left no choice about",
     "lookup": "looked up",
     "sublayers": "drafted by the model itself",
     "assistant": "drafted by the second model",
@@ -53,6 +54,7 @@ _MEANING = {
 def chat(
     *,
     wording: Wording,
+    form: Form,
     draft: DraftFlags,
     sources: Sources,
     drafting: Drafting,
@@ -68,8 +70,9 @@ def chat(
     """
     sampling.check(seed)
     wording.check(sampling.do_sample)
+    form.check()
     talk = Talk(quiet)
-    with open_decoding(draft, sources, drafting, sampling, loading, talk, _check) as found:
+    with open_decoding(draft, sources, drafting, sampling, loading, talk, _check, form) as found:
         loaded, _, settings, names = found
         from layerskip.session import Session
 
@@ -303,14 +306,14 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
         return
     assert output.rounds is not None
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    coloured = console.color_system is not None
-    shown = Text()
+    coloured = console.color_system is not None and not console.no_color
+    answer = Text()
     for piece, source in pieces(output.rounds, conversation.loaded.tokenizer, names):
         if source is None:
-            shown.append(piece)
+            answer.append(shown(piece))
         else:
-            shown.append(piece if coloured else f"[{piece}]", _COLOURS[source])
-    console.print(shown)
+            answer.append(shown(piece if coloured else f"[{piece}]"), _COLOURS[source])
+    console.print(answer)
     legend = Text("\n")
     for source in names:
         legend.append(_MEANING[source], _COLOURS[source]).append("; ")

@@ -20,9 +20,8 @@ from layerskip.cli.options import (
     counts,
     shipped_prompts,
     to_json,
-    write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, same_texts, title, two_columns
+from layerskip.cli.terminal import Talk, TextStream, same_texts, title, two_columns, write_out
 from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3

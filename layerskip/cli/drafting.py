@@ -16,6 +16,7 @@ import typer
 
 from layerskip.cli.options import (
     DraftFlags,
+    Form,
     Loading,
     MaxDraftLength,
     Sampling,
@@ -340,6 +341,7 @@ def open_decoding(
     loading: Loading,
     talk: Talk,
     check: Callable[[Loaded], None],
+    form: Form | None = None,
 ) -> Iterator[tuple[Loaded, Sublayers, dict[str, Any], list[str]]]:
     """A model on its threads, settings of `layerskip.generate`, and what its sources are called.
 
@@ -355,6 +357,7 @@ def open_decoding(
     else:
         second = sources.second(loading, loaded, talk)
     check(loaded)
+    processors = [] if form is None else form.processors(loaded)
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     settings = {"enabled": False, "execution": loading.execution, **own}
     names: list[str] = []
@@ -376,4 +379,7 @@ def open_decoding(
                 LayerSkipDecoding(**settings).prepare(
                     loaded.model, seconds=_MEASURING, do_sample=sampling.do_sample, **law
                 )
+        if processors:
+            settings["logits_processor"] = processors
+            names = ["forced", *names] if names else []
         yield loaded, opened, settings | law | {"do_sample": sampling.do_sample}, names

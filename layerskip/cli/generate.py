@@ -29,9 +29,8 @@ from layerskip.cli.options import (
     read_given,
     spoken,
     to_json,
-    write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, reading, title
+from layerskip.cli.terminal import Talk, TextStream, reading, title, write_out
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
 
@@ -82,21 +81,16 @@ def generate(
         seed = int.from_bytes(os.urandom(4))
     talk = Talk(quiet)
     inputs: list[Tensor] = []  # (1, T) each
-    processors: list[Any] = []
 
     def encoded(loaded: Loaded) -> None:
         from layerskip.checkpoints import encode
 
-        processors.extend(form.processors(loaded))
         inputs.extend(encode(loaded.tokenizer, each).to(loaded.model.device) for each in chosen)
 
     results: list[dict[str, Any]] = []
-    with open_decoding(draft, sources, drafting, sampling, loading, talk, encoded) as found:
+    with open_decoding(draft, sources, drafting, sampling, loading, talk, encoded, form) as found:
         loaded, opened, settings, names = found
         settings |= wording.settings(loaded.tokenizer)
-        if processors:
-            settings["logits_processor"] = processors
-            names = ["forced", *names] if names else []
 
         import torch
 

@@ -327,10 +327,6 @@ def to_json(value: dict[str, Any]) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def write_out(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
     """What a decoding drafted and accepted, in all and from each source, as `--json` has it."""
     return {

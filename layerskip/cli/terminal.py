@@ -68,6 +68,19 @@ def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[
     return told
 
 
+# What a terminal would obey: control characters, which begin every escape sequence.
+_OBEYED = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
+
+
+def shown(text: str) -> str:
+    """A model's text for standard output; on a terminal, control characters are spelled out."""
+    return text.translate(_OBEYED) if sys.stdout.isatty() else text
+
+
+def write_out(text: str) -> None:
+    print(shown(text), end="", flush=True)
+
+
 def width() -> int:
     return min(shutil.get_terminal_size().columns, 88)
 
@@ -77,12 +90,16 @@ def wrap(text: str) -> str:
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns that keep within the terminal."""
+    """Two columns that keep within the terminal; a narrow one has the second below the first."""
     left = max(len(name) for name, _ in rows) + 2
+    wide = width() >= left + 20
     fill = textwrap.TextWrapper(
-        width=max(width(), left + 20), subsequent_indent=" " * left, break_on_hyphens=False
+        width=width(), subsequent_indent=" " * (left if wide else 2), break_on_hyphens=False
     )
-    return "\n".join(fill.fill(f"{name:<{left}}{value}") for name, value in rows)
+    if wide:
+        return "\n".join(fill.fill(f"{name:<{left}}{value}") for name, value in rows)
+    fill.initial_indent = fill.subsequent_indent
+    return "\n".join(f"{fill.fill(name).strip()}\n{fill.fill(value)}" for name, value in rows)
 
 
 def title(text: str) -> str:
