@@ -17,7 +17,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.api import Asked, ChatAsked, CompletionAsked, Refusal, Served, read, tasks_of
+from layerskip.serving.api import Served, tasks_of
+from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, read
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.scheduler import Serving, Ticket
 from layerskip.serving.tasks import Piece, QueueFull, Task
