@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import resource
 import threading
+import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, QueueFull, Task
 from layerskip.timing import tables
 
-SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(3), "execution": "fused"}
+SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
 
 
 def alone(model: Any, task: Task) -> list[int]:
@@ -122,18 +126,19 @@ def _schedule(model: Any, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return lively_model("llama")
+    return lively_model("llama", num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_texts_of_random_schedules_are_their_lone_texts(model: Any, block: int) -> None:
-    for seed in range(5 * block, 5 * block + 5):
+    for seed in range(10 * block, 10 * block + 10):
         schedule(model, seed)
 
 
 @pytest.mark.slow
-def test_texts_of_many_more_random_schedules(model: Any) -> None:
-    for seed in range(20, 220):
+@pytest.mark.parametrize("block", range(20))
+def test_texts_of_many_more_random_schedules(model: Any, block: int) -> None:
+    for seed in range(40 + 248 * block, 40 + 248 * block + 248):  # 5,000 with those above
         schedule(model, seed)
 
 
@@ -297,7 +302,8 @@ def test_tokens_outside_of_the_vocabulary_are_refused(model: Any, wrong: Any) ->
 
 
 def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) -> None:
-    serving = Serving(lively_model("llama"), skip=SkipConfig.early_exit(3), execution="fused")
+    fresh = lively_model("llama")
+    serving = Serving(fresh, **SETTINGS)
 
     def measure(*_: Any, **__: Any) -> None:
         raise AssertionError("measured within a step")
@@ -306,7 +312,7 @@ def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) 
     task = Task([3, 4, 5], max_new_tokens=12)
     told = finished(serving, task)
     assert told[-1].error is None
-    assert [token for piece in told for token in piece.tokens] == alone(model, task)
+    assert [token for piece in told for token in piece.tokens] == alone(fresh, task)
 
 
 def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:
@@ -363,6 +369,36 @@ def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
         cache = serving._batch.places.cache
         used.append((serving.stats.used, sum(each.nbytes for each in cache.keys.values())))
     assert used[0] == used[1]
+
+
+@pytest.mark.slow
+def test_memory_after_2000_tasks_is_as_after_200(model: Any) -> None:
+    """The process's, Python's and that of keys and values, those of earlier texts included."""
+    serving = Serving(model, max_rows=8, session_memory=200_000, **SETTINGS)
+    draw, held = random.Random(0), []
+    tracemalloc.start()
+    for done in range(1, 2001):
+        task = any_task(draw, [[], [5, 6, 7, 8, 9]])
+        serving.submit(task, lambda piece: None)
+        while len(serving._waiting) > 8 and serving.step():
+            pass
+        if done in (200, 2000):
+            while serving.step():
+                pass
+            gc.collect()
+            held.append((tracemalloc.get_traced_memory()[0], resident(), serving.stats.used))
+    tracemalloc.stop()
+    (python, process, keys), (more, larger, same) = held
+    assert same == keys
+    assert serving.stats.known_used <= 200_000
+    assert more - python < 300_000  # bytes
+    assert larger - process < 20_000_000
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
