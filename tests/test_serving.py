@@ -7,12 +7,13 @@ import random
 import resource
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kinds import BLOCKS, weights_of
 from models import VOCABULARY, Fickle, lively_model, pure
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -64,13 +65,13 @@ def any_task(draw: random.Random, starts: Sequence[Sequence[int]]) -> Task:
     )
 
 
-def schedule(model: Any, seed: int) -> None:
+def schedule(model: Any, seed: int, **settings: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "PIECE", random.Random(-seed).choice([3, 12, 512]))
-        _schedule(model, seed)
+        _schedule(model, seed, SETTINGS | settings)
 
 
-def _schedule(model: Any, seed: int) -> None:
+def _schedule(model: Any, seed: int, settings: Mapping[str, Any]) -> None:
     draw = random.Random(seed)
     serving = Serving(
         model,
@@ -79,7 +80,7 @@ def _schedule(model: Any, seed: int) -> None:
         session_memory=draw.choice([0, 100_000]),
         max_draft_length=4,
         controller=Fickle(seed),
-        **SETTINGS,
+        **settings,
     )
     starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
     tasks, pieces, cancelled = [], [], []
@@ -140,6 +141,42 @@ def test_texts_of_random_schedules_are_their_lone_texts(model: Any, block: int) 
 def test_texts_of_many_more_random_schedules(model: Any, block: int) -> None:
     for seed in range(40 + 248 * block, 40 + 248 * block + 248):  # 5,000 with those above
         schedule(model, seed)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
+    """They draft what they draft for a lone text: none of their states is mixed up."""
+    exit_layer = 2 if kind == "exit-block" else None
+    skip = SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model, tmp_path))
+    how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "lookup": False}
+    how |= {"skip": skip, "execution": "fused"}
+    serving = Serving(model, max_rows=4, **how)
+    draw, begun = random.Random(1), list(range(10, 30))
+    told: list[tuple[int, int, int]] = []
+    lone: list[tuple[int, int, int]] = []
+    for number in range(7):
+        prompt = begun[: draw.randint(0, 20)] + [draw.randrange(VOCABULARY) for _ in range(3)]
+        new = draw.randint(5, 16)
+        rounds = [*layerskip.decode(model, torch.tensor([prompt]), max_new_tokens=new, **how)]
+        drafted, accepted = (sum(getattr(r, n)[0] for r in rounds) for n in ("drafted", "accepted"))
+        lone.append((number, drafted, accepted))
+
+        def tell(piece: Piece, number: int = number) -> None:
+            if piece.reason is not None:
+                told.append((number, piece.counts.drafted, piece.counts.accepted))
+
+        serving.submit(Task(prompt, new), tell)
+        for _ in range(draw.randint(0, 3)):
+            serving.step()
+    while serving.step():
+        pass
+    assert sorted(told) == lone
+    assert sum(accepted for *_, accepted in lone) > 3
+    places = serving._batch.places
+    held = [*places._tapped.values()]
+    for cache in places._caches:
+        held += [*cache.keys.values(), *cache.values.values()]
+    assert sum(each.nbytes for each in held) == serving.stats.used
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])

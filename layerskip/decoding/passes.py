@@ -193,7 +193,7 @@ class Passes:
             if kind != "tap":
                 self.cache.fill(row, (kind, number), filling.end, held)
             elif number in self._taps:
-                states = self._states(number, held, len(self.prompts))
+                states = self._states(number, held, self.cache.rows)
                 states[row, filling.end + 1 - len(held) : filling.end + 1] = held
 
     @in_inference_mode
@@ -252,8 +252,8 @@ class Passes:
     ) -> Tensor:
         """States at a tap, (R, count, H), from each row's `starts` token, or `before` it, on."""
         states, start = self._tapped[tap], starts[0] + 1 - before
-        if rows is not None:
-            states = states[rows.start : rows.stop]
+        place = 0 if rows is None else rows.start
+        states = states[place : place + len(starts)]
         if start + count <= states.shape[1] and all(each == starts[0] for each in starts):
             return states[:, start : start + count]
         first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)

@@ -29,6 +29,7 @@ from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.generation import LayerSkipDecoding
 from layerskip.model.cache import on_device, rounded_up
 from layerskip.model.opening import sublayers_of
@@ -150,15 +151,15 @@ class Batch:
         if decoding.enabled:
             opened, sources = decoding._sources(opened, rejection=False)
         for source in sources:
-            if not isinstance(source, Lookup | SublayerDraft):
+            if not isinstance(source, Lookup | SublayerDraft | TrainedDraft):
                 raise ValueError(
                     f"serving does not support drafts by {type(source).__name__}; allowed are "
-                    "lookups and the model's own sublayers"
+                    "lookups, the model's own sublayers and its trained modules"
                 )
         self.model, self.seats, self.known = opened, seats, known
         self.max_tokens = min(max_tokens or opened.max_positions, opened.max_positions)
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
-        own = [source for source in sources if isinstance(source, SublayerDraft)]
+        own = [source for source in sources if not isinstance(source, Lookup)]
         self.lookups = [source for source in sources if isinstance(source, Lookup)]
         self.places = Places(
             opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
@@ -323,7 +324,7 @@ class Batch:
         places, seat, place = self.places, text.seat, self._seated.index(text)
         if not places.lengths[seat]:  # by now more may be known than when it joined
             text.weights = self.known.check(self.model)
-            places.fill(seat, place, self.known.start(text.task.prompt, 0, set())[0])
+            places.fill(seat, place, self.known.start(text.task.prompt, 0, places.needed)[0])
             text.counts.known = places.lengths[seat]
         before = places.lengths[seat]
         raw = places.piece(seat, place, most)
@@ -397,7 +398,7 @@ class Batch:
         """What a source offers a text."""
         rows = self._rows[text.seat]
         if number == len(rows):
-            return Proposal(most)
+            return self.places.states[0].offer(text.seat, most)
         proposal, row = NOTHING, rows[number]
         if row is not None and most:
             with text.alone():

@@ -24,7 +24,7 @@ class Places(Passes):
     Layers with windows hold every slot, so that a text may join at slot 0 at any time.
 
     Args:
-        drafts: sources without a state of their own in the batch.
+        drafts: the model's own sublayers, or its trained modules.
         seats: the numbers of rows: 0 .. seats - 1.
         total: the most tokens of a row.
     """
@@ -38,35 +38,51 @@ class Places(Passes):
         total: int,
         max_draft_length: int,
     ) -> None:
-        super().__init__(model, drafts, [], max_new_tokens=1, max_draft_length=max_draft_length)
+        self.written: list[list[int]] = [[] for _ in range(seats)]
+        super().__init__(
+            model,
+            drafts,
+            [torch.zeros(1, dtype=torch.long)] * seats,
+            max_new_tokens=1,
+            max_draft_length=max_draft_length,
+            emitted=self.written,
+        )
         model.check_lengths([1], total)
         self.total = total
         self.cache.trimmed.clear()
-        empty = torch.zeros(0, dtype=torch.long, device=model.device)
-        self.prompts = [empty] * seats
-        self.prompt_lengths, self.lengths = [0] * seats, [0] * seats
-        self.written: list[list[int]] = [[] for _ in range(seats)]
-        self.emitted = self.written
-        self.slots = 0
+        self._caches = [self.cache, *(each for state in self.states for each in state.caches)]
+        self.clear()
         per_token = model.key_bytes(part.number for part in model.parts if part.writes)
-        self.bytes_per_slot = math.fsum(per_token.values())
+        own = math.fsum(each.own_bytes() for each in drafts)
+        self._tap_bytes = float(len(self._taps) * model.config.hidden_size * model.dtype.itemsize)
+        self._slot_bytes = math.fsum(per_token.values()) + own + self._tap_bytes
 
     def nbytes(self, rows: int, slots: int) -> int:
-        """Bytes of keys and values of so many rows."""
-        return round(rows * self.model.backend.capacity(slots) * self.bytes_per_slot)
+        """Bytes of keys, values and states at taps of so many rows."""
+        slots = self.model.backend.capacity(slots)  # and one more at taps
+        return round(rows * (slots * self._slot_bytes + self._tap_bytes))
 
     def clear(self) -> None:
         """Give all places up, with whatever lies there and is left of a round."""
         self.rows, self.slots = {}, 0
-        self.cache.rows = 0
-        self.cache.keys.clear()
-        self.cache.values.clear()
+        for cache in self._caches:
+            cache.rows = 0
+            cache.keys.clear()
+            cache.values.clear()
+        self._tapped.clear()
         self._boundary.clear()
 
     @in_inference_mode
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Make so many places of so many slots; the first `kept` of them stay as they are."""
-        self.cache.resize(rows, self.model.backend.capacity(slots), kept)
+        size = self.model.backend.capacity(slots)
+        for cache in self._caches:
+            cache.resize(rows, size, kept)
+        for tap, old in self._tapped.items():
+            new = old.new_zeros(rows, size + 1, old.shape[2])  # (B, S + 1, H)
+            least = min(old.shape[1], size + 1)
+            new[:kept, :least] = old[:kept, :least]
+            self._tapped[tap] = new
         self.rotary = self.model.rotary(slots, min(slots, self.total))
         self.slots = slots
 
@@ -75,14 +91,15 @@ class Places(Passes):
         self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
         self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
         self.written[row].clear()
+        for state in self.states:
+            state.begin(row)
 
     @in_inference_mode
     def fill(self, row: int, place: int, filled: Sequence[Filling]) -> None:
         """Fill in what is known of a joining row's prompt."""
         self.lengths[row] = filled[-1].end if filled else 0
         for part in filled:
-            for name, held in part.parts.items():
-                self.cache.fill(place, name, part.end, held)
+            self._fill(place, part)
 
     @in_inference_mode
     def piece(self, row: int, place: int, most: int) -> Tensor | None:
@@ -92,25 +109,32 @@ class Places(Passes):
         tokens = self.prompts[row][None, first : first + most]  # (1, T)
         every = model.num_sublayers
         # layers that only read others' keys are needed for the last token alone
-        through = 2 * model.first_reader
+        through = every if self.needed else 2 * model.first_reader
         cache.settled = False
         cache.place([first], tokens.shape[1], rows=rows)
         hidden, step = model.feed(tokens, cache, self.rotary)
-        hidden = model.run(hidden, step, range(through))[:, -1:]  # (1, 1, H)
+        hidden = self._carry(hidden, step, 0, through)[:, -1:]  # (1, 1, H)
         self.lengths[row] += tokens.shape[1]
         if self.lengths[row] == length and through < every:
             cache.place([length - 1], 1, rows=rows)
             _, step = model.feed(tokens[:, -1:], cache, self.rotary)
-            hidden = model.run(hidden, step, range(through, every))
+            hidden = self._carry(hidden, step, through, every)
         cache.settled = True
+        self._steps = 0  # what is told of the first token is not of the last round
         return model.logits(hidden)[0] if self.lengths[row] == length else None
 
     @in_inference_mode
     def move(self, source: int, place: int, length: int) -> None:
         """Copy the first slots of one place to another."""
-        self.cache.move(source, place, length)
+        for cache in self._caches:
+            cache.move(source, place, length)
+        for states in self._tapped.values():
+            states[place, : length + 1] = states[source, : length + 1]
 
     @in_inference_mode
     def exchange(self, one: int, other: int, length: int) -> None:
         """Exchange the first slots of two places."""
-        self.cache.exchange(one, other, length)
+        for cache in self._caches:
+            cache.exchange(one, other, length)
+        for states in self._tapped.values():
+            states[[one, other], : length + 1] = states[[other, one], : length + 1]

@@ -143,6 +143,10 @@ class Source(ABC):
         """Bytes of a token's keys and values that a step reads, as `Architecture.key_bytes`."""
         return {}
 
+    def own_bytes(self) -> float:
+        """Bytes of a token's keys and values in its states' own caches."""
+        return 0.0
+
     @property
     def known(self) -> bool:
         """Whether its tokens are known without a pass of any model."""
@@ -180,6 +184,7 @@ class State:
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
         longest: as in `Source`, for this batch.
         reads_logits: whether `read` is called.
+        caches: keys and values of its own, whose rows lie where the batch's do.
     """
 
     prefix = 0
@@ -188,6 +193,7 @@ class State:
     whole_prompts = True
     longest: int | None = None
     reads_logits = False
+    caches: Sequence[RowCache] = ()
 
     def __init__(self, batch: Batch) -> None:
         # weakly: a batch holds its states, and a cycle would delay the release of its cache
@@ -239,6 +245,9 @@ class State:
         Args:
             steps: how many of its own steps the round took, 0 where another source drafted.
         """
+
+    def begin(self, row: int) -> None:
+        """Another text takes the row; only where rows join and leave."""
 
     def keep(self, places: Sequence[int], length: int) -> int:
         """Drop all rows but those at these places of a pass, as `RowCache.keep`."""

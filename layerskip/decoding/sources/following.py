@@ -34,6 +34,9 @@ class Following(State):
         super().__init__(batch)
         self.seen = [0] * len(batch.prompts)
 
+    def begin(self, row: int) -> None:
+        self.seen[row] = 0
+
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         if steps:  # the last emitted token has not been fed
             self.seen[row] = self.batch.lengths[row] + min(len(emitted), steps)

@@ -87,11 +87,15 @@ class TrainedDraft(Source):
 
     def key_bytes(self) -> Mapping[int | None, float]:
         found = self.model.key_bytes(range(self.prefix // 2))
-        layer = getattr(self.block, "layer", None)
-        if layer is not None:
-            own = 2 * math.prod(layer.parts.heads) * self.model.dtype.itemsize
-            found[layer.window] = found.get(layer.window, 0.0) + own
+        if own := self.own_bytes():
+            window = self.block.layer.window
+            found[window] = found.get(window, 0.0) + own
         return found
+
+    def own_bytes(self) -> float:
+        layer = getattr(self.block, "layer", None)
+        heads = None if layer is None else layer.parts.heads
+        return 0.0 if heads is None else 2.0 * math.prod(heads) * self.model.dtype.itemsize
 
 
 class _Layered(Following):
@@ -102,6 +106,7 @@ class _Layered(Following):
         self.block = draft.block
         slots = batch.model.backend.capacity(batch.slots)
         self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
+        self.caches = [self.cache]
         self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
 
     @abstractmethod
@@ -133,7 +138,7 @@ class _Layered(Following):
     ) -> Tensor:
         """Run inputs (R, T, H) of tokens from those places on through blocks."""
         batch = self.batch
-        self.cache.place(starts, inputs.shape[1], rows=rows)
+        self.cache.place(starts, inputs.shape[1], rows=rows or range(len(starts)))
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
