@@ -596,14 +596,21 @@ class Search:
         The best are near each other, and two clocks would not always name the same.
         """
         agreed = self._agreed("winner")
-        names = {finalist.name: finalist for finalist in self.finalists}
-        if agreed is not None and agreed["name"] in {None, *names}:
-            self.winner, self.keep_default = names.get(agreed["name"]), agreed["keep_default"]
+        if agreed is None:
+            self.winner = winner(self.finalists)
+            self.keep_default = keeps_default(self.winner, self.default)
+            name, trial = (self.winner.name, self.winner.trial) if self.winner else (None, None)
+            agreed = {"name": name, "trial": trial, "keep_default": self.keep_default}
+            self._say("winner", agreed)
             return
-        self.winner = winner(self.finalists)
-        self.keep_default = keeps_default(self.winner, self.default)
-        name = None if self.winner is None else self.winner.name
-        self._say("winner", {"name": name, "keep_default": self.keep_default})
+        self.keep_default = agreed["keep_default"]
+        if agreed["trial"] is not None and agreed["name"] not in self._named():
+            only = [agreed["trial"]]
+            self.finalists += choose(self.study, self.space, self.objective, 1, only=only)
+        self.winner = self._named().get(agreed["name"])
+
+    def _named(self) -> dict[str | None, Finalist]:
+        return {finalist.name: finalist for finalist in self.finalists}
 
     def result(self) -> SearchResult:
         """What was found; a config that drafts nothing where nothing is faster than plain."""

@@ -1,0 +1,206 @@
+"""Searches of several processes on a PostgreSQL server that the tests start: -m postgres."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from models import lively_model
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip.config import SkipConfig
+from layerskip.files.searches import read_search
+
+pytestmark = pytest.mark.postgres
+
+WORKER = """
+import socket, sys
+host, change, *arguments = sys.argv[1:]
+socket.gethostname = lambda: host  # as if it ran on a machine of its own
+exec(change)
+sys.argv[1:] = arguments
+from layerskip.cli.main import main
+sys.exit(main())
+"""
+SLOWED = """
+import os
+os.nice(19)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+"""
+BUSY = SLOWED + "while True: pass"
+"""Takes half of the core that a slowed worker is on."""
+HANGS = """
+import pathlib, time
+from layerskip.search.objective import Objective
+evaluate = Objective.__call__
+def hang(self, skip):
+    if len(self._known) == 3:
+        pathlib.Path(arguments[arguments.index("--output") + 1], "hangs").touch()
+        time.sleep(3600)
+    return evaluate(self, skip)
+Objective.__call__ = hang
+"""
+IMPATIENT = """
+from layerskip.search import study
+study.SILENT_SECONDS = 3.0
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_for(what: Callable[[], Any], child: subprocess.Popen[Any]) -> None:
+    until = time.monotonic() + 300
+    while not what():
+        assert time.monotonic() < until
+        assert child.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of a database of a server of our own."""
+    pytest.importorskip("psycopg")
+    programs = [shutil.which(name) for name in ("initdb", "postgres")]
+    if None in programs:
+        pytest.skip("initdb and postgres are not on the path")
+    other: dict[str, Any] = {}
+    if os.geteuid() == 0:  # which PostgreSQL refuses
+        other = {"user": "nobody", "group": "nogroup", "extra_groups": []}
+    with tempfile.TemporaryDirectory(prefix="postgres") as place:
+        if other:
+            shutil.chown(place, other["user"], other["group"])
+        port, data = free_port(), f"{place}/data"
+        make = [programs[0], "-D", data, "-U", "search", "--auth=trust", "--no-sync"]
+        subprocess.run(make, check=True, capture_output=True, cwd=place, **other)
+        serve = [programs[1], "-D", data, "-h", "127.0.0.1", "-p", str(port), "-k", place]
+        running = subprocess.Popen(serve, stderr=subprocess.DEVNULL, cwd=place, **other)
+        try:
+            wait_for(lambda: listens(port), running)
+            yield f"postgresql://search@127.0.0.1:{port}/postgres"
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a search that is called like its folder; none outlives its test."""
+    folder = save_checkpoint(tmp_path / "model", lively_model("llama", dtype=torch.float32))
+    lines = [f"w{n} w{n + 9} w{n + 20} w{n + 40} w{n + 50}" for n in range(2, 11)]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, change: str, storage: str, *more: Any) -> subprocess.Popen[str]:
+        flags = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / name]
+        flags += ["--storage", storage, "--study-name", tmp_path.name, "--threads", 1]
+        flags += ["--max-new-tokens", 24, "--bits", "none", "--quiet", *more]
+        command = [sys.executable, "-c", WORKER, name, change, "search", folder, *flags]
+        started.append(subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def trials_in(server: str, name: str) -> list[FrozenTrial]:
+    storage = RDBStorage(server.replace("postgresql://", "postgresql+psycopg://"))
+    try:
+        return optuna.load_study(study_name=name, storage=storage).trials
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def of(trials: list[FrozenTrial], host: str) -> list[FrozenTrial]:
+    return [trial for trial in trials if trial.user_attrs["worker"].startswith(f"{host}:")]
+
+
+def test_a_fast_and_a_slowed_worker_name_one_winner(
+    server: str, worker: Any, tmp_path: Path
+) -> None:
+    loop = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        both = [worker("slow", SLOWED, server, "--trials", 24)]
+        both.append(worker("fast", "", server, "--trials", 24))
+        for child in both:
+            assert child.communicate(timeout=500)[1] == ""
+            assert child.returncode == 0
+    finally:
+        loop.kill()
+        loop.wait()
+    trials = trials_in(server, tmp_path.name)
+    assert of(trials, "slow")
+    assert of(trials, "fast")
+    found = {name: read_search(tmp_path / name / "search.json") for name in ("slow", "fast")}
+    slow, fast = found.values()
+    assert slow["step_seconds"] > fast["step_seconds"]
+    assert slow["winner"] == fast["winner"]
+    assert [t["speedup"] for t in slow["trials"]] == [t["speedup"] for t in fast["trials"]]
+    sets = [SkipConfig.load(tmp_path / name / "skip.json").bare() for name in found]
+    assert sets[0] == sets[1]
+
+
+def test_the_trial_of_a_killed_worker_is_taken_up(server: str, worker: Any, tmp_path: Path) -> None:
+    first = worker("far", HANGS, server, "--trials", 10, "--no-confirm")
+    wait_for((tmp_path / "far" / "hangs").exists, first)
+    first.kill()
+    first.wait()
+    left = of(trials_in(server, tmp_path.name), "far")[-1]
+    assert left.state is TrialState.RUNNING
+    second = worker("near", IMPATIENT, server, "--trials", 10, "--no-confirm")
+    assert second.communicate(timeout=500)[1] == ""
+    assert second.returncode == 0
+    trials = trials_in(server, tmp_path.name)
+    assert trials[left.number].state is TrialState.FAIL
+    again = [t for t in of(trials, "near") if t.user_attrs["skipped"] == left.user_attrs["skipped"]]
+    assert [t.state for t in again] == [TrialState.COMPLETE]
+    assert again[0].user_attrs["origin"] == left.user_attrs["origin"]
+    assert sum(t.state is TrialState.COMPLETE for t in trials) == 10
+
+
+def test_a_search_by_way_of_a_proxy(server: str, worker: Any, tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    port, url = free_port(), server.replace("postgresql://", "postgresql+psycopg://")
+    proxy = (
+        "from optuna.storages import RDBStorage, run_grpc_proxy_server as serve\n"
+        f"serve(RDBStorage({url!r}), host='127.0.0.1', port={port})"
+    )
+    running = subprocess.Popen([sys.executable, "-c", proxy], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: listens(port), running)
+        child = worker("a", "", f"grpc://127.0.0.1:{port}", "--trials", 4, "--no-confirm")
+        assert child.communicate(timeout=500)[1] == ""
+        assert len(trials_in(server, tmp_path.name)) == 4
+    finally:
+        running.kill()
+        running.wait()
+    late = worker("b", "", f"grpc://127.0.0.1:{port}", "--trials", 5, "--no-confirm")
+    said = late.communicate(timeout=500)[1]
+    assert late.returncode == 2
+    assert said.startswith(f"layerskip: error: cannot open the storage grpc://127.0.0.1:{port}: ")
+    assert said.count("\n") == 1
