@@ -33,6 +33,8 @@ class Prompt:
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     category: str | None = None
+    response_format: dict[str, Any] | None = None
+    """What the text is kept to, as OpenAI's interface has it."""
 
     def as_chat(self) -> Prompt:
         """The same for a chat template: text is what a user says; messages stay as they are."""
@@ -53,8 +55,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
     Each line of JSON holds one of `prompt` (a string), `messages` (a chat: objects with `role`
     and `content`) or `turns` (Spec-Bench, arXiv 2401.07851: the first turn is the prompt), and
-    may hold `category` and `id`; other keys are left alone. A file that neither has one of
-    `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt a line.
+    may hold `category`, `id` and `response_format`; other keys are left alone. A file that neither
+    has one of `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt a line.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8, holds no prompt, or a line is wrong;
@@ -110,15 +112,18 @@ def _parse(line: str, number: int) -> Prompt:
     id_ = values.get("id", values.get("question_id", number))
     if isinstance(id_, bool) or not isinstance(id_, str | int):
         raise ValueError(f"id must be a string or an integer, got {shown(id_)}")
-    category = optional(name_text)(values.get("category"), "category")
+    also = {
+        "category": optional(name_text)(values.get("category"), "category"),
+        "response_format": optional(mapping)(values.get("response_format"), "response_format"),
+    }
     if kinds == ["messages"]:
         messages = tuple(_MESSAGES(values["messages"], "messages"))
-        return Prompt(id=str(id_), messages=messages, category=category)
+        return Prompt(id=str(id_), messages=messages, **also)
     if kinds == ["turns"]:
         text = name_text(items(anything, least=1)(values["turns"], "turns")[0], "turns[0]")
     else:
         text = name_text(values["prompt"], "prompt")
-    return Prompt(id=str(id_), text=text, category=category)
+    return Prompt(id=str(id_), text=text, **also)
 
 
 _MESSAGES = items(has(role=name_text, content=name_text), least=1)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +19,7 @@ from layerskip.cli.drafting import Drafting, Sources, open_decoding
 from layerskip.cli.options import (
     Chat,
     DraftFlags,
+    Form,
     Loading,
     MaxNewTokens,
     MaxRows,
@@ -23,13 +30,14 @@ from layerskip.cli.options import (
     Wording,
     read_given,
     spoken,
+    warn_idle,
 )
 from layerskip.cli.terminal import Talk
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
-    from layerskip.serving.files import Progress
+    from layerskip.serving.files import Answering, Progress
     from layerskip.serving.tasks import Task
 
 _AHEAD = 4  # times as many prompts as run at once are sorted by length
@@ -49,13 +57,36 @@ def run(
         ),
     ],
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Every N-th prompt from the I-th, counted from 0.")
-    ] = "0/1",
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Every N-th prompt from the I-th, counted from 0.  [default: all; under torchrun "
+            "those of this process, into a part of FILE that is joined at its end]",
+        ),
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="On the machines of a Ray cluster, by Ray Data.")
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Of the cluster.  [default: RAY_ADDRESS of the environment, else one is started "
+            "on this machine]",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Models at once.  [default: one a GPU, else one a machine]"
+        ),
+    ] = None,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Try again what failed in an earlier run.")
     ] = False,
     chat: Chat = False,
     wording: Wording,
+    form: Form,
     max_new_tokens: MaxNewTokens = 128,
     max_rows: MaxRows = 16,
     memory: Memory = None,
@@ -67,57 +98,71 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of prompts, many at once; goes on where an earlier run ended."""
-    index, count = _shard(shard)
+    index, count = (0, 1) if shard is None else _shard(shard)
+    rank, ranks = _rank()
+    if ranks > 1 and (ray or shard is not None):
+        raise ValueError("torchrun gives each process its shard; leave out --shard and --ray")
+    if not ray:
+        warn_idle({"ray_address": ray_address, "ray_workers": ray_workers}, "without --ray")
     if prompts.exists() and output.exists() and prompts.samefile(output):
         raise ValueError(f"--output {output} is the file of the prompts; give another")
     chosen = spoken(read_given(prompts), chat, wording.system)
     sampling.check()
     wording.check(sampling.do_sample)
-    talk = Talk(quiet)
+    form.check()
+    talk = Talk(quiet or rank > 0)
 
-    def check(loaded: Loaded) -> None:
-        from layerskip.checkpoints import encode
+    from layerskip.serving.files import answer_all, open_answers, open_part, shard_of
 
-        if not loaded.tokenizer.chat_template:  # else each prompt would fail by itself
-            for each in (each for each in chosen if each.messages is not None):
-                encode(loaded.tokenizer, each)
-
-    from layerskip.serving.files import answer_all, open_answers, shard_of
-
-    with open_answers(output, retry_errors=retry_errors) as answers:
+    if ranks > 1:
+        index, count = rank, ranks
+        opened = open_part(output, rank, ranks, retry_errors=retry_errors)
+    else:
+        opened = open_answers(output, retry_errors=retry_errors)
+    opening = partial(
+        _open,
+        max_new_tokens=max_new_tokens,
+        max_rows=max_rows,
+        memory=memory,
+        spoken=next((each for each in chosen if each.messages is not None), None),
+        seed=seed,
+        loading=loading,
+        wording=wording,
+        form=form,
+        sampling=sampling,
+        draft=draft,
+        sources=sources,
+        drafting=drafting,
+    )
+    with opened as answers:
         asked = shard_of(chosen, index, count)
         left = sum(each.id not in answers.done for _, each in asked)
         if left < len(asked):
             talk.say(f"{len(asked) - left} of {len(asked)} prompts have a row already")
         if not left:
             return
-        opening = open_decoding(draft, sources, drafting, sampling, loading, talk, check)
-        with opening as (loaded, _, settings, _):
-            from layerskip.checkpoints import encode
-            from layerskip.serving.scheduler import Serving
+        told = _Told(talk, left)
+        if ray:
+            from layerskip.serving.ray import answer_by_ray, cluster
 
-            names = ("do_sample", "temperature", "top_k", "top_p")
-            law = {name: settings.pop(name) for name in names if name in settings}
-            ahead = _AHEAD * max_rows
-            serving = Serving(
-                loaded.model,
-                memory=None if memory is None else int(memory * 1e9),
-                max_rows=max_rows,
-                max_queue=2 * ahead,
-                **settings,
-            )
-
-            def task_of(number: int, prompt: Prompt) -> Task:
-                ids = encode(loaded.tokenizer, prompt)[0].tolist()
-                return _task(loaded, ids, wording, max_new_tokens, seed=seed + number, **law)
-
-            told = _Told(talk, left)
-            progress = answer_all(
-                serving, loaded.tokenizer, asked, task_of, answers, ahead=ahead, told=told
-            )
-            talk.say(told.words(progress))
-        if progress.errors:
-            talk.say(f"{progress.errors} prompts failed; --retry-errors tries them again")
+            with cluster(ray_address, ray_workers):
+                answer_by_ray(
+                    partial(opening, Talk(quiet=True)),
+                    asked,
+                    answers,
+                    told,
+                    workers=ray_workers,
+                    at_once=2 * max_rows,
+                    gpus=loading.device != "cpu",
+                    say=talk.say,
+                )
+        else:
+            with opening(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
+                answer_all(answering, asked, answers, told)
+        talk.say(told.words(answers.progress))
+    if errors := answers.progress.errors:
+        talk.say(f"{errors} prompts failed; --retry-errors tries them again")
+        if ranks == 1:  # torchrun would end the other processes
             raise typer.Exit(1)
 
 
@@ -129,23 +174,117 @@ def _shard(given: str) -> tuple[int, int]:
     return index, count
 
 
-def _task(
-    loaded: Loaded, ids: list[int], wording: Wording, max_new_tokens: int, **law: Any
-) -> Task:
-    from transformers import RepetitionPenaltyLogitsProcessor
+def _rank() -> tuple[int, int]:
+    """Which of how many processes of torchrun this is."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    from layerskip.serving.history import StopStrings
-    from layerskip.serving.tasks import Task
 
-    penalty, stop = wording.repetition_penalty, wording.stop
-    return Task(
-        ids,
-        max_new_tokens,
-        min_p=wording.min_p,
-        processors=[] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)],
-        stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
-        **law,
-    )
+@contextmanager
+def _open(
+    talk: Talk,
+    *,
+    beside: int,
+    max_new_tokens: int,
+    max_rows: int,
+    memory: float | None,
+    spoken: Prompt | None,
+    seed: int,
+    loading: Loading,
+    wording: Wording,
+    form: Form,
+    sampling: Sampling,
+    draft: DraftFlags,
+    sources: Sources,
+    drafting: Drafting,
+) -> Iterator[Answering]:
+    """A model that answers; what it is asked can be sent to another process.
+
+    Args:
+        beside: models on this machine, this one too.
+        spoken: a prompt for the chat template, if there is one.
+    """
+    processors: list[Any] = []
+
+    def check(loaded: Loaded) -> None:
+        from layerskip.checkpoints import encode
+
+        if spoken is not None and not loaded.tokenizer.chat_template:
+            encode(loaded.tokenizer, spoken)  # else each prompt would fail by itself
+        processors.extend(form.processors(loaded))
+
+    loading = replace(loading, device=_device(loading.device))
+    opening = open_decoding(draft, sources, drafting, sampling, loading, talk, check)
+    with opening as (loaded, _, settings, _):
+        from layerskip.checkpoints import encode
+        from layerskip.serving.files import Answering
+        from layerskip.serving.scheduler import Serving
+        from layerskip.session import share
+
+        names = ("do_sample", "temperature", "top_k", "top_p")
+        law = {name: settings.pop(name) for name in names if name in settings}
+        own = share(loaded.model.device) // beside
+        serving = Serving(
+            loaded.model,
+            memory=2 * own if memory is None else int(memory * 1e9),
+            session_memory=own,
+            max_rows=max_rows,
+            max_queue=2 * _AHEAD * max_rows,
+            **settings,
+        )
+        kept = lru_cache(16)(partial(_kept_to, loaded))
+
+        def task_of(number: int, prompt: Prompt) -> Task:
+            from transformers import RepetitionPenaltyLogitsProcessor
+
+            from layerskip.serving.history import StopStrings
+            from layerskip.serving.tasks import Task
+
+            ids = encode(loaded.tokenizer, prompt)[0].tolist()
+            penalty, stop = wording.repetition_penalty, wording.stop
+            found = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
+            form_ = prompt.response_format
+            return Task(
+                ids,
+                max_new_tokens,
+                seed=seed + number,
+                min_p=wording.min_p,
+                processors=[*found, *(processors if form_ is None else kept(json.dumps(form_)))],
+                stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
+                **law,
+            )
+
+        yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
+
+
+def _device(name: str) -> str:
+    """The GPU of this process, where torchrun started several on this machine."""
+    own = int(os.environ.get("LOCAL_RANK", 0))
+    if name == "auto" and own:
+        import torch
+
+        if torch.cuda.is_available():
+            return f"cuda:{own % torch.cuda.device_count()}"
+    return name
+
+
+def _kept_to(loaded: Loaded, response_format: str) -> list[Any]:
+    """What a prompt's own `response_format`, as JSON, asks for, as a logits processor."""
+    from layerskip.grammars import json_schema
+    from layerskip.requests import end_tokens
+
+    match json.loads(response_format):
+        case {"type": "text"}:
+            return []
+        case {"type": "json_object"}:
+            schema: dict[str, Any] = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            pass
+        case _:
+            raise ValueError(
+                'response_format must be {"type": "json_schema", "json_schema": {"schema": ...}}, '
+                '{"type": "json_object"} or {"type": "text"}'
+            )
+    return [json_schema(schema, loaded.tokenizer, eos=sorted(end_tokens(loaded.model)) or None)]
 
 
 class _Told:

@@ -1,11 +1,16 @@
-"""A file of prompts answered by a `Serving`: a row for each, kept as soon as it is there."""
+"""A file of prompts answered by a `Serving`: a row for each, kept as soon as it is there.
+
+One of several processes, on machines that share a folder, writes a part of the file OUT, which is
+OUT.I-of-N, and joins it at its end; what a killed one has left is joined by the next that starts.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +25,11 @@ from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, Task
 from layerskip.text import decode_text
 
+Row = dict[str, Any]
+Asked = tuple[int, Prompt]
+"""A prompt and its number among all."""
 _BEGIN = b'{"id": "'  # of every row
+_JOINING = 60.0  # seconds in which other processes join their parts
 
 
 @dataclass
@@ -37,20 +46,19 @@ class Answers:
 
     Attributes:
         done: ids of the rows.
-        failed: those of rows with an error.
+        progress: what has been added.
     """
 
-    def __init__(self, file: IO[bytes], done: set[str], failed: set[str]) -> None:
-        self._file, self.done, self.failed = file, done, failed
+    def __init__(self, file: IO[bytes], done: set[str]) -> None:
+        self._file, self.done, self.progress = file, done, Progress()
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Write a row."""
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        _keep(self._file)
         self.done.add(row["id"])
-        if "error" in row:
-            self.failed.add(row["id"])
+        self.progress.rows += 1
+        self.progress.errors += "error" in row
 
 
 @contextmanager
@@ -63,37 +71,83 @@ def open_answers(path: Path, *, retry_errors: bool = False) -> Iterator[Answers]
         retry_errors: rows with an error go, too.
 
     Raises:
-        ValueError: another process has it, or a line is no row; names the line.
+        ValueError: another process has it or a part of it, or a line is no row; names the line.
         OSError: it cannot be read or written.
     """
-    lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
-    try:
-        lock.acquire()  # a dead process lets go
-    except Timeout as error:
-        raise ValueError(
-            f"another run writes {path}; wait for its end, or give another --output"
-        ) from error
-    try:
-        rows, torn = _read_rows(path)
-        kept = [line for line, row in rows if not (retry_errors and "error" in row)]
-        if len(kept) < len(rows):
-            with replacing(path) as partial:
-                partial.write_bytes(b"".join(kept))
-        elif torn:
-            os.truncate(path, sum(map(len, kept)))
-        left = [row for _, row in rows if not (retry_errors and "error" in row)]
-        failed = {row["id"] for row in left if "error" in row}
+    with _locked(path):
+        rows = _joined(path)
+        if retry_errors and any(map(_failed, rows.values())):
+            rows = {id_: line for id_, line in rows.items() if not _failed(line)}
+            _write(path, rows)
         with path.open("ab") as file:
-            yield Answers(file, {row["id"] for row in left}, failed)
-    finally:
-        lock.release()
+            yield Answers(file, set(rows))
 
 
-def _read_rows(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
-    """Whole lines and their rows, and whether a line behind them was cut off."""
+@contextmanager
+def open_part(
+    path: Path, index: int, count: int, *, retry_errors: bool = False
+) -> Iterator[Answers]:
+    """The rows of a file, and more in a part of this process, joined at its end.
+
+    Args:
+        index, count: which of how many processes.
+        retry_errors: rows with an error are not done; new ones take their places.
+
+    Raises:
+        ValueError: processes of another count have parts of it, or a line is no row.
+        OSError: it cannot be read or written.
+    """
+    part = path.with_name(f"{path.name}.{index}-of-{count}")
+    with ExitStack() as stack:
+        with _locked(path, _JOINING):
+            rows = _joined(path, count)
+            stack.enter_context(_locked(part))
+        done = {id_ for id_, line in rows.items() if not (retry_errors and _failed(line))}
+        with part.open("ab") as file:
+            try:
+                yield Answers(file, done)
+            finally:
+                stack.close()
+                with _locked(path, _JOINING):
+                    _joined(path, count)
+
+
+def _joined(path: Path, count: int = 1) -> dict[str, bytes]:
+    """Lines of a file by the ids of their rows, parts of it that nobody writes joined.
+
+    Args:
+        count: of processes that may write parts meanwhile.
+    """
+    rows, torn = _read_rows(path)
+    name = re.compile(re.escape(path.name) + r"\.\d+-of-(\d+)")
+    found = [(each, name.fullmatch(each.name)) for each in path.parent.iterdir()]
+    with ExitStack() as stack:
+        joined = []
+        for part, match in found:
+            if match is None:
+                continue
+            try:
+                stack.enter_context(_locked(part))
+            except ValueError:
+                if int(match[1]) != count:
+                    raise
+                continue
+            rows |= _read_rows(part)[0]
+            joined.append(part)
+        if joined or torn:
+            _write(path, rows)
+        for part in joined:
+            part.unlink()
+    for part in joined:
+        _lock_file(part).unlink(missing_ok=True)  # whoever locks a part has locked the whole
+    return rows
+
+
+def _read_rows(path: Path) -> tuple[dict[str, bytes], bool]:
+    """Whole lines by the ids of their rows, and whether a line behind them was cut off."""
     data = path.read_bytes() if path.exists() else b""
     *lines, last = data.split(b"\n")
-    rows = []
+    rows = {}
     for number, line in enumerate(lines, 1):
         try:
             row = mapping(parse(line), "a row")
@@ -103,87 +157,149 @@ def _read_rows(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
             raise ValueError(
                 f"{path}, line {number}: {error}; correct the line, or give another --output"
             ) from error
-        rows.append((line + b"\n", row))
+        rows[row["id"]] = line + b"\n"
     if not last.startswith(_BEGIN[: len(last)]):  # nothing that a run has begun
         raise ValueError(f"{path}, line {len(lines) + 1}: no row; give another --output")
     return rows, bool(last)
 
 
-def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[tuple[int, Prompt]]:
+def _failed(line: bytes) -> bool:
+    return "error" in json.loads(line)
+
+
+def _write(path: Path, rows: dict[str, bytes]) -> None:
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.writelines(rows.values())
+        _keep(file)
+
+
+def _keep(file: IO[bytes]) -> None:
+    """What was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _locked(path: Path, seconds: float = 0) -> Iterator[None]:
+    """Nobody else has locked it meanwhile.
+
+    Args:
+        seconds: to wait for others.
+
+    Raises:
+        ValueError: they have not gone.
+    """
+    lock = FileLock(_lock_file(path), timeout=seconds)
+    try:
+        lock.acquire()  # a dead process lets go
+    except Timeout as error:
+        raise ValueError(
+            f"another run writes {path}; wait for its end, or give another --output"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:
     """Every `count`-th prompt from `index`, with its number among all."""
     return list(enumerate(prompts))[index::count]
 
 
+@dataclass(frozen=True)
+class Answering:
+    """A model that answers prompts.
+
+    Attributes:
+        task_of: what is asked for; a ValueError of it becomes a row.
+        ahead: prompts that are encoded and sorted at once; `serving` lets twice as many wait.
+    """
+
+    serving: Serving
+    tokenizer: Any
+    task_of: Callable[[int, Prompt], Task]
+    ahead: int
+
+    def submit(self, id_: str, task: Task, tell: Callable[[int, Row | None], None]) -> None:
+        """Begin a text.
+
+        Args:
+            tell: called on the thread that steps, with the number of new tokens, and with the row
+                at last.
+        """
+        tokens: list[int] = []
+
+        def told(piece: Piece) -> None:
+            tokens.extend(piece.tokens)
+            row: Row | None = None
+            if piece.reason == "error":
+                row = error_row(id_, piece.error)
+            elif piece.reason is not None:
+                row = {
+                    "id": id_,
+                    "text": decode_text(self.tokenizer, tokens),
+                    "token_ids": tokens,
+                    "finish_reason": piece.reason,
+                    "prompt_tokens": len(task.prompt),
+                    "new_tokens": len(tokens),
+                    "seed": task.seed if task.do_sample else None,
+                    "drafted": piece.counts.drafted,
+                    "accepted": piece.counts.accepted,
+                }
+            tell(len(piece.tokens), row)
+
+        self.serving.submit(task, told)
+
+
+def error_row(id_: str, reason: object) -> Row:
+    """The row of a prompt that has no text."""
+    return {"id": id_, "error": " ".join(str(reason).split())}
+
+
 def answer_all(
-    serving: Serving,
-    tokenizer: Any,
-    asked: Iterable[tuple[int, Prompt]],
-    task_of: Callable[[int, Prompt], Task],
+    answering: Answering,
+    asked: Iterable[Asked],
     answers: Answers,
-    *,
-    ahead: int,
     told: Callable[[Progress], None] = lambda progress: None,
-) -> Progress:
+) -> None:
     """Answer prompts that have no row yet, those of like lengths beside each other.
 
     Args:
-        asked: prompts and their numbers.
-        task_of: what is asked for; a ValueError of it becomes a row.
-        ahead: prompts that are encoded and sorted at once; `serving` must let twice as many wait.
         told: called after each step.
     """
-    progress, going = Progress(), set[str]()
+    progress, going = answers.progress, set[str]()
     left = (each for each in asked if each[1].id not in answers.done)
 
-    def fail(id_: str, reason: object) -> None:
-        answers.add({"id": id_, "error": " ".join(str(reason).split())})
-        progress.rows += 1
-        progress.errors += 1
-
     def submit(id_: str, task: Task) -> None:
-        tokens: list[int] = []
+        def tell(new: int, row: Row | None) -> None:
+            progress.tokens += new
+            if row is not None:
+                going.discard(id_)
+                answers.add(row)
 
-        def tell(piece: Piece) -> None:
-            tokens.extend(piece.tokens)
-            progress.tokens += len(piece.tokens)
-            if piece.reason is None:
-                return
-            going.discard(id_)
-            if piece.reason == "error":
-                return fail(id_, piece.error)
-            row = {
-                "id": id_,
-                "text": decode_text(tokenizer, tokens),
-                "token_ids": tokens,
-                "finish_reason": piece.reason,
-                "prompt_tokens": len(task.prompt),
-                "new_tokens": len(tokens),
-                "seed": task.seed if task.do_sample else None,
-                "drafted": piece.counts.drafted,
-                "accepted": piece.counts.accepted,
-            }
-            answers.add(row)
-            progress.rows += 1
-
-        serving.submit(task, tell)
+        answering.submit(id_, task, tell)
         going.add(id_)
 
     more = True
     while more or going:
-        if more and len(going) <= ahead // 2:  # before the batch runs out of texts
-            taken = list(islice(left, ahead))
+        if more and len(going) <= answering.ahead // 2:  # before the batch runs out of texts
+            taken = list(islice(left, answering.ahead))
             more = bool(taken)
             tasks: list[tuple[str, Task]] = []
             for number, prompt in taken:
                 try:
-                    tasks.append((prompt.id, task_of(number, prompt)))
+                    tasks.append((prompt.id, answering.task_of(number, prompt)))
                 except ValueError as error:
-                    fail(prompt.id, error)
+                    answers.add(error_row(prompt.id, error))
             for id_, task in sorted(tasks, key=lambda each: len(each[1].prompt)):
                 try:
                     submit(id_, task)
                 except ValueError as error:
-                    fail(id_, error)
-        serving.step()
+                    answers.add(error_row(id_, error))
+        answering.serving.step()
         told(progress)
-    return progress

@@ -1,0 +1,154 @@
+"""Ray: a file of prompts answered on the machines of a cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+try:
+    import ray
+    import ray.data
+    from ray.data import ActorPoolStrategy, DataContext
+except ImportError as missing:
+    raise ValueError(f"--ray needs {missing.name}: pip install 'layerskip[ray]'") from missing
+
+from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
+
+
+class Opening(Protocol):
+    """Opens a model that answers; can be sent to another process."""
+
+    def __call__(self, *, beside: int) -> AbstractContextManager[Answering]: ...
+
+
+@contextmanager
+def cluster(address: str | None = None, workers: int | None = None) -> Iterator[None]:
+    """A connection to a Ray cluster, without its talk; one that is started here ends, too.
+
+    Args:
+        address: by default that of RAY_ADDRESS; without either a cluster is started here.
+        workers: that a cluster which is started here has room for.
+
+    Raises:
+        ValueError: there is no cluster.
+    """
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    here: dict[str, Any] = {}
+    if address == "local":
+        here = {"num_cpus": max(os.cpu_count() or 1, workers or 1), "include_dashboard": False}
+    try:
+        ray.init(address, **here, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no Ray cluster at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def answer_by_ray(
+    opening: Opening,
+    asked: Sequence[Asked],
+    answers: Answers,
+    told: Callable[[Progress], None],
+    *,
+    workers: int | None = None,
+    at_once: int = 32,
+    gpus: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Answer prompts that have no row yet on the cluster that this process is connected to.
+
+    Each prompt is a task of Ray Data, for an actor with a model. Its row is that of one process,
+    but for how much was drafted, and is written here as soon as it is there. What an actor had
+    when it died is done by another.
+
+    Args:
+        opening: run by each actor, in this working directory where its machine has that.
+        told: called after each row.
+        workers: actors; by default one a GPU, without any one a machine.
+        at_once: prompts that an actor has at once.
+        gpus: whether actors take a GPU each, where there are some.
+        say: told how many actors there are.
+
+    Raises:
+        ValueError: actors cannot open the model.
+    """
+    machines = [node for node in ray.nodes() if node["Alive"]]
+    cards = int(ray.cluster_resources().get("GPU", 0)) if gpus else 0
+    actors = workers or cards or len(machines)
+    say(f"Ray: {actors} models on {len(machines)} machines, {at_once} prompts at once each")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    left = [each for each in asked if each[1].id not in answers.done]
+    left.sort(key=lambda each: len(each[1].text or str(each[1].messages)))  # like beside like
+    items = [{"asked": pickle.dumps(each)} for each in left]
+    rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        _Worker,
+        fn_constructor_args=[opening, -(-actors // len(machines)), os.getcwd()],
+        compute=ActorPoolStrategy(
+            size=actors,
+            max_concurrent_calls_per_actor=at_once,
+            max_tasks_in_flight_per_actor=at_once,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=None if cards else 1,
+        num_gpus=1 if cards else None,
+    )
+    for found in rows.iter_rows():
+        row: Row = json.loads(found["row"])
+        if "refused" in row:
+            raise ValueError(row["refused"])
+        answers.add(row)
+        answers.progress.tokens += row.get("new_tokens", 0)
+        told(answers.progress)
+
+
+class _Worker:
+    """An actor: answers prompts, each on a thread of its own that waits for the one that steps."""
+
+    def __init__(self, opening: Opening, beside: int, folder: str) -> None:
+        import torch
+
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        # Ray allows one thread of the CPU where an actor has one CPU to itself
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // beside))
+        self._stack, self._refused = ExitStack(), ""
+        try:
+            self._answering = self._stack.enter_context(opening(beside=beside))
+            self._answering.serving.start()
+        except (ValueError, OSError) as error:  # another actor would fail in the same way
+            self._refused = str(error)
+
+    def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
+        number, prompt = pickle.loads(given["asked"])
+        return {"row": json.dumps(self._row(number, prompt))}
+
+    def _row(self, number: int, prompt: Any) -> Row:
+        if self._refused:
+            return {"refused": self._refused}
+        ended, found = threading.Event(), list[Row]()
+
+        def tell(new: int, row: Row | None) -> None:
+            if row is not None:
+                found.append(row)
+                ended.set()
+
+        try:
+            self._answering.submit(prompt.id, self._answering.task_of(number, prompt), tell)
+        except ValueError as error:
+            return error_row(prompt.id, error)
+        ended.wait()
+        return found[0]
