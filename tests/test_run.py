@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +20,7 @@ import layerskip
 from layerskip.checkpoints import encode, load
 from layerskip.cli import main as cli
 from layerskip.prompts import read_prompts
+from layerskip.serving.files import open_answers, open_part
 from layerskip.text import decode_text
 
 FLAGS = ("--execution", "fused", "--exit-layer", "3", "-n", "8", "--max-rows", "3")
@@ -52,8 +53,13 @@ def rows(output: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in found}
 
 
-def texts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {id_: row["text"] for id_, row in found.items()}
+def settled(output: Path) -> dict[str, dict[str, Any]]:
+    """Rows by id without what depends on who was beside them: how much was drafted."""
+    counts = {"drafted", "accepted"}
+    return {
+        id_: {name: value for name, value in row.items() if name not in counts}
+        for id_, row in rows(output).items()
+    }
 
 
 def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_path):
@@ -83,7 +89,7 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
     for index, count in enumerate((5, 9)):  # one file, one shard after the other
         assert run(given, parts, *SAMPLED, "--shard", f"{index}/2").exit_code == 0
         assert len(rows(parts)) == count
-    assert texts(rows(parts)) == texts(rows(whole))
+    assert settled(parts) == settled(whole)
 
 
 def test_a_run_goes_on_behind_a_torn_line_and_tries_errors_when_told(given, tmp_path):
@@ -94,12 +100,9 @@ def test_a_run_goes_on_behind_a_torn_line_and_tries_errors_when_told(given, tmp_
     output.write_bytes(b"".join(kept) + json.dumps(ERROR).encode() + b"\n" + lines[5][:20])
     assert run(given, output).exit_code == 0
     assert output.read_bytes().startswith(b"".join(kept))
-    found = rows(output)
-    assert found.pop("a3") == ERROR
-    # how much is drafted depends on who is beside it
-    assert texts(found) == {id_: text for id_, text in texts(rows(whole)).items() if id_ != "a3"}
+    assert settled(output) == settled(whole) | {"a3": ERROR}
     assert run(given, output, "--retry-errors").exit_code == 0
-    assert texts(rows(output)) == texts(rows(whole))
+    assert settled(output) == settled(whole)
     before = output.read_bytes()
     assert run(given, output, "--retry-errors").exit_code == 0
     assert output.read_bytes() == before
@@ -116,6 +119,29 @@ def test_a_prompt_that_fails_has_a_row_of_its_own(given, tmp_path):
     assert found["long"].keys() == {"id", "error"}
     assert "must be at most" in found["long"]["error"]
     assert sum("text" in row for row in found.values()) == 9
+
+
+def test_texts_are_kept_to_grammars_their_own_first(given, tmp_path):
+    output, schema = tmp_path / "out", {"type": "object", "required": ["a"]}
+    schema |= {"properties": {"a": {"enum": [1, 2]}}, "additionalProperties": False}
+    own = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    forms = [None, own, {"type": "text"}, {"type": "grammar"}]
+    lines = [
+        {"id": f"g{n}", "prompt": "x =", "response_format": each} for n, each in enumerate(forms)
+    ]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(given, output, "--regex", "(yes|no)+", "-n", "20").exit_code == 1
+    found = rows(output)
+    assert re.fullmatch("(yes|no)+", found["g0"]["text"][:3].removesuffix("n"))
+    assert json.loads(found["g1"]["text"])["a"] in (1, 2)
+    assert not re.match("yes|no|{", found["g2"]["text"])
+    assert "response_format must be" in found["g3"]["error"]
+    (tmp_path / "schema").write_text(json.dumps(schema))
+    flags = ("--json-schema", str(tmp_path / "schema"), "--retry-errors")
+    output.write_text("")
+    given.write_text(json.dumps(lines[0]) + "\n")
+    assert run(given, output, *flags).exit_code == 0
+    assert rows(output)["g0"]["text"] == found["g1"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +176,103 @@ def test_what_cannot_be_run_is_refused(given, tmp_path):
     assert not output.exists()
 
 
+def row_of(id_: str, text: str = "", **more: Any) -> dict[str, Any]:
+    return {"id": id_, "text": text} | more
+
+
+class TestParts:
+    """What several processes write of one file."""
+
+    def test_each_joins_its_own_at_its_end(self, tmp_path):
+        output = tmp_path / "out"
+        output.write_text(json.dumps(row_of("a")) + "\n")
+        with open_part(output, 0, 2) as first:
+            first.add(row_of("b"))
+            with open_part(output, 1, 2) as second:
+                assert first.done == {"a", "b"}
+                assert second.done == {"a"}
+                second.add(row_of("c"))
+            assert list(rows(output)) == ["a", "c"]
+            first.add(row_of("d"))
+        assert list(rows(output)) == ["a", "c", "b", "d"]
+        assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock"}
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_what_killed_processes_have_left_is_joined_by_the_next(self, tmp_path, count):
+        output = tmp_path / "out"
+        output.write_text(json.dumps(row_of("a")) + "\n" + '{"id": "b')  # of a run of one
+        left = json.dumps(row_of("b")) + "\n" + '{"id": "c", "te'
+        (tmp_path / "out.1-of-2").write_text(left)
+        (tmp_path / "out.1-of-2.notes").write_text("mine")
+        opened = open_answers(output) if count == 1 else open_part(output, 0, count)
+        with opened as answers:
+            assert answers.done == {"a", "b"}
+            assert list(rows(output)) == ["a", "b"]
+        assert not (tmp_path / "out.1-of-2").exists()
+        assert (tmp_path / "out.1-of-2.notes").read_text() == "mine"
+
+    def test_errors_are_tried_again_and_keep_their_places(self, tmp_path):
+        output = tmp_path / "out"
+        output.write_text(json.dumps(ERROR) + "\n" + json.dumps(row_of("b")) + "\n")
+        with open_part(output, 0, 2) as answers:
+            assert answers.done == {"a3", "b"}
+        with open_part(output, 1, 2, retry_errors=True) as answers:
+            assert answers.done == {"b"}
+            answers.add(row_of("a3", "better"))
+            assert rows(output)["a3"] == ERROR
+        assert list(rows(output).values()) == [row_of("a3", "better"), row_of("b")]
+
+    def test_a_run_beside_them_is_refused(self, tmp_path):
+        output = tmp_path / "out"
+        with open_part(output, 0, 2) as answers:
+            answers.add(row_of("a"))
+            for opened in (open_answers(output), open_part(output, 0, 3), open_part(output, 0, 2)):
+                with pytest.raises(ValueError, match=r"another run writes .*out\.0-of-2"), opened:
+                    pass
+        assert list(rows(output)) == ["a"]
+
+
+def test_torchrun_gives_each_process_its_shard(given, tmp_path, monkeypatch):
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    assert run(given, whole).exit_code == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "leave out --shard" in run(given, output, "--shard", "0/2").stderr
+    for rank, count in (("1", 4), ("0", 9)):
+        monkeypatch.setenv("RANK", rank)
+        assert run(given, output).exit_code == 0
+        assert len(rows(output)) == count
+    assert settled(output) == settled(whole)
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    given.write_text(
+        json.dumps({"id": "long", "prompt": "x y z " * 5000}) + "\n" + given.read_text()
+    )
+    assert run(given, whole, *SAMPLED).exit_code == 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    command += ["layerskip", "run", "demo-llama", str(given), "--output", str(output)]
+    # an error ends none of the processes
+    done = subprocess.run([*command, *FLAGS, *SAMPLED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 prompts failed" in done.stderr
+    assert settled(output) == settled(whole)
+    assert not list(tmp_path.glob("out.*"))
+
+
+def started(given: Path, output: Path, *flags: str) -> subprocess.Popen[str]:
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "layerskip", "run", "demo-llama", str(given)]
+    command += ["--output", str(output), *FLAGS, *flags]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     "ended", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
@@ -159,13 +282,7 @@ def test_nothing_is_lost_or_twice_after_an_end(given, tmp_path, ended):
     given.write_text(
         "".join(json.dumps({"id": f"b{n}", "prompt": f"x = {n}"}) + "\n" for n in range(60))
     )
-    command = [sys.executable, "-m", "layerskip", "run", "demo-llama", str(given)]
-    command += ["--output", str(output), *FLAGS]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = started(given, output)
     wanted = draw.randint(1, 12)
     while process.poll() is None and (
         not output.exists() or output.read_bytes().count(b"\n") < wanted
@@ -181,3 +298,36 @@ def test_nothing_is_lost_or_twice_after_an_end(given, tmp_path, ended):
     assert run(given, output).exit_code == 0
     assert output.read_bytes().startswith(kept)
     assert rows(output).keys() == {f"b{n}" for n in range(60)}
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_any_moment_lose_nothing(given, tmp_path):
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    lines = [{"id": f"b{n}", "prompt": f"x = {n}" * (1 + n % 7)} for n in range(300)]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(given, whole, *SAMPLED).exit_code == 0
+    draw = random.Random(0)
+    kept, counts = b"", []
+    for kill in range(20):
+        process = started(given, output, *SAMPLED)
+        if kill % 4:  # while it answers
+            wanted = kept.count(b"\n") + draw.randint(1, 12)
+            while process.poll() is None and (
+                not output.exists() or output.read_bytes().count(b"\n") < wanted
+            ):
+                time.sleep(0.001)
+            time.sleep(draw.random() / 50)
+        else:  # while it begins
+            time.sleep(draw.random() * 6)
+        assert process.poll() is None
+        process.kill()
+        process.communicate()
+        found = output.read_bytes() if output.exists() else b""
+        assert found.startswith(kept)
+        kept = found[: found.rfind(b"\n") + 1]
+        counts.append(kept.count(b"\n"))
+    assert len(set(counts)) > 10
+    assert counts[-1] < 300
+    assert run(given, output, *SAMPLED).exit_code == 0
+    assert output.read_bytes().startswith(kept)
+    assert settled(output) == settled(whole)
