@@ -174,7 +174,8 @@ class _Xgrammar(Grammar):
             1, self.compiled.tokenizer_info.vocab_size
         )  # (1, words) int32
         self.matcher.fill_next_token_bitmask(bits)
-        return bits[0].numpy().view(np.uint8)
+        found: np.ndarray[Any, np.dtype[np.uint8]] = bits[0].numpy().view(np.uint8)
+        return found
 
     def _may_end(self) -> bool:
         return bool(self.matcher.is_completed())

@@ -1,4 +1,4 @@
-"""Ray: a file of prompts answered on the machines of a cluster."""
+"""Ray: files of prompts answered, and servers replicated, on the machines of a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
 except ImportError as missing:
-    raise ValueError(f"--ray needs {missing.name}: pip install 'layerskip[ray]'") from missing
+    raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
 from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
 
@@ -152,3 +152,60 @@ class _Worker:
             return error_row(prompt.id, error)
         ended.wait()
         return found[0]
+
+
+def deployment(
+    model: str,
+    *,
+    replicas: int = 1,
+    cpus: float = 1,
+    gpus: float = 0,
+    name: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    context: int | None = None,
+    api_key: str | None = None,
+    max_rows: int = 16,
+    max_queue: int = 128,
+    **settings: Any,
+) -> Any:
+    """The server of `layerskip serve` as an application of Ray Serve.
+
+    Run it with `ray.serve.run(deployment("smollm2", replicas=2))`. Each replica has a model, a
+    batch and a queue of its own; Ray Serve spreads requests over them.
+
+    Args:
+        model, device, dtype: as of `layerskip.checkpoints.load`.
+        cpus, gpus: of a replica; it computes on as many threads.
+        name: what clients call the model; by default its own name.
+        context, api_key: as of `Served.of` and `make_app`.
+        max_rows, max_queue: of a replica, as of `Serving`.
+        **settings: as for `LayerSkipDecoding`.
+    """
+    from ray import serve
+
+    def build() -> Any:
+        from layerskip.checkpoints import load
+        from layerskip.serving.api import Served
+        from layerskip.serving.http import make_app
+        from layerskip.serving.scheduler import Serving
+
+        loaded = load(model, device=device, dtype=dtype)
+        called = name or (model if loaded.folder is None else Path(model).resolve().name)
+        served = Served.of(called, loaded.model, loaded.tokenizer, context=context)
+        serving = Serving(
+            loaded.model,
+            max_rows=max_rows,
+            max_queue=max_queue,
+            max_tokens=served.context,
+            **settings,
+        )
+        return make_app(serving, served, api_key=api_key)
+
+    replicated = serve.deployment(
+        name="layerskip",
+        num_replicas=replicas,
+        max_ongoing_requests=max_rows + max_queue,  # what is over is for each replica's own queue
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+    )
+    return replicated(serve.ingress(build)()).bind()

@@ -1,0 +1,133 @@
+"""Files of prompts and servers on clusters of Ray that are started here."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from test_run import SAMPLED, given, rows, run, settled, started
+
+import layerskip
+from layerskip.checkpoints import encode, load
+from layerskip.prompts import Prompt
+from layerskip.text import decode_text
+
+__all__ = ["given"]  # a fixture
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("default"),  # Ray warns of itself
+]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sends no statistics, and its workers wait for nobody else on a busy machine."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+
+
+def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(given, tmp_path):
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    lines = [{"id": f"b{n}", "prompt": f"x = {n}" * (1 + n % 7)} for n in range(40)]
+    lines[5]["prompt"] = "x y z " * 5000
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(given, whole, *SAMPLED).exit_code == 1
+    process = started(given, output, *SAMPLED, "--ray", "--ray-workers", "2")
+    while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    kept = output.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    assert 3 <= kept.count(b"\n") < 40
+    process = started(given, output, *SAMPLED, "--ray", "--ray-workers", "2")
+    _, said = process.communicate()
+    assert process.returncode == 1
+    first, *_, failed = said.splitlines()
+    assert first.endswith("of 40 prompts have a row already")
+    assert "Ray: 2 models on 1 machines" in said
+    assert "prompts failed" in failed
+    assert output.read_bytes().startswith(kept)
+    assert settled(output) == settled(whole)
+
+
+@pytest.fixture
+def machines() -> Iterator[str]:
+    """The address of a cluster of two machines, both of which are this one."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=2)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_each_machine_of_a_cluster_has_a_worker(given, tmp_path, machines, monkeypatch):
+    output, whole = tmp_path / "out", tmp_path / "whole"
+    assert run(given, whole).exit_code == 0
+    monkeypatch.setenv("RAY_ADDRESS", machines)
+    process = started(given, output, "--ray")
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "Ray: 2 models on 2 machines" in said
+    assert settled(output) == settled(whole)
+    # what a worker refuses is refused in one line
+    monkeypatch.delenv("RAY_ADDRESS")
+    flags = ("--ray", "--ray-address", machines)
+    process = started(given, tmp_path / "other", "--exit-layer", "99", *flags)
+    _, said = process.communicate()
+    assert process.returncode == 2
+    assert said.splitlines()[-1].startswith("layerskip: error: ")
+    assert not rows(tmp_path / "other")
+
+
+@pytest.fixture
+def served() -> Iterator[str]:
+    """The address of two replicas of a server."""
+    import ray
+    from ray import serve
+
+    from layerskip.serving.ray import cluster, deployment
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    settings: dict[str, Any] = {"execution": "fused", "draft_memory": 0, "controller": "fixed"}
+    with cluster("local", workers=4):
+        serve.start(http_options={"port": port})
+        application = deployment("demo-llama", replicas=2, api_key="a key", **settings)
+        serve.run(application)
+        assert len([each for each in ray.nodes() if each["Alive"]]) == 1
+        yield f"http://127.0.0.1:{port}/v1"
+        serve.shutdown()
+
+
+def test_replicas_of_a_server_write_the_text_of_generate(served):
+    loaded = load("demo-llama", device="cpu", dtype="float32")
+    body = {"model": "demo-llama", "max_tokens": 12, "temperature": 0.9, "top_k": 20}
+    key = {"Authorization": "Bearer a key"}
+    assert httpx.post(f"{served}/completions", json=body).status_code == 401
+    for number in range(8):
+        text = f"x = {number}"
+        ids = encode(loaded.tokenizer, Prompt(id="1", text=text))  # (1, T)
+        law: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 1.0}
+        output = layerskip.generate(
+            loaded.model, ids, max_new_tokens=12, seeds=[number], execution="fused", **law
+        )
+        expected = decode_text(loaded.tokenizer, output.sequences[0, ids.shape[1] :].tolist())
+        asked = body | {"prompt": text, "seed": number, "top_p": 1}
+        answer = httpx.post(f"{served}/completions", json=asked, headers=key, timeout=60)
+        assert answer.json()["choices"][0]["text"] == expected
+    events = httpx.post(
+        f"{served}/completions", json=asked | {"stream": True}, headers=key, timeout=60
+    )
+    pieces = [line.removeprefix("data: ") for line in events.text.splitlines() if line]
+    assert pieces.pop() == "[DONE]"
+    assert "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces) == expected
