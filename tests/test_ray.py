@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -57,6 +60,19 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     assert settled(output) == settled(whole)
 
 
+def workers() -> list[int]:
+    """Processes below this one that Ray runs models in."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
+    lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, *_ in lines}
+
+    def below(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and below(parents[pid]))
+
+    named = [int(line[0]) for line in lines if line[-1].startswith("ray::MapWorker")]
+    return [pid for pid in named if below(pid)]
+
+
 @pytest.fixture
 def machines() -> Iterator[str]:
     """The address of a cluster of two machines, both of which are this one."""
@@ -72,9 +88,14 @@ def machines() -> Iterator[str]:
 
 def test_each_machine_of_a_cluster_has_a_worker(given, tmp_path, machines, monkeypatch):
     output, whole = tmp_path / "out", tmp_path / "whole"
+    lines = [{"id": f"c{n}", "prompt": f"y = {n}" * (1 + n % 7)} for n in range(40)]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run(given, whole).exit_code == 0
     monkeypatch.setenv("RAY_ADDRESS", machines)
     process = started(given, output, "--ray")
+    while process.poll() is None and not (output.exists() and output.read_bytes()):
+        time.sleep(0.005)
+    os.kill(workers()[0], signal.SIGKILL)  # what it had is done by another
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert "Ray: 2 models on 2 machines" in said

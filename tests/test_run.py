@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import layerskip
 from layerskip.checkpoints import encode, load
 from layerskip.cli import main as cli
+from layerskip.cli.run import _device
 from layerskip.prompts import read_prompts
 from layerskip.serving.files import open_answers, open_part
 from layerskip.text import decode_text
@@ -243,6 +244,18 @@ def test_torchrun_gives_each_process_its_shard(given, tmp_path, monkeypatch):
         assert run(given, output).exit_code == 0
         assert len(rows(output)) == count
     assert settled(output) == settled(whole)
+
+
+def test_processes_of_torchrun_on_one_machine_share_its_gpus(monkeypatch):
+    assert _device("auto") == "auto"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    found = []
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert _device("cpu") == "cpu"
+        found.append(_device("auto"))
+    assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
 @pytest.mark.slow

@@ -222,7 +222,9 @@ def _open(
 
         names = ("do_sample", "temperature", "top_k", "top_p")
         law = {name: settings.pop(name) for name in names if name in settings}
-        own = share(loaded.model.device) // beside
+        own = share(loaded.model.device)
+        if loaded.model.device.type == "cpu":
+            own //= beside
         serving = Serving(
             loaded.model,
             memory=2 * own if memory is None else int(memory * 1e9),
@@ -258,12 +260,12 @@ def _open(
 
 def _device(name: str) -> str:
     """The GPU of this process, where torchrun started several on this machine."""
-    own = int(os.environ.get("LOCAL_RANK", 0))
-    if name == "auto" and own:
+    own = os.environ.get("LOCAL_RANK")
+    if name == "auto" and own is not None:
         import torch
 
         if torch.cuda.is_available():
-            return f"cuda:{own % torch.cuda.device_count()}"
+            return f"cuda:{int(own) % torch.cuda.device_count()}"
     return name
 
 
