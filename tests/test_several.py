@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from models import lively_model, prompt
 from torch import Tensor
+from transformers import TemperatureLogitsWarper
 
 from layerskip.bench.lawtest import chi_square
+from layerskip.config import SkipConfig
 from layerskip.decoding import several
+from layerskip.decoding.laws import Law
 from layerskip.decoding.rules import acceptance_probability, residual
 from layerskip.decoding.several import (
     AcceptTests,
@@ -24,6 +30,10 @@ from layerskip.decoding.several import (
     rank,
     without_replacement,
 )
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.replay.drafts import replay
+from layerskip.replay.several import accepted_of_several
+from layerskip.replay.trace import Trace, take_trace
 
 LEVEL = 1e-6  # of every statistical test here
 PLACES, COUNT = 20_000, 3
@@ -168,3 +178,40 @@ def test_the_target_is_found_among_the_best_noisy_scores() -> None:
     error = 5 * math.sqrt(0.25 / PLACES)
     assert float((ranks < 1).double().mean()) == pytest.approx(first, abs=error)
     assert float((ranks < 2).double().mean()) == pytest.approx(first + second, abs=error)
+
+
+# ---------------------------------------------------------------------------------------------
+# Along the texts of a trace.
+
+
+@cache
+def traced() -> Trace:
+    law = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1)
+    prompts = [prompt(5), prompt(9)]
+    return take_trace(lively_model("llama"), prompts, max_new_tokens=40, law=law)
+
+
+def test_a_replay_of_several_drafts_agrees_with_one_of_one() -> None:
+    trace, skip = traced(), SkipConfig(attention=(1, 4), mlp=(2, 3))
+    found = accepted_of_several(trace, skip, 4)
+    played = replay(trace, skip, 1)
+    assert torch.equal(found["coupled"][:, 0].bool(), played.matches[:, 0])
+    assert 0.2 < played.survival[0] < 0.8
+    for chances in found.values():  # (N, K)
+        assert chances.shape == (trace.starts, 4)
+        assert ((chances >= 0) & (chances <= 1)).all()
+        assert (chances[:, 1:] >= chances[:, :-1] - 1e-6).all()
+        assert chances[:, 3].mean() > chances[:, 0].mean() + 0.1
+    # with one draft both rules of rejection accept the overlap of the laws, on average
+    one, other = (found[name][:, 0].mean() for name in ("k-seq", "without-replacement"))
+    assert float(one) == pytest.approx(float(other), abs=0.15)
+    assert float(one) == pytest.approx(played.survival[0], abs=0.15)
+
+
+def test_drafts_and_traces_without_laws_to_compare_are_refused() -> None:
+    greedy = Law(do_sample=False, rows=1)
+    for trace in (replace(traced(), rejection=True), replace(traced(), law=greedy)):
+        with pytest.raises(ValueError, match="sampled with shared noise"):
+            accepted_of_several(trace, SkipConfig.early_exit(3))
+    with pytest.raises(ValueError, match="Lookup has no law of its own"):
+        accepted_of_several(traced(), Lookup())

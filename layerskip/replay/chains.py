@@ -140,7 +140,7 @@ class Chains:
             tokens = fed[numbers, step].view(layout.shape)  # (B, G)
             raw = self.draft.raw(step, tokens, rows.view(layout.shape)).flatten(0, 1)  # (B G, V)
             places = self.place[flat] + step + 1  # (B G,) of what is drawn
-            at = _Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
+            at = Places(flat, rows, places, self._histories(flat, fed[numbers, : step + 1]))
             shared = None if noise is None else noise.at(step, numbers)
             wanted = tokens = trace.following[rows]  # (B G,)
             for number, (mine, allowed, gone, survival) in enumerate(
@@ -187,7 +187,7 @@ class Chains:
         ]
 
     def _draw(
-        self, raw: Tensor, at: _Places, allowed: Tensor | None, left: Tensor, noise: Tensor | None
+        self, raw: Tensor, at: Places, allowed: Tensor | None, left: Tensor, noise: Tensor | None
     ) -> Drawn:
         """Draw from raw logits (N, V), under the trace's law and accept rule.
 
@@ -247,7 +247,7 @@ class Chains:
         return [[*group, *[group[-1]] * (size - len(group))] for group in groups]
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """What chains (N,) draw at: rows among the P places, the places drawn, what they have seen."""
 
     chains: Tensor

@@ -94,7 +94,7 @@ def replay(
     if source.exit_layer is not None:
         drafts = _exit(trace, source, source.exit_layer, length, allowed)
         return _assembled(trace, source, drafts, length)
-    chains = Chains(trace, source, _all_starts(trace), length, [allowed])
+    chains = Chains(trace, source, all_starts(trace), length, [allowed])
     return _assembled(trace, source, chains.run()[0], length)
 
 
@@ -127,7 +127,7 @@ def follow(
             that does not fit the model.
     """
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
-    chains = Chains(trace, source, _all_starts(trace), length, vocabularies, follow=True)
+    chains = Chains(trace, source, all_starts(trace), length, vocabularies, follow=True)
     most = length if chains.steps < length and enough is None else 0
     return [_followed(_assembled(trace, source, each, most)) for each in chains.run(enough)]
 
@@ -179,7 +179,7 @@ def _length(trace: Trace, draft_length: int | None) -> int:
     return length
 
 
-def _all_starts(trace: Trace) -> list[Chain]:
+def all_starts(trace: Trace) -> list[Chain]:
     """A chain from every start, N of them."""
     return [
         (text, place, token)
