@@ -13,11 +13,11 @@ clock's noise stands between them. For drafts by the clock there is
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ SHOWN = 4  # depths of acceptance in the table; the file has all that were repla
 class Setting:
     """A model opened up, on its threads, and the prompts it is asked."""
 
-    args: argparse.Namespace
+    args: Namespace
     talk: Talk
     loaded: Loaded
     opened: Sublayers
@@ -91,7 +91,7 @@ class Setting:
 
 
 @contextmanager
-def setting(args: argparse.Namespace) -> Iterator[Setting]:
+def setting(args: Namespace) -> Iterator[Setting]:
     talk = Talk(quiet=False)
     chosen = spoken(given_prompts(args.prompts, args.model), args.chat)
     if not args.context:
@@ -184,7 +184,7 @@ def open_llama(at: Setting, context: int) -> dict[str, Any]:
     }
 
 
-def compare_llama(args: argparse.Namespace) -> None:
+def compare_llama(args: Namespace) -> None:
     """llama.cpp, `generate()`, plain and self on the same weights, threads and prompts; greedy."""
     if args.temperature is not None:
         raise ValueError("llama.cpp is compared greedily: leave --temperature out")
@@ -214,7 +214,7 @@ def compare_llama(args: argparse.Namespace) -> None:
 # By replay: drafts along the target's own answers
 
 
-def compare_drafts(args: argparse.Namespace) -> None:
+def compare_drafts(args: Namespace) -> None:
     """Drafts, mixtures of them with lookups, and controllers: acceptance and expected speedup.
 
     Speedups are tokens per target step of simulated rounds, by controller; "best fixed" is what the
@@ -313,8 +313,9 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
 # The command line
 
 
-def arguments() -> argparse.ArgumentParser:
-    asked = argparse.ArgumentParser(add_help=False)
+def shared_arguments() -> ArgumentParser:
+    """What every comparison is asked on."""
+    asked = ArgumentParser(add_help=False)
     asked.add_argument("model", nargs="?", default="demo-llama", help="as for layerskip")
     asked.add_argument("--output", type=Path, required=True, help="replaced")
     asked.add_argument("--prompts", type=Path, help="a file, spec-bench or copying")
@@ -328,7 +329,22 @@ def arguments() -> argparse.ArgumentParser:
     asked.add_argument("--dtype", choices=DTYPES, default="auto")
     asked.add_argument("--execution", default="auto")
     asked.add_argument("--threads", type=int, help="measured if not given")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return asked
+
+
+def with_costs(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--costs",
+        type=float,
+        nargs="+",
+        metavar="COST",
+        help="of a draft step, then of passes of 1, 2, ... tokens; in target steps; else measured",
+    )
+
+
+def arguments() -> ArgumentParser:
+    asked = shared_arguments()
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     llama = commands.add_parser("llama-cpp", parents=[asked], description=compare_llama.__doc__)
     llama.set_defaults(run=compare_llama)
@@ -340,23 +356,19 @@ def arguments() -> argparse.ArgumentParser:
     drafts.set_defaults(run=compare_drafts)
     drafts.add_argument("drafts", nargs="*", type=Path, help="skip configs, trainings' folders")
     drafts.add_argument("--exit-layer", type=int, help="a quarter of the layers otherwise")
-    drafts.add_argument(
-        "--costs",
-        type=float,
-        nargs="+",
-        metavar="COST",
-        help="of a draft step, then of passes of 1, 2, ... tokens; in target steps; else measured",
-    )
+    with_costs(drafts)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, name: str = "compare", parser: ArgumentParser | None = None
+) -> None:
+    args = (parser or arguments()).parse_args(argv)
     try:
         with cpu_threads(None):
             args.run(args)
     except (ValueError, OSError) as error:
-        print(f"compare: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
