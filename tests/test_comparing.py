@@ -1,4 +1,4 @@
-"""scripts/compare.py: every comparison whole, on tiny models, with the numbers it must find."""
+"""scripts/compare.py and rules.py: comparisons whole, on tiny models, with the right numbers."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import compare
 import pytest
+import rules
 import torch
 import training_files as made
 from checkpoints import save_checkpoint
@@ -20,9 +21,11 @@ from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import read_prompts
+from layerskip.replay.several import SEVERAL
 
 NEW = 12
-COSTS = CostTable(0.3, (1.0, 1.1, 1.2))
+COSTS_GIVEN = (0.3, 1.0, 1.1, 1.2)
+COSTS = CostTable(COSTS_GIVEN[0], COSTS_GIVEN[1:])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,57 @@ def refused(there, capsys, *words, **named):
 
 
 # ---------------------------------------------------------------------------------------------
+# Rules
+
+
+def rows_of(there, output, command, *more):
+    """A comparison of rules of the tiny model: its rows by rule, those of both drafts."""
+    fixed = ["--prompts", there / "prompts.txt", "--new-tokens", NEW, "--threads", 1]
+    fixed += ["--execution", "fused", "--output", output, *more]
+    compare.main([command, *map(str, [there / "model", *fixed])], "rules", rules.arguments())
+    found = {}
+    for row in json.loads(output.read_text())["rows"]:
+        found.setdefault(row["rule"], []).append(row)
+    return found
+
+
+def test_accept_rules_for_several_drafts(there, tmp_path, capsys):
+    rows = rows_of(there, tmp_path / "several.json", "several", "--temperature", 0.8, "--most", 3)
+    assert list(rows) == list(SEVERAL)
+    for each in rows.values():
+        for row in each:
+            assert row["places"] == 3 * (NEW - 1)
+            assert 0.2 < row["accepted"][0] <= row["accepted"][1] <= row["accepted"][2] <= 1
+    assert [row["draft"] for row in rows["k-seq"]] == list(rules.DRAFTS)
+    assert capsys.readouterr().out.count("k-seq") == 2
+    with pytest.raises(SystemExit):
+        rows_of(there, tmp_path / "several.json", "several")
+    assert "rules: error: accept rules differ in sampling only" in capsys.readouterr().err
+
+
+def test_stop_rules_lose_against_the_best_fixed_length(there, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rules, "SHARES", [0.1, 0.6])
+    monkeypatch.setattr(rules, "LENGTHS", range(1, 4))
+    more = ("--temperature", 0.8, "--bits", 4, "--costs", *COSTS_GIVEN)
+    rows = rows_of(there, tmp_path / "stops.json", "stops", *more)
+    shown = capsys.readouterr().out
+    assert rows.keys() > set(CONTROLLERS)
+    (best,) = rows.pop("best fixed afterwards")
+    for rule, (row,) in rows.items():
+        assert rule in shown
+        for half, (gain, _) in best["best_fixed"].items():
+            assert row[half]["regret"] == pytest.approx(1 - row[half]["gain"] / gain)
+    (fixed,) = rows["fixed, chosen"]
+    assert fixed["development"]["regret"] == 0 <= fixed["held out"]["regret"]
+    chosen = [row["development"]["gain"] for rule, (row,) in rows.items() if "confidence," in rule]
+    assert max(chosen) >= rows["confidence"][0]["development"]["gain"]
+
+
+# ---------------------------------------------------------------------------------------------
 # Drafts
 
 
-def drafts(there, output, *named, costs=(0.3, 1.0, 1.1, 1.2), more=()):
+def drafts(there, output, *named, costs=COSTS_GIVEN, more=()):
     more = ["--costs", *costs, "--output", output, *more]
     run(there, "drafts", *more, drafts=[there / each for each in named])
     return {row["name"]: row for row in json.loads(output.read_text())["rows"]}
