@@ -233,6 +233,15 @@ def test_a_terminal_obeys_nothing_that_a_model_writes(command, spelling, monkeyp
             assert told.startswith(hostile)
 
 
+def test_errors_command_no_terminal_either(monkeypatch):
+    for stderr in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        ask = ["chat", "--json-schema", "no\x1b[2J.json"]
+        assert cli.app(ask, standalone_mode=False) == 2
+        name = r"no\x1b[2J.json" if stderr.isatty() else "no\x1b[2J.json"
+        assert f"--json-schema {name} cannot be read" in stderr.getvalue()
+
+
 def test_columns_keep_within_a_narrow_terminal(monkeypatch):
     rows = [*chatting.COMMANDS.items(), ("alone", "")]
     for columns in (12, 20, 34, 36, 60, 200):

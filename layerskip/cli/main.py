@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -23,11 +26,11 @@ from layerskip.cli.check import check
 from layerskip.cli.demo import demo
 from layerskip.cli.env import env
 from layerskip.cli.generate import generate
-from layerskip.cli.options import spliced
 from layerskip.cli.report import report
 from layerskip.cli.run import run
 from layerskip.cli.search import search
 from layerskip.cli.serve import serve
+from layerskip.cli.terminal import shown
 from layerskip.cli.train import train
 
 SPINS = "10000"  # a thirtieth of the default; fewer cost where nothing else runs
@@ -67,7 +70,7 @@ class _Commands(TyperGroup):
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return shown(" ".join(text.split()), sys.stderr)
 
 
 def _refuse(reason: str) -> int:
@@ -121,5 +124,36 @@ def _root(
     pass
 
 
+def _spliced(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with flags of its own in place of parameters that are dataclasses of flags.
+
+    This is what typer reads; the command is called with the objects.
+    """
+    groups: dict[str, Any] = {}
+    flags: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if not is_dataclass(kind):
+            flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        flags += [
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in fields(kind)
+        ]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            own = {f.name: given.pop(f.name) for f in fields(kind)}
+            given[name] = kind(**own)
+        command(**given)
+
+    run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return run
+
+
 for command in (generate, chat, serve, run, search, train, benchmark, check, demo, report, env):
-    app.command()(spliced(command))
+    app.command()(_spliced(command))

@@ -7,13 +7,11 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -280,37 +278,6 @@ class Form:
             return [json_schema(schema, loaded.tokenizer, eos=eos)]
         assert self.regex is not None
         return [regex(self.regex, loaded.tokenizer, eos=eos)]
-
-
-def spliced(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with flags of its own in place of parameters that are dataclasses of flags.
-
-    This is what typer reads; the command is called with the objects.
-    """
-    groups: dict[str, Any] = {}
-    flags: list[Parameter] = []
-    for parameter in signature(command, eval_str=True).parameters.values():
-        kind = parameter.annotation
-        if not is_dataclass(kind):
-            flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-            continue
-        groups[parameter.name] = kind
-        hints = get_type_hints(kind, include_extras=True)
-        flags += [
-            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-            for f in fields(kind)
-        ]
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            own = {f.name: given.pop(f.name) for f in fields(kind)}
-            given[name] = kind(**own)
-        command(**given)
-
-    run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
-    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    return run
 
 
 def seconds_given(timeout: float | None, minutes: float | None) -> float | None:

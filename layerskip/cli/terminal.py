@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from layerskip.text import Detokenizer
 
@@ -72,9 +72,10 @@ def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[
 _OBEYED = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
 
 
-def shown(text: str) -> str:
-    """A model's text for standard output; on a terminal, control characters are spelled out."""
-    return text.translate(_OBEYED) if sys.stdout.isatty() else text
+def shown(text: str, where: TextIO | None = None) -> str:
+    """Somebody's text for standard output, or elsewhere; a terminal has control characters spelled
+    out."""
+    return text.translate(_OBEYED) if (where or sys.stdout).isatty() else text
 
 
 def write_out(text: str) -> None:
