@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from optuna import Study
 from optuna.trial import FrozenTrial
+from torch import Tensor
 
-from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Engine, Task
-from layerskip.bench.runner import benchmark
+from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup
+from layerskip.costs.ratios import decoding_totals, times_over
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
@@ -246,7 +245,7 @@ def confirm(
     model: Any,
     task: Task,
     finalists: Sequence[Finalist],
-    batches: Sequence[PromptBatch],
+    prompts: Sequence[Tensor],
     *,
     default: SkipConfig | None,
     repeats: int,
@@ -268,20 +267,9 @@ def confirm(
     for each in finalists:
         lookup = each.choice.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
-    found: list[dict[str, Any]] = []
-    benchmark(
-        model,
-        task,
-        methods,
-        batches,
-        repeats=repeats,
-        warmup=1,
-        write=found.append,
-        until=until,
-        note=progress,
+    decoded = decoded_records(
+        model, task, methods, prompts, repeats=repeats, until=until, note=progress
     )
-    # a text that ended with its first token says nothing of decoding
-    decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
     plain = decoding_totals(decoded, "plain")
@@ -289,20 +277,13 @@ def confirm(
     for finalist in finalists:
         own = decoding_totals(decoded, finalist.name)
         finalist.confirmed = {
-            **_times(own, plain),
-            "over_default": _times(own, usual),
+            **times_over(own, plain),
+            "over_default": times_over(own, usual),
             "prompts": len(own.tokens),
             "repeats": 1 + max(each["repeat"] for each in decoded),
             **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
-    return plain.rate, _times(usual, plain)
-
-
-def _times(own: Totals, over: Totals) -> dict[str, float | None]:
-    """How many times as fast as another, with the ends of the 95% interval if it has any."""
-    faster, *ends = measured_speedup(own, over)
-    low, high = (None if np.isnan(end) else end for end in ends)
-    return {"speedup": faster, "low": low, "high": high, "tokens_per_second": own.rate}
+    return plain.rate, times_over(usual, plain)
 
 
 def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:

@@ -26,7 +26,6 @@ from optuna import Study
 from optuna.trial import TrialState
 from torch import Tensor
 
-from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Task
 from layerskip.config import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.pricing import LOW_FACTS, low_facts
@@ -557,7 +556,6 @@ class Search:
         if not self.finalists:
             return
         started = time.perf_counter()
-        batches = one_by_one(self.held_out)
         timed = partial(
             confirm,
             self.model,
@@ -566,11 +564,13 @@ class Search:
             until=self.until,
             progress=self.progress,
         )
-        self.plain_tokens_per_second, self.default = timed(self.finalists, batches, repeats=repeats)
+        self.plain_tokens_per_second, self.default = timed(
+            self.finalists, self.held_out, repeats=repeats
+        )
         # The fastest of several is partly the luckiest: what no price backs is timed anew.
         doubted = [each for each in self.finalists if each.price <= 1.0 and gains(each)]
         if doubted and time.monotonic() < self.until:
-            timed(doubted, batches, repeats=2 * repeats)
+            timed(doubted, self.held_out, repeats=2 * repeats)
         self.seconds["confirm"] = time.perf_counter() - started
 
     def _agreed(self, what: str) -> Any:

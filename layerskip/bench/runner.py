@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.bench.batches import PromptBatch
+from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import (
     Along,
     Comparison,
@@ -214,6 +214,35 @@ def benchmark(
             if bandwidth is not None:
                 record["read_bandwidth"] = bandwidth()
             write(record)
+
+
+def decoded_records(
+    model: Any,
+    task: Task,
+    methods: Sequence[Method],
+    prompts: Sequence[Tensor],
+    *,
+    repeats: int,
+    until: float = math.inf,
+    note: Callable[[str, float], None] = lambda _what, _share: None,
+) -> list[dict[str, Any]]:
+    """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
+
+    Texts that end with their first token say nothing of decoding, and have no records.
+    """
+    found: list[dict[str, Any]] = []
+    benchmark(
+        model,
+        task,
+        methods,
+        one_by_one(prompts),
+        repeats=repeats,
+        warmup=1,
+        write=found.append,
+        until=until,
+        note=note,
+    )
+    return [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
 
 
 class Judge:

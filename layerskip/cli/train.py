@@ -179,6 +179,7 @@ def train(
             said: dict[str, Any] = {
                 "progress": lambda what, share: talk.progress(f"{what} ({share:.0%})"),
                 "say": talk.say,
+                "started": started,
             }
             if start is not None:
                 official = load_official(start, loaded)
@@ -193,8 +194,6 @@ def train(
                         print(to_json(found))
                 return
             training = Training(opened, corpus, recipe, output, **said)
-            if minutes is not None:  # those of earlier starts count
-                training.until = started + 60 * minutes - sum(training.seconds.values())
             record = read_record(output)
             if record is None:
                 training.run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, features, processes
-from layerskip.training.drafts import APART, FOR_JUDGING, SAVE_SECONDS, Recipe, Training
+from layerskip.training.drafts import APART, SAVE_SECONDS, Recipe, Training
 from layerskip.training.loop import optimizers_for, schedule, train, windows_of
 from layerskip.training.losses import DEEPER, lk, overlap
 
@@ -228,16 +229,16 @@ class AssistantTraining(Training):
         assistant = load_assistant(self.start)
         dtype, assistant = assistant.dtype, assistant.to(device).float()
         count = max(recipe.rows, len(ids) - max(1, min(APART, len(ids) // 16)))  # trained on
+        began = time.monotonic()
         before = self._judged(assistant, ids, range(count, len(ids)))
+        judging = time.monotonic() - began  # as long as it takes once more
 
         def step_loss(step: int) -> Tensor:
             numbers = windows_of(count, recipe.rows, step, recipe.seed)
             numbers = numbers[processes.rank() :: processes.count()]
             return distance(*self._unrolled(assistant, ids, numbers), recipe.temperature)
 
-        a_step, budget = recipe.rows * recipe.window, math.inf
-        if recipe.minutes is not None:
-            budget = max(1.0, recipe.minutes * 60 * (1 - FOR_JUDGING) - self.seconds["texts"])
+        a_step = recipe.rows * recipe.window
         steps = train(
             assistant,
             optimizers_for(recipe.optimizer, assistant, recipe.rate or 0.0),
@@ -245,7 +246,7 @@ class AssistantTraining(Training):
             math.ceil((recipe.tokens or 1 << 50) / a_step),
             schedule=schedule,
             checkpoint=self.work / "checkpoint.pt",
-            total_seconds=budget,
+            total_seconds=self._budget(judging),
             save_seconds=SAVE_SECONDS,
         )
         for step, loss, share in self._timed("training", steps):

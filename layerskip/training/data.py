@@ -9,7 +9,10 @@ killed continues with the next batch.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ BATCH = 48
 HELD_OUT = 8
 """One of so many prompts is held out of training."""
 LONGEST_QUESTION, LONGEST_ANSWER = 64, 256
+SHORTEST = 16
+"""Tokens that texts have at least on average, however late it is."""
 _MARK = "\u2042\u2042"
 """A placeholder for a user's message, to find what the chat template puts around it."""
 
@@ -49,6 +54,7 @@ class Corpus:
 
     Attributes:
         drawn_by: the model that writes: the one given, or a copy of it in another precision.
+        late: of `time.monotonic`, after which texts are cut short.
 
     Raises:
         ValueError: too few are given to hold one out.
@@ -70,12 +76,21 @@ class Corpus:
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
-        self.drawn_by = model
+        self.drawn_by, self.late = model, math.inf
         self.temperature, self.seed, self.answers = temperature, seed, answer
         ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
+
+    @contextmanager
+    def short_after(self, late: float) -> Iterator[None]:
+        """Meanwhile, texts are cut short after a time (of `time.monotonic`)."""
+        self.late = late
+        try:
+            yield
+        finally:
+            self.late = math.inf
 
     def batch(self, number: int) -> list[TrainingText]:
         """The batch of training texts of a number; given texts end, others do not."""
@@ -99,13 +114,13 @@ class Corpus:
             begun = [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart]
             return begun[:count]
         if self.apart or self.tokenizer.chat_template:
-            return (self.apart or self._own_questions(0))[:count]
-        starts = self._own_questions(0)[:count]  # all alike, so continue them
+            return self.apart[:count] or self._own_questions(0, count)
+        starts = self._own_questions(0, count)  # all alike, so continue them
         said = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
         return [start + [token for token in new if token not in start] for start, new in said]
 
-    def _own_questions(self, number: int) -> list[list[int]]:
-        """Questions that the model makes up, as user's turns; or its start token."""
+    def _own_questions(self, number: int, count: int = BATCH) -> list[list[int]]:
+        """So many questions that the model makes up, as user's turns; or its start token."""
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
             ends = self.model.generation_config.eos_token_id
@@ -117,12 +132,12 @@ class Corpus:
                     "this model has neither a chat template nor a start token to begin texts of "
                     "its own with; give --prompts FILE or --texts FILE"
                 )
-            return [[start]] * BATCH
+            return [[start]] * count
         around = tokenizer.apply_chat_template(
             [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
         )
         before = tokenizer(around.partition(_MARK)[0], add_special_tokens=False)["input_ids"]
-        said = self._continued([before] * BATCH, -number - 1, LONGEST_QUESTION)
+        said = self._continued([before] * count, -number - 1, LONGEST_QUESTION)
         asked = [tokenizer.decode(new, skip_special_tokens=True).strip() or "?" for new in said]
         prompts = [Prompt(id=str(i), text=text).as_chat() for i, text in enumerate(asked)]
         return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts]
@@ -154,6 +169,8 @@ class Corpus:
         ):
             for row, tokens in enumerate(round_.tokens):
                 new[row] += tokens
+            if time.monotonic() > self.late and sum(map(len, new)) >= SHORTEST * len(new):
+                break
         return new
 
 

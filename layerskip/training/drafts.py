@@ -112,6 +112,7 @@ class Training:
         folder: for the files; empty, or of the same training.
         progress: called with a stage in words and the share of it that is done.
         say: called with notes for the user.
+        started: of `time.monotonic`, when the recipe's minutes began; by default they do now.
 
     Attributes:
         skip: the draft's resolved skip config.
@@ -134,7 +135,9 @@ class Training:
         *,
         progress: Callable[[str, float], None] = lambda _what, _share: None,
         say: Callable[[str], None] = lambda _text: None,
+        started: float | None = None,
     ) -> None:
+        started = time.monotonic() if started is None else started
         chosen = skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
@@ -150,13 +153,15 @@ class Training:
         self.progress, self.say = progress, say
         self.curve: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self.until = math.inf
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_same()
         self._clock = self.work / "seconds.json"
         self.seconds: dict[str, float] = dict.fromkeys(("texts", "features", "training"), 0.0)
         if self._clock.exists():
             self.seconds |= parse(self._clock.read_bytes())
+        self.until = math.inf
+        if recipe.minutes is not None:  # those of earlier starts count
+            self.until = started + 60 * recipe.minutes - sum(self.seconds.values())
 
     def _check_same(self) -> None:
         """Refuse a folder that holds another training."""
@@ -220,7 +225,8 @@ class Training:
         recipe = self.recipe
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
         of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
-        limit = math.inf if recipe.minutes is None else recipe.minutes * 60 * of_texts
+        left, spent = self.until - time.monotonic(), self.seconds["texts"]
+        limit = of_texts * (left + spent)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half:  # faster, and nearly the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
@@ -228,9 +234,10 @@ class Training:
         made = data.collect(
             self.corpus, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
         )
-        for total in self._timed("texts", made):
-            share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
-            self.progress(f"texts: {total:,} tokens", share)
+        with self.corpus.short_after(time.monotonic() + limit - spent):
+            for total in self._timed("texts", made):
+                share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
+                self.progress(f"texts: {total:,} tokens", share)
         self.corpus.drawn_by = self.opened.model
 
     def _make_features(self, ids: Tensor) -> None:
@@ -281,15 +288,7 @@ class Training:
                 batch = self._batch(laws, ids, numbers)
                 return laws.distance(student(batch), batch)
 
-        a_step, budget = recipe.rows * ids.shape[1], math.inf
-        if recipe.minutes is not None:
-            whole = recipe.minutes * 60
-            spent = self.seconds["texts"] + self.seconds["features"]
-            budget = whole - spent
-            if self.until < math.inf:  # loading, and points of the curve, took some
-                budget = self.until - time.monotonic() + self.seconds["training"]
-            judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-            budget = max(1.0, budget - judging)
+        a_step, whole = recipe.rows * ids.shape[1], 60 * (recipe.minutes or 0.0)
         if not checkpoint.exists():
             self._measure(0, student, laws, ids, range(count, len(ids)))
         steps = train(
@@ -299,7 +298,7 @@ class Training:
             math.ceil((recipe.tokens or 1 << 50) / a_step),
             schedule=schedule,
             checkpoint=checkpoint,
-            total_seconds=budget,
+            total_seconds=self._budget(max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))),
             save_seconds=SAVE_SECONDS,
             log=self.curve,
         )
@@ -320,6 +319,11 @@ class Training:
         }
         if processes.first():
             self._write(student, frequent)
+
+    def _budget(self, judging: float) -> float:
+        """Seconds of training over all starts, that leave so many for judging."""
+        left = self.until - time.monotonic() + self.seconds["training"]
+        return max(1.0, left - judging)
 
     @torch.no_grad()
     def _measure(

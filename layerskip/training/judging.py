@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerskip.bench.batches import one_by_one
 from layerskip.bench.methods import Engine, Method, Task
-from layerskip.bench.runner import benchmark
+from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup
+from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup, times_over
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -43,8 +42,8 @@ from layerskip.training.drafts import TRAINED_FILE, Training
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
-FOR_REPLAYS = 0.4
-"""The share of judging's time that replays get, the clock has the rest."""
+FOR_QUESTIONS, FOR_REPLAYS = 0.15, 0.4
+"""Shares of judging's time that questions and replays get, the clock has the rest."""
 DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
@@ -57,7 +56,9 @@ def judge(training: Training) -> dict[str, Any]:
     """
     opened, recipe, folder = training.opened, training.recipe, training.folder
     skip = trained_skip(folder)
-    held = training.corpus.held_out(PROMPTS)
+    began = time.monotonic()
+    with training.corpus.short_after(began + FOR_QUESTIONS * (training.until - began)):
+        held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base, usual = replace(training.skip, num_layers=None), automatic_draft(opened).skip
     drafts = {TRAINED: skip}
@@ -224,32 +225,17 @@ def speedups(
         many of the texts `compared` with those of plain decoding were `equal`, `near_ties` or
         `faults`; nothing where every text ended with its first token.
     """
-    found: list[dict[str, Any]] = []
-    benchmark(
-        model,
-        task,
-        methods,
-        one_by_one(prompts),
-        repeats=repeats,
-        warmup=1,
-        write=found.append,
-        until=until,
-        note=note,
+    decoded = decoded_records(
+        model, task, methods, prompts, repeats=repeats, until=until, note=note
     )
-    decoded = [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
     timed: dict[str, dict[str, Any]] = {}
     for method in methods[1:] if decoded else ():
         own = decoding_totals(decoded, method.name)
-        faster, low, high = measured_speedup(own, decoding_totals(decoded, methods[0].name))
-        ends = [None if np.isnan(end) else float(end) for end in (low, high)]
-        texts = [each for each in found if each["method"] == method.name]
+        texts = [each for each in decoded if each["method"] == method.name]
         faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
         equal = [all(each["equal"]) for each in texts]
         timed[method.name] = {
-            "speedup": float(faster),
-            "low": ends[0],
-            "high": ends[1],
-            "tokens_per_second": own.rate,
+            **times_over(own, decoding_totals(decoded, methods[0].name)),
             "tokens": own.tokens.tolist(),
             "seconds_per_token": (own.seconds / own.tokens).tolist(),
             "compared": len(texts),
