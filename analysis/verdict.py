@@ -166,14 +166,6 @@ def judge_search(search: Search) -> Verdict:
             + ("." if math.isnan(winner["alpha"]) else f", alpha is {winner['alpha']:.2f}.")
         )
         verdict.advice = _with_winner(winner, bool(verdict.faults))
-        if document.get("keep_default"):
-            name = document["model"]["name"]
-            verdict.lines.insert(
-                1,
-                "Keep the default: it is no slower than what `layerskip generate` drafts unasked "
-                f"by more than prompts differ ({document['default']['speedup']:.2f} times plain).",
-            )
-            verdict.advice = [f"layerskip generate {name} --prompt TEXT (without --skip)"]
     else:
         verdict.lines.append(f"The search names no winner for {where}.")
         verdict.advice = [PLAIN]
@@ -188,6 +180,15 @@ def judge_search(search: Search) -> Verdict:
         verdict.lines.append(
             f"No set of this space can be more than {document['bound']:.1f} times as fast."
         )
+    if document.get("keep_default"):
+        verdict.lines.insert(
+            1,
+            "Keep the default: what `layerskip generate` drafts unasked is as fast, as far as "
+            f"these prompts tell ({document['default']['speedup']:.2f} times plain); skip.json "
+            "does the same.",
+        )
+        name = document["model"]["name"]
+        verdict.advice = [f"layerskip generate {name} --prompt TEXT (without --skip)"]
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
         f"Trials: {len(search.trials)}{f' ({failed} failed)' if failed else ''}, in the "

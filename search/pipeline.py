@@ -87,8 +87,9 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        skip: the config to decode with; it drafts nothing where nothing was faster than plain
-            decoding. `skip.notes` says what was measured.
+        skip: the config to decode with: the winner's; the default, where that is as fast; one that
+            drafts nothing where nothing was faster than plain decoding. `skip.notes` says what was
+            measured.
         winner: the finalist that it is, if it is one.
         finalists: best first by prediction, with what the clock said of them.
         study: every trial, as Optuna has it.
@@ -613,7 +614,7 @@ class Search:
         return {finalist.name: finalist for finalist in self.finalists}
 
     def result(self) -> SearchResult:
-        """What was found; a config that drafts nothing where nothing is faster than plain."""
+        """What was found, and the config to decode with: see `SearchResult`."""
         self.decide()
         best = self.winner
         skip = SkipConfig(num_layers=self.space.num_layers)
@@ -628,7 +629,11 @@ class Search:
                 "predicted_held_out": best.predicted_held_out,
                 "confirmed": best.confirmed,
             }
+        if self.keep_default:  # what generates unasked, so that nobody loses who takes it
+            usual = automatic_draft(self.opened).skip or SkipConfig()
+            skip, decoding = usual.resolve(self.space.num_layers), DecodingOptions(lookup=True)
         notes |= {
+            "keep_default": self.keep_default,
             "law": self.task.law,
             "max_new_tokens": self.task.max_new_tokens,
             "positions": self.trace.starts,

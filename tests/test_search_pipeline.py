@@ -21,6 +21,7 @@ from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
+from layerskip.defaults import automatic_draft
 from layerskip.files.searches import read_search
 from layerskip.model.blocks import ExitBlock
 from layerskip.model.sublayers import Sublayers
@@ -453,6 +454,9 @@ class TestResult:
         # what ties with the default does not replace it
         assert result.record["keep_default"] is won
         assert result.record["default"] == {"speedup": 1.0}
+        usual = automatic_draft(Sublayers(llama)).skip or SkipConfig()
+        assert (result.skip.decoding == DecodingOptions(lookup=True)) is won
+        assert result.skip.low == (usual.resolve(6).low if won else None)
         asked.clear()
         found = find(llama, **settings)
         assert found.winner is not None
