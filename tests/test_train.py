@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -31,7 +32,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
 from layerskip.replay.drafts import replay
-from layerskip.training import assistants, data, features, judging, processes
+from layerskip.training import assistants, data, drafts, features, judging, processes
 from layerskip.training.assistants import AssistantTraining
 from layerskip.training.drafts import Recipe, Training
 from layerskip.training.loop import optimizers_for, schedule
@@ -143,7 +144,7 @@ def source(model: Any, **given: Any) -> data.Corpus:
 
 def training(folder: Path, model: Any = None, **changes: Any) -> Training:
     model = lively_model("llama", dtype=torch.float32) if model is None else model
-    told = {key: changes.pop(key) for key in ("progress",) if key in changes}
+    told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     opened = Sublayers(model, changes.pop("execution", "fused"))
     recipe = Recipe(**({"tokens": 640} | HOW | changes))
     return Training(opened, source(model), recipe, folder, **told)
@@ -419,6 +420,36 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
 
+def test_texts_are_cut_short_when_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SHORTEST", 5)
+    given = source(lively_model("llama", dtype=torch.float32))
+    with given.short_after(-math.inf):
+        cut = given.batch(0)
+    whole = given.batch(0)
+    for short, long in zip(cut, whole, strict=True):
+        assert long.ids[: len(short.ids)] == short.ids
+    assert sum(len(text.ids) - text.prompt for text in cut) == 5 * data.BATCH
+    assert sum(len(text.ids) - text.prompt for text in whole) > 5 * data.BATCH
+
+
+def test_minutes_bound_all_starts_and_what_came_before(
+    tmp_path: Path, started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
+    monkeypatch.setattr(drafts.time, "monotonic", lambda: 1000.0)
+    how: dict[str, Any] = {"tokens": None, "minutes": 5.0, "started": 940.0}
+    for folder in (tmp_path / "draft", tmp_path / "assistant"):
+        (folder / "work").mkdir(parents=True)
+        (folder / "work" / "seconds.json").write_text('{"texts": 20.0, "training": 10.0}')
+    going = training(tmp_path / "draft", **how)
+    assert going.until == 940 + 300 - 30
+    assert going._budget(60) == 210 + 10 - 60
+    assert going._budget(500) == 1.0  # one step at least
+    further = assistant_training(tmp_path / "assistant", started, **how)
+    assert further.until == 940 + 300 - 30
+    assert training(tmp_path / "tokens", tokens=64).until == math.inf
+
+
 @pytest.mark.parametrize(
     ("trained", "before", "faster"),
     [
@@ -563,7 +594,7 @@ def test_the_command_refuses_in_one_line(
 
 def assistant_training(folder: Path, start: Path, **changes: Any) -> AssistantTraining:
     model = lively_model("gemma4", dtype=torch.float32)
-    told = {key: changes.pop(key) for key in ("progress",) if key in changes}
+    told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     recipe = Recipe(**({"tokens": 640} | HOW | {"skip": None} | changes))
     return AssistantTraining(
         str(start), Sublayers(model, "modules"), source(model), recipe, folder, **told
