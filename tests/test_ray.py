@@ -54,7 +54,7 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     assert process.returncode == 1
     first, *_, failed = said.splitlines()
     assert first.endswith("of 40 prompts have a row already")
-    assert "Ray: 2 models on 1 machines" in said
+    assert "Ray: machines 1, models 2," in said
     assert "prompts failed" in failed
     assert output.read_bytes().startswith(kept)
     assert settled(output) == settled(whole)
@@ -98,7 +98,7 @@ def test_each_machine_of_a_cluster_has_a_worker(given, tmp_path, machines, monke
     os.kill(workers()[0], signal.SIGKILL)  # what it had is done by another
     _, said = process.communicate()
     assert process.returncode == 0, said
-    assert "Ray: 2 models on 2 machines" in said
+    assert "Ray: machines 2, models 2," in said
     assert settled(output) == settled(whole)
 
 

@@ -87,7 +87,7 @@ def answer_by_ray(
     machines = [node for node in ray.nodes() if node["Alive"]]
     cards = int(ray.cluster_resources().get("GPU", 0)) if gpus else 0
     actors = workers or cards or len(machines)
-    say(f"Ray: {actors} models on {len(machines)} machines, {at_once} prompts at once each")
+    say(f"Ray: machines {len(machines)}, models {actors}, prompts at once {at_once} each")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
