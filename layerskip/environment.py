@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": {
             "model": _cpu_model(),
-            "cores": _cores(),
+            "cores": cores(),
             "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
         },
@@ -131,7 +131,7 @@ def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", usual))
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

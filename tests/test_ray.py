@@ -111,6 +111,16 @@ def test_what_a_worker_refuses_is_refused_in_one_line(given, tmp_path):
     assert not rows(tmp_path / "out")
 
 
+def test_more_workers_than_a_cluster_has_room_for_are_refused(monkeypatch):
+    from layerskip.serving import ray as ours
+
+    monkeypatch.setattr(ours.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    monkeypatch.setattr(ours.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    for gpus, room in ((True, "GPUs, the cluster has 1"), (False, "CPUs, the cluster has 2")):
+        with pytest.raises(ValueError, match=f"3 workers need as many {room}"):
+            ours.answer_by_ray(Any, [], Any, print, workers=3, gpus=gpus)
+
+
 @pytest.fixture
 def served() -> Iterator[str]:
     """The address of two replicas of a server."""

@@ -19,6 +19,7 @@ try:
 except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
+from layerskip.environment import cores
 from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
 
 
@@ -45,7 +46,7 @@ def cluster(address: str | None = None, workers: int | None = None) -> Iterator[
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     here: dict[str, Any] = {}
     if address == "local":
-        here = {"num_cpus": max(os.cpu_count() or 1, workers or 1), "include_dashboard": False}
+        here = {"num_cpus": max(cores(), workers or 1), "include_dashboard": False}
     try:
         ray.init(address, **here, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -82,11 +83,15 @@ def answer_by_ray(
         say: told how many actors there are.
 
     Raises:
-        ValueError: actors cannot open the model.
+        ValueError: the cluster has no room, or actors cannot open the model.
     """
-    machines = [node for node in ray.nodes() if node["Alive"]]
-    cards = int(ray.cluster_resources().get("GPU", 0)) if gpus else 0
-    actors = workers or cards or len(machines)
+    machines = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    there = ray.cluster_resources()
+    cards = int(there.get("GPU", 0)) if gpus else 0
+    actors, room = workers or cards or len(machines), cards or int(there.get("CPU", 0))
+    if not 0 < actors <= room:
+        kind = "GPUs" if cards else "CPUs"
+        raise ValueError(f"{actors} workers need as many {kind}, the cluster has {room}")
     say(f"Ray: machines {len(machines)}, models {actors}, prompts at once {at_once} each")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
@@ -124,7 +129,7 @@ class _Worker:
         if Path(folder).is_dir():
             os.chdir(folder)
         # Ray allows one thread of the CPU where an actor has one CPU to itself
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // beside))
+        torch.set_num_threads(max(1, cores() // beside))
         self._stack, self._refused = ExitStack(), ""
         try:
             self._answering = self._stack.enter_context(opening(beside=beside))
