@@ -21,11 +21,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip import Lookup, SkipConfig
+from layerskip import Laws, Lookup, LookupLaws, Session, SkipConfig
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
-from layerskip.decoding.sources.lookup_laws import Laws, LookupLaws, largest_of
+from layerskip.decoding.sources.lookup_laws import largest_of
 from layerskip.generation import generate
 from layerskip.replay.drafts import replay
 
@@ -199,6 +199,15 @@ def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_no
     wrong = again(laws)
     assert torch.equal(first.sequences, wrong.sequences)
     assert wrong.stats.num_accepted_tokens / wrong.stats.num_draft_tokens < share[1] - 0.2
+
+
+def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
+    laws, model, (ids, mask) = Laws(), kinds.model_of("llama"), kinds.prompts()
+    session = Session(model, sources=[LookupLaws(laws)], lookup=False, draft_memory=0)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "controller": "fixed"}
+    one, other = (session.generate(ids, do_sample=False, **how) for _ in range(2))
+    assert torch.equal(one.sequences, other.sequences)
+    assert other.stats.num_rounds < one.stats.num_rounds
 
 
 def peeking(self: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
