@@ -168,6 +168,7 @@ class Batch:
         # of every seat, what it has forced, predicted and looked up
         self._rows: list[list[ForcedRow | LookupRow | None]] = [[] for _ in range(seats)]
         self._control(decoding)
+        self._weights: object = None  # that keys and values are of
         self._seated: list[Text] = []  # in order of their places, those in rounds first
         self._begun = 0  # how many are in rounds
         self._free = list(range(seats))
@@ -323,7 +324,10 @@ class Batch:
         """
         places, seat, place = self.places, text.seat, self._seated.index(text)
         if not places.lengths[seat]:  # by now more may be known than when it joined
-            text.weights = self.known.check(self.model)
+            if not any(places.lengths[each.seat] for each in self._seated):
+                # not beside texts on their way, which new weights would spoil anyway
+                self._weights = self.known.check(self.model)
+            text.weights = self._weights
             places.fill(seat, place, self.known.start(text.task.prompt, 0, places.needed)[0])
             text.counts.known = places.lengths[seat]
         before = places.lengths[seat]
