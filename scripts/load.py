@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import httpx
 
 from layerskip.cli.options import read_given, spoken
-from layerskip.cli.terminal import aligned
 from layerskip.files.writing import write_text
 
 
@@ -150,39 +149,31 @@ def bodies_of(args: argparse.Namespace, count: int, begin: int) -> list[dict[str
     return bodies
 
 
-async def measure(args: argparse.Namespace, client: httpx.AsyncClient) -> list[Level]:
+async def measure(args: argparse.Namespace, client: httpx.AsyncClient) -> AsyncIterator[Level]:
     """All numbers of clients, one after the other, behind a warm-up."""
     if args.model is None:
         listed = (await client.get("models")).raise_for_status().json()["data"]
         args.model = listed[0]["id"]
-    levels = []
     begin = args.seed
     for number, clients in enumerate([args.warmup, *args.clients]):
         count = max(args.requests, 2 * clients) if number else clients
         if count:
             level = await load(client, bodies_of(args, count, begin), clients)
-            levels += [level] if number else []
+            if number:
+                yield level
         begin += count
-    return levels
 
 
-def table(levels: Sequence[Level]) -> str:
-    head = ["clients", "requests", "tokens", "tokens/s", "first, s", "p90", "between, ms", "p90"]
-    rows = [
-        [
-            str(each.clients),
-            str(each.requests),
-            str(each.tokens),
-            f"{each.tokens_per_second:.1f}",
-            f"{each.first:.3f}",
-            f"{each.first_p90:.3f}",
-            f"{each.between * 1e3:.1f}",
-            f"{each.between_p90 * 1e3:.1f}",
-            each.counted,
-        ]
-        for each in levels
-    ]
-    return aligned([[*head, "counted by"], *rows])
+HEAD = "clients requests  tokens  tokens/s  first, s     p90  between, ms     p90  counted by"
+
+
+def row(level: Level) -> str:
+    """What stands below HEAD."""
+    return (
+        f"{level.clients:7} {level.requests:8} {level.tokens:7} {level.tokens_per_second:9.1f} "
+        f"{level.first:9.3f} {level.first_p90:7.3f} {level.between * 1e3:12.1f} "
+        f"{level.between_p90 * 1e3:7.1f}  {level.counted}"
+    )
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -210,29 +201,32 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-async def run(args: argparse.Namespace) -> list[Level]:
+async def run(args: argparse.Namespace) -> None:
     headers = {"Authorization": f"Bearer {args.api_key}"}
     most = httpx.Limits(max_connections=None, max_keepalive_connections=max(args.clients))
     where: dict[str, Any] = {"base_url": args.url, "headers": headers, "limits": most}
+    settings = {name: value for name, value in vars(args).items() if name != "api_key"}
+    levels = []
     async with httpx.AsyncClient(**where, timeout=args.timeout) as client:
-        return await measure(args, client)
+        print(HEAD, flush=True)
+        async for level in measure(args, client):
+            print(row(level), flush=True)
+            levels.append(asdict(level))
+            if args.output:
+                found = {"settings": settings, "levels": levels}
+                write_text(args.output, json.dumps(found, indent=1, default=str) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> None:
     args = parsed(words)
     try:
-        levels = asyncio.run(run(args))
+        asyncio.run(run(args))
     except* (ValueError, httpx.HTTPError) as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         print(f"load: error: {error or type(error).__name__}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(table(levels))
-    if args.output:
-        settings = {name: value for name, value in vars(args).items() if name != "api_key"}
-        found = {"settings": settings, "levels": [asdict(each) for each in levels]}
-        write_text(args.output, json.dumps(found, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def event(choice: dict[str, Any]) -> bytes:
 def levels(transport: Any, *words: str) -> list[load.Level]:
     async def run() -> list[load.Level]:
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
-            return await load.measure(load.parsed([URL, *words]), client)
+            return [level async for level in load.measure(load.parsed([URL, *words]), client)]
 
     return asyncio.run(run())
 
@@ -86,7 +86,7 @@ def test_pieces_are_counted_where_there_is_no_usage() -> None:
     [level] = levels(httpx.MockTransport(server), *words)
     assert (level.tokens, level.counted) == (16, "pieces")
     assert "stream_options" not in server.asked[0]
-    assert load.table([level]).splitlines()[1].split()[:3] == ["2", "4", "16"]
+    assert load.row(level).split()[:3] == ["2", "4", "16"]
 
 
 def test_the_ninetieth_percentile() -> None:
