@@ -20,6 +20,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.sources.following import in_chunks
+from layerskip.model.branches import Branches
 from layerskip.model.cache import on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
@@ -206,15 +207,20 @@ class Passes:
         moved = self.cache.keep(places, length)
         return moved + sum(state.keep(places, length) for state in self.states)
 
-    def _place(self, offset: int, count: int) -> None:
+    def _place(
+        self, offset: int, count: int, parents: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """Place a pass over `count` tokens of every row, the first one at its length + offset."""
         lengths = [self.lengths[row] for row in self.rows]
         starts = [length + offset for length in lengths]
-        self.cache.place(starts, count, min(lengths), range(len(starts)))
+        branches = None if parents is None else Branches(parents, offset)
+        self.cache.place(starts, count, min(lengths), range(len(starts)), branches)
 
-    def _feed(self, tokens: Tensor, offset: int) -> tuple[Tensor, Pass]:
+    def _feed(
+        self, tokens: Tensor, offset: int, parents: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Pass]:
         """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""
-        self._place(offset, tokens.shape[1])
+        self._place(offset, tokens.shape[1], parents)
         hidden, step = self.model.feed(tokens, self.cache, self.rotary)
         hidden = self._carry(hidden, step, 0, self._prefix)
         self._boundary.append((hidden, step.inputs))
@@ -274,31 +280,39 @@ class Passes:
         return state.step(tokens, hidden, step, offset)
 
     @in_inference_mode
-    def verify(self, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+    def verify(
+        self,
+        tokens: Tensor,
+        positions: Sequence[Position],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Raw target logits (N, V) at positions (ascending) of this round's tokens.
 
         Offset 0 is a row's last emitted token; the largest offset is the longest draft of any row.
+        Where drafts have branches, offsets are numbers of nodes (see `branches`).
         `draft_step` may have fed one token more, where nothing could be drawn after it.
 
         Args:
             tokens: the tokens of each row that no draft step was fed, (R, T). After draft steps
                 the last drafted one, else the last emitted one and the draft; short rows are
                 padded with any token.
+            parents: which node each one follows, in the passes' order of rows, (R, D + 1), where
+                that is not always the one before.
         """
         count = 1 + max(offset for _, offset in positions)
         known = count - tokens.shape[1]
         self._steps = len(self._boundary)
         del self._boundary[known:]
         if known:
-            self._feed(tokens, known)
+            self._feed(tokens, known, parents)
             states, inputs = zip(*self._boundary, strict=True)
             hidden = torch.cat(states, dim=1)  # (R, D + 1, H)
             own = None if inputs[0] is None else torch.cat(inputs, dim=1)  # (R, D + 1, L, P)
-            self._place(0, count)
+            self._place(0, count, parents)
             step = Pass(self.model, self.cache, self.rotary, own)
         else:
             self._prefix = 0
-            self._place(0, count)
+            self._place(0, count, parents)
             hidden, step = self.model.feed(tokens, self.cache, self.rotary)  # (R, D + 1, H)
         self._boundary.clear()
         last = self.model.num_sublayers
@@ -326,7 +340,20 @@ class Passes:
         """See `Batch.draw`."""
         return -1 if self.draws is None else self.draws(row, offset, tokens, raw)
 
-    def commit(self, row: int, emitted: Sequence[int]) -> None:
-        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
+    def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
+        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed.
+
+        Args:
+            path: where drafts have branches, the nodes that these tokens are.
+        """
+        self._take(self.rows[row], self.lengths[row], path[: len(emitted) - 1])
         self.tell(row, emitted)
         self.lengths[row] += len(emitted)
+
+    @in_inference_mode
+    def _take(self, place: int, root: int, path: Sequence[int]) -> None:
+        """Move what the nodes of a path hold to where they lie without other branches."""
+        self.cache.take(place, root, path)
+        at = [node + root + 1 for node in path]
+        for states in self._tapped.values():
+            states[place, root + 2 : root + 2 + len(at)] = states[place, at]

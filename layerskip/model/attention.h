@@ -6,6 +6,8 @@
 // depend neither on who computed them, nor on the tokens beside it. Few queries spread the segments
 // of a text over the threads; the many ones of a prompt are cut in blocks, which go through the
 // text each for itself.
+// With branches the slots from the root on hold many texts: each token gathers those of its own, so
+// that its sums are what they would be without the others.
 // Keys are packed so that a vector has a piece of some slots' keys each: a score is the sum of four
 // numbers that lie side by side.
 
@@ -239,15 +241,16 @@ struct Kernel {
   }
 
   // Values of some slots, weighed for COUNT queries: WIDE vectors of each. AHEAD: as many numbers
-  // from `next` on are fetched meanwhile.
+  // from `next` on are fetched meanwhile. `more`: they are added to what is there.
   template <int COUNT, int WIDE, bool AHEAD>
   static void weigh(const float* values, int64_t stride, int64_t steps, const float* powers,
-                    float* out, int64_t out_stride, const S* next) {
+                    float* out, int64_t out_stride, const S* next, bool more) {
     Vec sums[COUNT][WIDE];
 #pragma GCC unroll 6
     for (int j = 0; j < COUNT; ++j)
 #pragma GCC unroll 4
-      for (int v = 0; v < WIDE; ++v) sums[j][v] = Vec(0.0f);
+      for (int v = 0; v < WIDE; ++v)
+        sums[j][v] = more ? Vec::loadu(out + j * out_stride + v * LANES) : Vec(0.0f);
     for (int64_t s = 0; s < steps; ++s) {
       Vec some[WIDE];
       if constexpr (AHEAD)
@@ -271,10 +274,11 @@ struct Kernel {
 
   template <int WIDE, bool AHEAD>
   static void weigh_all(int count, const float* values, int64_t stride, int64_t steps,
-                        const float* powers, float* out, int64_t out_stride, const S* next) {
+                        const float* powers, float* out, int64_t out_stride, const S* next,
+                        bool more) {
     switch (count) {
 #define SOME(N) \
-  case N: weigh<N, WIDE, AHEAD>(values, stride, steps, powers, out, out_stride, next); break;
+  case N: weigh<N, WIDE, AHEAD>(values, stride, steps, powers, out, out_stride, next, more); break;
       SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #undef SOME
     }
@@ -343,58 +347,88 @@ struct Kernel {
   // Parts of a block of queries at slots begin to end of one segment, which begin a line of it.
   // `keys` and `values` lie at slot begin, `q` is packed, and parts are those of `part_size`.
   // `known`, if anything, has the largest score of each query, and the sum of its powers; without
-  // `weighing` these are all that is computed.
+  // `weighing` these are all that is computed. From slot `shared` on, which begins a line, too,
+  // queries see what `own` gathers for some of them (see `Attention::Own`).
+  template <typename Own>
   static void run(const Sublayer& layer, const Query* queries, int64_t count, const float* q,
-                  const S* keys, const S* values, int64_t begin, int64_t end, const float* known,
-                  bool weighing, float* room, float* parts) {
+                  const S* keys, const S* values, int64_t begin, int64_t shared, int64_t end,
+                  const Own& own, const float* known, bool weighing, float* room, float* parts) {
     const int64_t width = layer.width, wide = padded(width), deep = depth(width);
-    const int64_t slots = end - begin, whole = up_to(slots, LINE);
+    const int64_t slots = shared - begin;
     float *line = room, *rest = line + LINE * wide, *others = rest + LINE * wide;
     float* scores = others + SEGMENT * wide;
+    S* gathered = reinterpret_cast<S*>(scores + BLOCK * SEGMENT);
     const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
-    for (int64_t s = 0; s < whole; s += LINE) {
-      // memory is kept busy: while keys are read their values are fetched, and then the next keys
-      fetch(values + s * width, LINE * width);
-      pack_keys(keys + s * width, std::min(LINE, slots - s), width, rest, line);
-      for (int64_t j = 0; j < count; j += ASKING) {
-        const float* x = q + j * deep;
-        float* out = scores + j * SEGMENT + s;
-        switch (std::min<int64_t>(ASKING, count - j)) {
+    // scores of queries from .. to at some slots, which lie `place` behind the first one
+    const auto ask_all = [&](const S* keys, const S* values, int64_t slots, int64_t place,
+                             int64_t from, int64_t to) {
+      for (int64_t s = 0; s < slots; s += LINE) {
+        // memory is kept busy: while keys are read their values are fetched, and then the next keys
+        if (values) fetch(values + s * width, LINE * width);
+        pack_keys(keys + s * width, std::min(LINE, slots - s), width, rest, line);
+        for (int64_t j = from; j < to; j += ASKING) {
+          const float* x = q + j * deep;
+          float* out = scores + j * SEGMENT + place + s;
+          switch (std::min<int64_t>(ASKING, to - j)) {
 #define SOME(N) \
   case N: ask<N>(line, deep, x, scale, out); break;
-          SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
+            SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #undef SOME
+          }
         }
       }
-    }
+    };
+    ask_all(keys, values, slots, 0, 0, count);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {
+      own.gather(own.keys, token, shared, more, width, gathered);
+      ask_all(gathered, nullptr, more, slots, from, to);
+    });
     const int64_t size = part_size(width);
-    for (int64_t j = 0; j < count; ++j) {
-      float* part = parts + j * size;
-      const auto [most, total] =
-          soften(layer, queries[j], begin, begin + whole, known ? known + 2 * j : nullptr,
-                 scores + j * SEGMENT);
-      part[0] = most, part[1] = total;
-    }
-    if (!weighing) return;
-    const float* rows = reinterpret_cast<const float*>(values);
-    if (!std::is_same_v<S, float> || width != wide) {
-      pack_values(values, slots, width, others);
-      rows = others;
-    }
-    const int64_t steps = (slots + PACK - 1) / PACK;
-    for (int64_t j = 0; j < count; j += WEIGHING) {
-      const int some = static_cast<int>(std::min<int64_t>(WEIGHING, count - j));
-      const float* powers = scores + j * SEGMENT;
-      const S* next = j ? nullptr : keys + slots * width;  // of the segment behind, once
-      for (int64_t i = 0; i < wide;) {
-        float* out = parts + j * size + 2 + i;
-        const bool span = i + SPAN * LANES <= wide;
-        const auto weigh = span ? (next ? weigh_all<SPAN, true> : weigh_all<SPAN, false>)
-                                : (next ? weigh_all<1, true> : weigh_all<1, false>);
-        weigh(some, rows + i, wide, steps, powers, out, size, next ? next + i * PACK : nullptr);
-        i += (span ? SPAN : 1) * LANES;
+    const auto soften_all = [&](int64_t from, int64_t to, int64_t slots) {
+      for (int64_t j = from; j < to; ++j) {
+        float* part = parts + j * size;
+        const auto [most, total] =
+            soften(layer, queries[j], begin, begin + up_to(slots, LINE),
+                   known ? known + 2 * j : nullptr, scores + j * SEGMENT);
+        part[0] = most, part[1] = total;
       }
-    }
+    };
+    if (shared == end) soften_all(0, count, slots);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t) {
+      soften_all(from, to, slots + more);
+    });
+    if (!weighing) return;
+    // what queries from .. to make of values that lie `place` behind the first one, which they add
+    // to what they made of those before
+    const auto weigh_some = [&](const S* values, int64_t slots, int64_t place, int64_t from,
+                                int64_t to, const S* next) {
+      const float* rows = reinterpret_cast<const float*>(values);
+      if (!std::is_same_v<S, float> || width != wide) {
+        pack_values(values, slots, width, others);
+        rows = others;
+      }
+      const int64_t steps = (slots + PACK - 1) / PACK;
+      for (int64_t j = from; j < to; j += WEIGHING) {
+        const int some = static_cast<int>(std::min<int64_t>(WEIGHING, to - j));
+        const float* powers = scores + j * SEGMENT + place / PACK;
+        if (j > from) next = nullptr;  // of the segment behind, once
+        for (int64_t i = 0; i < wide;) {
+          float* out = parts + j * size + 2 + i;
+          const bool span = i + SPAN * LANES <= wide;
+          const auto weigh = span ? (next ? weigh_all<SPAN, true> : weigh_all<SPAN, false>)
+                                  : (next ? weigh_all<1, true> : weigh_all<1, false>);
+          const S* ahead = next ? next + i * PACK : nullptr;
+          weigh(some, rows + i, wide, steps, powers, out, size, ahead, place > 0);
+          i += (span ? SPAN : 1) * LANES;
+        }
+      }
+    };
+    if (slots) weigh_some(values, slots, 0, 0, count, shared == end ? keys + slots * width : nullptr);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {
+      if (!more) return;
+      own.gather(own.values, token, shared, more, width, gathered);
+      weigh_some(gathered, more, slots, from, to, nullptr);
+    });
   }
 };
 
@@ -430,12 +464,11 @@ auto with_kernel(const Apply& apply) {
   return apply(Kernel<S, false>());
 }
 
-// The attention of a layer in a pass: `count` tokens of every row, from the slots `starts` on.
+// The attention of a layer in a pass.
 template <typename S>
 struct Attention {
   const Sublayer& layer;
-  const std::vector<int64_t>& starts;
-  int64_t count;
+  const Places& places;
   const float* queries = nullptr;                   // (B, T, stride)
   int64_t stride = 0;
   const S *keys = nullptr, *values = nullptr;       // (B, K, slots, D), the first slot is `base`
@@ -444,19 +477,29 @@ struct Attention {
   float* parts = nullptr;                           // of all units, where `along` holds
 
   int64_t groups() const { return layer.heads / layer.kv_heads; }
-  int64_t asked() const { return count * groups(); }  // queries of a row and key-value head
-  int64_t rows() const { return static_cast<int64_t>(starts.size()); }
+  int64_t asked() const { return places.count * groups(); }  // queries of a row and key-value head
+  int64_t rows() const { return places.rows(); }
 
   Query query(int64_t row, int64_t j) const {
-    const int64_t place = starts[row] + j / groups();
+    const int64_t place = places.position(row, j / groups());
     return {layer.window ? std::max<int64_t>(0, place - layer.window + 1) : 0, place};
   }
 
+  // The first and the last slot that some queries of a row see, besides the sink's.
+  Query seen(int64_t row, int64_t begin, int64_t count) const {
+    Query all{query(row, begin).first, query(row, begin + count - 1).last};
+    for (int64_t j = begin; places.nodes && j < begin + count; ++j) {
+      const Query one = query(row, j);
+      all = {std::min(all.first, one.first), std::max(all.last, one.last)};
+    }
+    return all;
+  }
+
   // The segments that a row's tokens see: the sink's, and those from the first one on.
-  int64_t first(int64_t row) const { return query(row, 0).first / SEGMENT; }
+  int64_t first(int64_t row) const { return seen(row, 0, asked()).first / SEGMENT; }
   bool apart(int64_t row) const { return layer.sink > 0 && first(row) > 0; }
   int64_t segments(int64_t row) const {
-    return (starts[row] + count - 1) / SEGMENT + 1 - first(row) + apart(row);
+    return seen(row, 0, asked()).last / SEGMENT + 1 - first(row) + apart(row);
   }
   int64_t segment(int64_t row, int64_t i) const {
     return apart(row) ? (i == 0 ? 0 : first(row) + i - 1) : first(row) + i;
@@ -476,7 +519,9 @@ struct Attention {
   // Room that a thread needs, in floats.
   int64_t own_room() const {
     const int64_t wide = padded(layer.width);
-    return (SEGMENT + 2 * LINE + BLOCK) * wide + BLOCK * (SEGMENT + 2 * part_size(layer.width));
+    const int64_t gathered = places.nodes ? LINE + places.nodes : 0;
+    return (SEGMENT + 2 * LINE + BLOCK + gathered) * wide +
+           BLOCK * (SEGMENT + 2 * part_size(layer.width));
   }
 
   // A thread's share; `meet` waits for the others.
@@ -496,11 +541,42 @@ struct Attention {
     float *packed, *room;
   };
 
+  // What the queries of a block see from slot `shared` on, token by token.
+  struct Own {
+    const Attention& all;
+    const Block& block;
+    int64_t shared, origin;  // of the row and head, in `keys` and `values`
+    const S *keys = all.keys + origin, *values = all.values + origin;
+
+    // Apply to the queries from .. to of every token, how many slots they see before `end`, and it.
+    template <typename Apply>
+    void each(int64_t end, const Apply& apply) const {
+      for (int64_t j = 0, next = 0; shared < end && j < block.count; j = next) {
+        const int64_t token = (block.begin + j) / all.groups();
+        next = std::min(block.count, (token + 1) * all.groups() - block.begin);
+        const int64_t last = std::min(end, all.places.position(block.row, token) + 1);
+        apply(j, next, std::max<int64_t>(0, last - shared), token);
+      }
+    }
+
+    // Copy what lies at `count` slots of a token's text from `first` on.
+    void gather(const S* from, int64_t token, int64_t first, int64_t count, int64_t width,
+                S* to) const {
+      const int64_t root = all.places.root(block.row);
+      std::vector<int64_t> slots(all.places.nodes);
+      all.places.path(block.row, token, slots.data());
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t place = first + i, slot = place < root ? place : slots[place - root];
+        std::copy_n(from + (slot - all.base) * width, width, to + i * width);
+      }
+    }
+  };
+
   void gather(Block& block) const {
     with_kernel<S>([&](const auto& kernel) {
       const int64_t size = kernel.depth(layer.width);
       for (int64_t j = 0; j < block.count; ++j) {
-        const int64_t at = block.begin + j, token = block.row * count + at / groups();
+        const int64_t at = block.begin + j, token = block.row * places.count + at / groups();
         const int64_t head = block.head * groups() + at % groups();
         block.queries[j] = query(block.row, at);
         kernel.pack_query(queries + token * stride + head * layer.width, layer.width,
@@ -512,7 +588,7 @@ struct Attention {
   // Whether a block sees anything of a segment; then its parts, as of `Kernel::run`.
   bool part(const Block& block, int64_t segment, const float* known, bool weighing,
             float* to) const {
-    const int64_t low = block.queries[0].first, high = block.queries[block.count - 1].last;
+    const auto [low, high] = seen(block.row, block.begin, block.count);
     const int64_t first = segment * SEGMENT, last = std::min(first + SEGMENT, high + 1);
     int64_t begin = first, end = last;
     if (first >= layer.sink)
@@ -522,16 +598,19 @@ struct Attention {
     if (begin >= end) return false;
     const int64_t at =
         ((block.row * layer.kv_heads + block.head) * slots + begin - base) * layer.width;
+    const int64_t line = places.nodes ? places.root(block.row) / LINE * LINE : end;
+    const int64_t shared = std::clamp(line, begin, end);
+    const Own own{*this, block, shared, at - (begin - base) * layer.width};
     with_kernel<S>([&](const auto& kernel) {
       kernel.run(layer, block.queries, block.count, block.packed, keys + at, values + at, begin,
-                 end, known, weighing, block.room, to);
+                 shared, end, own, known, weighing, block.room, to);
     });
     return true;
   }
 
   void finish(const Block& block, int64_t j, const float* all) const {
     const int64_t at = block.begin + j, head = block.head * groups() + at % groups();
-    const int64_t token = block.row * count + at / groups(), width = layer.width;
+    const int64_t token = block.row * places.count + at / groups(), width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
     const float by = layer.eager ? 1.0f : 1.0f / all[1];
     with_kernel<S>([&](const auto& kernel) {

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.model.branches import Branches
+
 _MORE = 256  # slots that buffers grow by, at least
 _LINE = 16  # bases are a multiple: native passes sum slots by so many
 
@@ -78,19 +80,26 @@ class RowCache:
         self.end = 0  # one past the last slot any row writes in this pass
         self.top = 0  # the same of all passes
         self.count = 0  # T
-        self.in_step = True  # all rows write the same slots
+        self.in_step = True  # all rows write the same slots, and each token follows the last one
+        self.branches: Branches | None = None  # of the pass, where tokens follow others
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
         self.apart = True  # whether a pass may be of some rows
         self.settled = False  # the prompts are in: passes are short, and worth compiling
 
     def place(
-        self, starts: Sequence[int], count: int, lowest: int = 0, rows: range | None = None
+        self,
+        starts: Sequence[int],
+        count: int,
+        lowest: int = 0,
+        rows: range | None = None,
+        branches: Branches | None = None,
     ) -> None:
         """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
 
         Args:
             lowest: no later pass will begin before this slot.
             rows: the rows of the pass, if it is of some; `starts` are theirs.
+            branches: whom the tokens follow, where that is not always the one before.
         """
         self.active = None if rows is not None and len(rows) == self.rows else rows
         self.end = max(starts) + count
@@ -103,7 +112,8 @@ class RowCache:
         self.firsts = list(starts)
         self.start = starts[0]
         self._index.clear()
-        self.in_step = all(start == self.start for start in starts)
+        self.branches = branches
+        self.in_step = branches is None and all(start == self.start for start in starts)
         if not self.in_step:
             first = torch.tensor(starts)[:, None]  # (B, 1)
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
@@ -173,6 +183,21 @@ class RowCache:
         if device not in self._index:
             self._index[device] = self._index["cpu"].to(device, non_blocking=True)
         return self._index[device]
+
+    def positions(self, device: Any) -> Tensor:
+        """The positions of the tokens of the pass, which their angles go by, (B, T)."""
+        if self.branches is None:
+            return self.placed(device)
+        return self._roots(device) + self._depths(device)[:, self.branches.first :]
+
+    def _roots(self, device: Any) -> Tensor:
+        """The slots of the roots of a pass with branches, (B, 1)."""
+        assert self.branches is not None
+        return self.placed(device)[:, :1] - self.branches.first
+
+    def _depths(self, device: Any) -> Tensor:
+        assert self.branches is not None
+        return on_device(self.branches.depths, device)  # (B, N)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -275,6 +300,23 @@ class RowCache:
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
+    def take(self, place: int, root: int, path: Sequence[int]) -> None:
+        """Move what a tree's nodes on a path hold to where they lie without other branches.
+
+        Args:
+            place: the row.
+            root: the slot of its root.
+            path: the numbers of the nodes behind the root, ascending.
+        """
+        if list(path) == list(range(1, len(path) + 1)):
+            return
+        nodes, to = torch.tensor(path) + root, torch.arange(1, len(path) + 1) + root  # (n,) each
+        for buffers in (self.keys, self.values):
+            for layer, buffer in buffers.items():
+                base, own = self.held(layer)[0], buffer[place]  # (H, S, D)
+                held = own.index_select(1, (nodes - base).to(own.device))  # (H, n, D), a copy
+                own.index_copy_(1, (to - base).to(own.device), held)
+
     @property
     def window(self) -> int:
         """The longest window of layers that need not hold every slot; 0: there are none."""
@@ -301,9 +343,26 @@ class RowCache:
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
-            queries = self.placed(device)  # (B, T)
+            queries = self.positions(device)  # (B, T)
         slots = torch.arange(self.first(window, sink), self.end, device=device)
-        return causal(queries, slots, window, sink)
+        if self.branches is None:
+            return causal(queries, slots, window, sink)
+        return self._seen(self.branches, queries, slots, window, sink)
+
+    def _seen(
+        self, branches: Branches, queries: Tensor, slots: Tensor, window: int | None, sink: int
+    ) -> Tensor:
+        """`causal`, where the slots from the root on are those of a tree's nodes."""
+        device, root = slots.device, self._roots(slots.device)  # (B, 1)
+        node = (slots - root).clamp(max=branches.nodes - 1)  # (B, S), below 0 before the root
+        known = node.clamp_min(0)
+        own = root + self._depths(device).gather(1, known)  # (B, S)
+        places = torch.where(node < 0, slots, own)  # (B, S)
+        sees = branches.sees[:, branches.first :].to(device)  # (B, T, N)
+        sees = sees.gather(2, known[:, None].expand(-1, sees.shape[1], -1))  # (B, T, S)
+        inside = slots < root + branches.nodes  # (B, S): rows behind others have fewer
+        sees = (node < 0)[:, None] | (sees & inside[:, None])  # (B, T, S)
+        return causal(queries, places, window, sink) & sees[:, None]
 
     def mask(self, window: int | None, dtype: torch.dtype, device: Any, sink: int = 0) -> Tensor:
         """`seen` as the attention mask of a dtype: bool as it is, otherwise `additive`."""
@@ -312,13 +371,16 @@ class RowCache:
 
 
 def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) -> Tensor:
-    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots (S,).
+    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots.
+
+    The slots are (S,), or (B, S).
 
     Args:
         window: how many of the last slots they see, their own included; None: all.
         sink: how many of the first ones they see beside them.
     """
     queries = queries[:, None, :, None]  # (B, 1, T, 1)
+    slots = slots if slots.dim() == 1 else slots[:, None, None]  # (S,) or (B, 1, 1, S)
     past = slots <= queries  # (B, 1, T, S)
     if window is None:
         return past

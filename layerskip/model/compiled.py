@@ -92,7 +92,7 @@ class Compiled(Fused):
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         cache: RowCache = step.cache
-        if not blocks or not cache.settled:
+        if not blocks or not cache.settled or cache.branches is not None:
             return super().run(hidden, step, blocks)
         layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
         rows, count, _ = hidden.shape

@@ -40,7 +40,7 @@ class ModuleRotary:
             window = slice(cache.start, cache.end)
             return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
         return {
-            k: (cos[0][cache.placed(cos.device)], sin[0][cache.placed(sin.device)])
+            k: (cos[0][cache.positions(cos.device)], sin[0][cache.positions(sin.device)])
             for k, (cos, sin) in self.tables.items()
         }
 

@@ -108,7 +108,7 @@ class Pass {
     int64_t parts = 0, attending = 0;
     for (const Sublayer* each : sublayers_)
       if (each->kind == Kind::attention) {
-        const attention::Attention<S> here{*each, cache_.starts, count_};
+        const attention::Attention<S> here{*each, cache_.places};
         parts = std::max(parts, lines(here.shared_room()));
         attending = std::max(attending, lines(here.own_room()));
       }
@@ -312,16 +312,18 @@ class Pass {
     }
     require(cos.dim() == 3 && cos.size(2) <= layer.width, "a rotary table is too wide");
     if (scales) ::check<S>(*scales, {cos.size(1)}, "the scales of queries");
-    require(static_cast<int64_t>(cache_.starts.size()) == rows_, "there must be ", rows_,
-            " starts, got ", cache_.starts.size());
+    require(cache_.places.rows() == rows_, "there must be ", rows_, " starts, got ",
+            cache_.places.rows());
     require(base >= 0 && base % LINE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
             "a buffer of keys begins at slot ", base, ", which must be a multiple of ", LINE,
             ", and 0 where a layer has no window, or a sink before it");
-    for (int64_t start : cache_.starts) {
+    for (int64_t start : cache_.places.starts) {
       require(start >= 0 && start + count_ <= std::min(base + slots, cos.size(1)), count_,
               " tokens from ", start, " on are beyond ", base + slots, " slots or ", cos.size(1),
               " rotary angles");
-      require(base == 0 || start - layer.window + 1 >= base, "tokens from ", start, " on see ",
+      const int64_t first = start - std::max<int64_t>(0, cache_.places.nodes - count_);  // the root
+      require(first >= 0 && (base == 0 || first - layer.window + 1 >= base), "tokens from ", start,
+              " on see ",
               layer.window, " slots, of which a buffer that begins at ", base, " has only some");
     }
   }
@@ -740,7 +742,7 @@ class Pass {
     const int64_t turned = heads + (layer.writes ? kv : 0);  // heads that rotate
     for (int64_t unit = me.number; unit < tokens_ * turned; unit += me.of) {
       const int64_t token = unit / turned, head = unit % turned;
-      const int64_t row = token / count_, place = cache_.starts[row] + token % count_;
+      const int64_t row = token / count_, place = cache_.places.position(row, token % count_);
       float* x = first_ + token * stride + head * width;
       if (head < heads) {
         if (layer.q_norm && !q_whole) normalise<S>(*layer.q_norm, x, width, x);
@@ -754,7 +756,8 @@ class Pass {
       if (layer.v_norm) normalise<S>(*layer.v_norm, value, width, value);
       if (layer.k_norm && !k_whole) normalise<S>(*layer.k_norm, x, width, x);
       turn(angles, place, x);
-      const int64_t at = ((row * kv + head - heads) * slots + place - base) * width;
+      const int64_t slot = cache_.places.slot(row, token % count_) - base;
+      const int64_t at = ((row * kv + head - heads) * slots + slot) * width;
       for (int64_t i = 0; i < width; ++i) {
         key_slots[at + i] = static_cast<S>(x[i]);
         value_slots[at + i] = static_cast<S>(value[i]);
@@ -762,7 +765,7 @@ class Pass {
     }
     me.meet();
     me.stamps.enter(Phase::attention);
-    attention::Attention<S> attention{layer, cache_.starts, count_};
+    attention::Attention<S> attention{layer, cache_.places};
     attention.queries = first_, attention.stride = stride, attention.out = second_;
     attention.keys = key_slots, attention.values = value_slots;
     attention.slots = slots, attention.base = base, attention.parts = parts_;
@@ -811,14 +814,15 @@ struct Plan {
   Tensor run(const Tensor& hidden, const std::vector<int64_t>& which,
              const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
              const std::vector<int64_t>& starts, const std::vector<Angles>& angles,
-             const std::vector<int64_t>& bases, const std::optional<Tensor>& layer_inputs) const {
-    const Cache cache{keys, values, starts, bases};
+             const std::vector<int64_t>& bases, const std::optional<Tensor>& layer_inputs,
+             const std::vector<int64_t>& branches) const {
     std::vector<const Sublayer*> chosen;
     for (int64_t index : which) chosen.push_back(&sublayers.at(index));
     if (chosen.empty()) return hidden;
     const pybind11::gil_scoped_release released;
     require(hidden.dim() == 3 && hidden.device().is_cpu(),
             "hidden states must be (rows, tokens, width) on the CPU, got ", hidden.sizes());
+    const Cache cache{keys, values, Places(starts, hidden.size(1), branches), bases};
     const Tensor given = hidden.contiguous();
     std::optional<Tensor> further;
     if (layer_inputs) further = layer_inputs->contiguous();
@@ -938,5 +942,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("divisor") = 1.0)
       .def("run", &Plan::run, py::arg("hidden"), py::arg("which"), py::arg("keys"),
            py::arg("values"), py::arg("starts"), py::arg("angles"),
-           py::arg("bases") = std::vector<int64_t>{}, py::arg("layer_inputs") = std::nullopt);
+           py::arg("bases") = std::vector<int64_t>{}, py::arg("layer_inputs") = std::nullopt,
+           py::arg("branches") = std::vector<int64_t>{});
 }

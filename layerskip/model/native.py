@@ -243,7 +243,15 @@ class Native(Fused):
                     bases.append(cache.held(block.layer)[0])
         numbers = [block.number for block in blocks]
         out: Tensor = self.plan.run(
-            hidden, numbers, keys, values, firsts, angles, bases, layer_inputs=inputs
+            hidden,
+            numbers,
+            keys,
+            values,
+            firsts,
+            angles,
+            bases,
+            layer_inputs=inputs,
+            branches=[] if step is None or cache.branches is None else cache.branches.flat,
         )
         after = blocks[-1].after
         return out if after is None else after(out)

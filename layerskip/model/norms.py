@@ -100,7 +100,8 @@ class FusedRotary:
     def at(self, cache: RowCache) -> dict[str, Angles]:
         """The angles at the positions of the pass the cache is placed for."""
         if not cache.in_step:
-            return gathered(self.tables, cache.placed(next(iter(self.tables.values()))[0].device))
+            device = next(iter(self.tables.values()))[0].device
+            return gathered(self.tables, cache.positions(device))
         if self._as_matrix and cache.count == 1:
             return {
                 kind: Angles(torch.addcmul(eye * cos[cache.start], swap, sin[cache.start]), None)

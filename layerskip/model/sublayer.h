@@ -89,9 +89,49 @@ struct Angles {
   std::optional<Tensor> scales;  // (S,) what queries are multiplied by at each place
 };
 
+// Where the tokens of a pass are in their rows. With branches they are the last ones of a tree of N
+// nodes: a node lies at the slot of the root plus its number, and its position is that of the root
+// plus its depth. Without, each token follows the one before it.
+struct Places {
+  std::vector<int64_t> starts;   // (B,) the slot of each row's first token
+  int64_t count = 0;             // T
+  std::vector<int64_t> parents;  // (B, N) the node that each one follows, -1 for the root; or none
+  std::vector<int64_t> depths;   // (B, N)
+  int64_t nodes = 0;             // N
+
+  Places(const std::vector<int64_t>& starts, int64_t count, const std::vector<int64_t>& parents)
+      : starts(starts), count(count), parents(parents), depths(parents.size()) {
+    if (parents.empty()) return;
+    const auto rows = static_cast<int64_t>(starts.size()), all = static_cast<int64_t>(parents.size());
+    nodes = rows ? all / rows : 0;
+    TORCH_CHECK_VALUE(rows * nodes == all && nodes >= count, "branches must be ", rows,
+                      " rows of at least ", count, " nodes, got ", all);
+    for (int64_t i = 0; i < all; ++i) {
+      const int64_t node = i % nodes, parent = parents[i];
+      TORCH_CHECK_VALUE(node ? parent >= 0 && parent < node : parent == -1, "node ", node,
+                        " must follow an earlier one, got ", parent);
+      depths[i] = node ? depths[i - node + parent] + 1 : 0;
+    }
+  }
+
+  int64_t rows() const { return static_cast<int64_t>(starts.size()); }
+  // The slot of a row's root; without branches, of its first token.
+  int64_t root(int64_t row) const { return starts[row] - (nodes ? nodes - count : 0); }
+  int64_t slot(int64_t row, int64_t token) const { return starts[row] + token; }
+  int64_t position(int64_t row, int64_t token) const {
+    return nodes ? root(row) + depths[(row + 1) * nodes - count + token] : starts[row] + token;
+  }
+  // The positions behind the root that a token sees lie at these slots (depth + 1,).
+  void path(int64_t row, int64_t token, int64_t* slots) const {
+    const int64_t* up = parents.data() + row * nodes;
+    for (int64_t node = nodes - count + token; node >= 0; node = up[node])
+      slots[depths[row * nodes + node]] = root(row) + node;
+  }
+};
+
 struct Cache {
   std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
-  std::vector<int64_t> starts;       // (B,) the slot of each row's first token
+  Places places;
   std::vector<int64_t> bases;        // the slot of each buffer's first numbers; none: all are 0
 };
 

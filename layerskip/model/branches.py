@@ -1,0 +1,95 @@
+"""A round's tokens as a tree: which earlier one each follows, and so whom it sees, and where it is.
+
+Nodes are numbered from the root, the row's last token, in any order that has each one behind the
+one that it follows. A node lies in the cache at the root's slot plus its number, until the text
+goes on along its path; its position, which its angles and windows go by, is the root's plus its
+depth. Without branches, number and depth are the same.
+Letters: B rows, N nodes, T tokens of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+ROOT = -1
+"""What the root follows: the text before it."""
+
+
+class Branches:
+    """The trees of a pass.
+
+    Args:
+        parents: per row, the number of the node that each one follows, `ROOT` for node 0, (N,).
+        first: how many nodes of each tree earlier passes have run.
+
+    Raises:
+        ValueError: a node follows a later one, or rows have different numbers of nodes.
+    """
+
+    def __init__(self, parents: Sequence[Sequence[int]], first: int = 0) -> None:
+        self.parents, self.first = [list(each) for each in parents], first
+        self.nodes = len(self.parents[0])
+        for row in self.parents:
+            if len(row) != self.nodes or row[0] != ROOT:
+                raise ValueError("every row's tree needs a root, and as many nodes as the others'")
+            if not all(0 <= parent < node for node, parent in enumerate(row[1:], 1)):
+                raise ValueError(f"each node must follow an earlier one, got {row}")
+
+    @cached_property
+    def depths(self) -> list[list[int]]:
+        """Per row, how far each node is from the root, (B, N)."""
+        return [depths(row[1:]) for row in self.parents]
+
+    @cached_property
+    def flat(self) -> list[int]:
+        """The parents of all rows, one behind the other, (B * N,)."""
+        return list(chain(*self.parents))
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """Whether a node sees another: itself, and those on its path, (B, N, N) bool."""
+        seen = torch.zeros(len(self.parents), self.nodes, self.nodes, dtype=torch.bool)
+        for row, parents in enumerate(self.parents):
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    seen[row, node] = seen[row, parent]
+                seen[row, node, node] = True
+        return seen
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How far the root, node 0, and each node behind it are from the root.
+
+    Args:
+        parents: of the nodes 1, 2, ..., the numbers of those that they follow.
+    """
+    found = [0]
+    for parent in parents:
+        found.append(found[parent] + 1)
+    return found
+
+
+def along(parents: Sequence[int], tokens: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The nodes of a tree that a text takes from the root on, which is not among them.
+
+    Args:
+        parents, tokens: of the nodes 1, 2, ...
+    """
+    path: list[int] = []
+    here = 0
+    for token in text:
+        nodes = (
+            node
+            for node, (parent, own) in enumerate(zip(parents, tokens, strict=True), 1)
+            if parent == here and own == token
+        )
+        here = next(nodes, 0)
+        if not here:
+            break
+        path.append(here)
+    return path
