@@ -1,16 +1,24 @@
-"""Trees of drafted tokens: a node's logits are those of its path alone, whatever lies beside it."""
+"""Trees of drafted tokens: a node's logits are those of its path alone, whatever lies beside it.
+
+And so the text is the target's, whatever a tree holds.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import FEW_FAMILIES, VOCABULARY, lively_model
+from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 from torch import Tensor
 
+from layerskip import Lookup, SkipConfig
+from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.generation import generate
 from layerskip.model.branches import ROOT, Branches, along, depths
 from layerskip.model.sublayers import Sublayers
 
@@ -132,3 +140,148 @@ def test_depths_and_paths() -> None:
     for wrong in ([[0]], [[ROOT, 1]], [[ROOT, 0], [ROOT]], [[ROOT, 0, 3]]):
         with pytest.raises(ValueError, match=r"root|follow"):
             Branches(wrong)
+
+
+class Guesses(Source):
+    """Trees around the true text: of every depth it has the right token, or it has not."""
+
+    key = "guesses"
+
+    def __init__(self, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.texts, self.seed = texts, seed
+
+    def open(self, batch: Batch) -> State:
+        return _Guesses(batch, self.texts, random.Random(self.seed))
+
+
+class _Guesses(State):
+    def __init__(self, batch: Batch, texts: Sequence[Sequence[int]], draw: random.Random) -> None:
+        super().__init__(batch)
+        self.texts, self.draw = texts, draw
+
+    def offer(self, row: int, most: int) -> Proposal:
+        rest = self.texts[row][len(self.batch.emitted[row]) :]
+        parents, tokens = tree(self.draw, most + 1)[1:], list[int]()
+        for depth, parent in zip(depths(parents)[1:], parents, strict=True):
+            known = depth <= len(rest) and self.draw.random() < 0.8
+            own = rest[depth - 1] if known else self.draw.randrange(2, VOCABULARY)
+            before = zip(parents, tokens, strict=False)
+            tokens.append(0 if (parent, own) in before else own)
+        return Proposal.of(tokens, 3, parents)
+
+
+def texts_of(out: Any, width: int) -> list[list[int]]:
+    rows: list[list[int]] = out.sequences[:, width:].tolist()
+    return rows
+
+
+def check_text(model: Any, execution: str, rows: int, *, sample: bool, seed: int = 0) -> None:
+    lengths = (9, 4, 13)[:rows]
+    ids, mask = ragged(lengths)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "execution": execution}
+    how |= {"do_sample": sample, "eos_token_id": None}
+    how |= {"seed": 3, "temperature": 0.9, "top_k": 0} if sample else {}
+    plain = generate(model, ids, enabled=False, **how)
+    guesses = Guesses(texts_of(plain, ids.shape[1]), seed)
+    others = {"lookup": True, "skip": SkipConfig.early_exit(2)}
+    drafts: list[tuple[dict[str, Any], Controller]] = [
+        ({"lookup": False, "draft_memory": 0}, Controller()),
+        (others, Fickle(seed)),
+    ]
+    for settings, controller in drafts:
+        controller.needs_confidence = False
+        out = generate(model, ids, sources=[guesses], controller=controller,
+                       max_draft_length=8, **settings, **how)  # fmt: skip
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert out.stats.num_accepted_tokens > 0
+    if not sample:
+        want = model.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=None)
+        assert plain.sequences.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_texts_are_the_targets(family: str, execution: str, sample: bool) -> None:
+    for rows in (1, 3):
+        check_text(lively_model(family), execution, rows, sample=sample, seed=rows)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sample", [False, True])
+def test_native_texts_are_the_targets(sample: bool, dtype: torch.dtype) -> None:
+    model = lively_model("llama", dtype=dtype)
+    ids, mask = ragged((9, 4, 13))
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
+    how |= {"seed": 3} if sample else {}
+    plain = generate(model, ids, enabled=False, **how)
+    guesses = Guesses(texts_of(plain, ids.shape[1]))
+    out = generate(model, ids, sources=[guesses], lookup=Lookup([[5, 6, 7]]), controller=Fickle(1),
+                   max_draft_length=8, **how)  # fmt: skip
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert out.stats.num_accepted_tokens > 0
+
+
+def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
+    """And each round's tokens are a path of its tree, and one more."""
+    model = lively_model("llama")
+    ids = torch.arange(2, 9)[None]
+    how: dict[str, Any] = {"max_new_tokens": 60, "lookup": False, "draft_memory": 0}
+    plain = generate(model, ids, enabled=False, max_new_tokens=60)
+    texts = texts_of(plain, 7)
+
+    class Chains(Guesses):
+        def open(self, batch: Batch) -> State:
+            return _Chains(batch, self.texts, random.Random(self.seed))
+
+    class _Chains(_Guesses):
+        def offer(self, row: int, most: int) -> Proposal:
+            found = super().offer(row, most)
+            path, here = list[int](), 0
+            while found.parents and here in found.parents:
+                here = found.parents.index(here) + 1
+                path.append(here)
+            return found.some(path)
+
+    passes = []
+    for kind in (Guesses, Chains):
+        controller = Controller()
+        controller.needs_confidence = False
+        out = generate(model, ids, sources=[kind(texts)], controller=controller,
+                       max_draft_length=8, **how)  # fmt: skip
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        passes.append(out.stats.num_rounds)
+    assert passes[0] < passes[1] < 60
+
+
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"acceptance": "rejection"}])
+def test_laws_that_read_the_text_get_chains(more: dict[str, Any]) -> None:
+    model = lively_model("llama")
+    ids = torch.arange(2, 9)[None]
+    how: dict[str, Any] = {"max_new_tokens": 30, **more}
+    if "acceptance" in more:
+        how |= {"do_sample": True, "seed": 1}
+    plain = generate(model, ids, enabled=False, max_new_tokens=30)
+    controller = Controller()
+    controller.needs_confidence = False
+    out = generate(model, ids, sources=[Guesses(texts_of(plain, 7))], lookup=False,
+                   draft_memory=0, controller=controller, max_draft_length=8, **how)  # fmt: skip
+    assert max(max(round_.drafted) for round_ in out.rounds) < 8
+    if "acceptance" not in more:
+        want = model.generate(ids, max_new_tokens=30, **more)
+        assert out.sequences.tolist() == want.tolist()
+
+
+def test_scores_are_those_of_the_path() -> None:
+    model = lively_model("llama")
+    ids = torch.arange(2, 9)[None]
+    how: dict[str, Any] = {"max_new_tokens": 20, "output_scores": True, "output_logits": True}
+    plain = generate(model, ids, enabled=False, **how)
+    controller = Controller()
+    controller.needs_confidence = False
+    out = generate(model, ids, sources=[Guesses(texts_of(plain, 7))], lookup=False,
+                   draft_memory=0, controller=controller, max_draft_length=8, **how)  # fmt: skip
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    for ours, want in zip((*out.scores, *out.logits), (*plain.scores, *plain.logits), strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)

@@ -57,9 +57,11 @@ class Recorded:
     num_sublayers = first_reader = 1
     execution = "modules"
     drawn = None
+    branches = False
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.device = target, target.device
+        self.vocabulary = len(target)
 
     def disturbed(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 CONTROLLERS = (
@@ -34,10 +35,12 @@ class Offer(NamedTuple):
     Attributes:
         lengths: the most tokens of every row that is not finished; 0 for none.
         matches: `Proposal.match` by row; None if tokens are not known before they are drawn.
+        chances: `Proposal.chances` by row, of rows that have any.
     """
 
     lengths: Mapping[int, int]
     matches: Mapping[int, int] | None
+    chances: Mapping[int, Sequence[float]] = MappingProxyType({})
 
 
 Choice = int | None | Mapping[int, int | None]

@@ -34,6 +34,7 @@ from layerskip.decoding.rules import (
     without,
 )
 from layerskip.model.backend import Draw
+from layerskip.model.branches import path_to
 from layerskip.model.cache import on_device
 
 
@@ -48,6 +49,7 @@ class DraftedTokens:
         fed: the tokens that no step was fed, (R, T), in the passes' order of rows: each row's last
             token, drafted or emitted, and what more is known; short rows are padded.
         known: the rows whose drafted tokens were known without a step.
+        parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
@@ -62,11 +64,19 @@ class DraftedTokens:
     laws: list[Tensor] = field(default_factory=list)
     unread: bool = False
     known: set[int] = field(default_factory=set)
+    parents: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""
         row, offset = position
         return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
+
+    def before(self, row: int, offset: int) -> list[int]:
+        """The drafted tokens that the one of a number, the root's 0, has seen, itself included."""
+        tokens, parents = self.tokens[row], self.parents.get(row)
+        if parents is None:
+            return tokens[:offset]
+        return [tokens[node - 1] for node in path_to(parents, offset)]
 
     def at(self, positions: Sequence[Position]) -> list[int]:
         """The index of each position among those of all steps, -1 for none."""
@@ -124,6 +134,8 @@ class Draws:
         self.noise = NoiseBlocks()
         self.warp = law.warp
         self.native = None if self.rejection or self.warp is None else native
+        # whether what is drawn at a position depends on more than its logits and noise
+        self.apart = self.rejection or law.reads_history
 
     def draft(
         self, raw: Tensor, positions: Sequence[Position], signal: str | None = None

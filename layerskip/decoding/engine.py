@@ -22,6 +22,7 @@ from layerskip.decoding.passes import Filling, Passes, Position
 from layerskip.decoding.planning import Plan, Planner, usable
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
 from layerskip.decoding.sources.base import Proposal, Source
+from layerskip.model.branches import ROOT, along, depths
 from layerskip.model.cache import on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
@@ -173,8 +174,10 @@ class Decoder:
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
         (first,) = self._read(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
+        self.passes.read(raw, [(row, ()) for row in self.rows])
         nothing = [None for _ in self.rows]
-        return self._close(0, tokens, nothing, None, positions, verdict.scores, raw)
+        read = [[row] for row in self.rows]
+        return self._close(0, tokens, nothing, None, read, verdict.scores, raw)
 
     def _prefill(self) -> Tensor:
         """The prefill, from what is known on; logits after the prompts, (B, V)."""
@@ -219,12 +222,30 @@ class Decoder:
             if not self.finished[row]
             for offset in range(drafts.lengths[row] + 1)
         ]
-        raw = self.passes.verify(drafts.fed, positions)  # (N, V)
+        raw = self.passes.verify(drafts.fed, positions, self._branches(drafts))  # (N, V)
         self._mark()
-        verdict = self.draws.judge(raw, positions, drafts, keep=self.request.keep_scores)
-        tokens = self._judged(drafts, positions, verdict)
+        if drafts.parents:  # draws go by depth
+            deep = {row: depths(parents) for row, parents in drafts.parents.items()}
+            places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
+        else:
+            places = positions
+        verdict = self.draws.judge(raw, places, drafts, keep=self.request.keep_scores)
+        tokens, read = self._judged(drafts, positions, verdict)
         sources = [plans[row].source if row in plans else None for row in self.rows]
-        return self._close(index, tokens, sources, drafts, positions, verdict.scores, raw)
+        if self.passes.reads_logits:
+            self.passes.read(raw, [(row, drafts.before(row, at)) for row, at in positions])
+        return self._close(index, tokens, sources, drafts, read, verdict.scores, raw)
+
+    def _branches(self, drafts: DraftedTokens) -> list[list[int]] | None:
+        """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
+        if not drafts.parents:
+            return None
+        most = max(drafts.lengths)
+        found = []
+        for row in self.passes.rows:
+            own = list(drafts.parents.get(row, ()))
+            found.append([ROOT, *own, *range(len(own), most)])
+        return found
 
     def _compact(self) -> None:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
@@ -270,6 +291,9 @@ class Decoder:
             emitted=self.emitted[row],
             eos=self.request.eos,
             vocabulary=self.passes.model.vocabulary,
+            # processors would have to read a text for every branch, and the rejection rule is of
+            # one draft
+            branches=self.passes.model.branches and not self.draws.apart,
         )
 
     def _draft(self, plans: Mapping[int, Plan]) -> DraftedTokens:
@@ -291,6 +315,8 @@ class Decoder:
             drafts.known.add(row)
             drafts.tokens[row] = list(plan.tokens)
             drafts.lengths[row] = len(plan.tokens)
+            if plan.parents is not None:
+                drafts.parents[row] = plan.parents
             for offset, token in enumerate(drafts.tokens[row]):
                 self._remember(row, offset, token)
         if len(drafting) > 1:
@@ -407,8 +433,11 @@ class Decoder:
 
     def _judged(
         self, drafts: DraftedTokens, positions: Sequence[Position], verdict: VerifiedTokens
-    ) -> list[list[int]]:
-        """Each row's tokens: drafted ones up to the first rejected, then the target's own."""
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Each row's tokens: drafted ones up to the first rejected, then the target's own.
+
+        And at which of the positions each one was judged.
+        """
         flags = [] if verdict.accepted is None else [verdict.accepted]
         steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
         target, *others = self._read(verdict.drawn, *flags, *steps)
@@ -420,18 +449,27 @@ class Decoder:
                 if token >= 0 and offset == len(draft) and not ended:
                     draft.append(int(token))
         tokens: list[list[int]] = [[] for _ in self.rows]
+        read: list[list[int]] = [[] for _ in self.rows]
         fallen: set[int] = set()
+        here = dict.fromkeys(drafts.parents, 0)  # by row with branches, the last node of its path
         for i, (row, offset) in enumerate(positions):
-            if row in fallen:
+            if row in fallen or here.get(row, offset) != offset:
                 continue
             draft = drafts.tokens[row]
-            token = draft[offset] if offset < len(draft) else -1
-            if token >= 0 and (stays[i] if flags else target[i] == token):
+            read[row].append(i)
+            if row in here:
+                node = next(iter(along(drafts.parents[row], draft, [int(target[i])], offset)), 0)
+                token, here[row] = (draft[node - 1], node) if node else (-1, 0)
+                stay = node > 0
+            else:
+                token = draft[offset] if offset < len(draft) else -1
+                stay = token >= 0 and bool(stays[i] if flags else target[i] == token)
+            if stay:
                 tokens[row].append(token)
             else:
                 tokens[row].append(self._checked(target[i], row))
                 fallen.add(row)
-        return tokens
+        return tokens, read
 
     def _checked(self, token: float, row: int) -> int:
         if token < 0:
@@ -448,12 +486,15 @@ class Decoder:
         tokens: list[list[int]],
         sources: Sequence[int | None],
         drafts: DraftedTokens | None,
-        positions: Sequence[Position],
+        read: Sequence[Sequence[int]],
         scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
-        """Emit each row's tokens until it ends, update the counts, and commit the passes."""
-        self.passes.read(raw, positions, drafts.tokens if drafts else [()] * len(self.rows))
+        """Emit each row's tokens until it ends, update the counts, and commit the passes.
+
+        Args:
+            read: at which of the scores and logits (N, V) each of the row's tokens was judged.
+        """
         emitted: list[list[int]] = [[] for _ in self.rows]
         drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
         for row, candidates in enumerate(tokens):
@@ -470,17 +511,20 @@ class Decoder:
             if not index:
                 self.passes.tell(row, emitted[row])
             else:
-                self.passes.commit(row, emitted[row])
+                path: Sequence[int] = ()
+                if drafts is not None and row in drafts.parents:
+                    path = along(drafts.parents[row], drafts.tokens[row], emitted[row])
+                self.passes.commit(row, emitted[row], path)
                 self._planner.learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
             if self.finished[row]:
                 self._keep_text(row, self.passes.lengths[row])
         if index:
-            self._show(positions, emitted, raw)
+            self._show(read, emitted, raw)
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
         request = self.request
-        kept_scores = None if scores is None else _by_row(scores, positions, emitted)
-        kept_logits = _by_row(raw, positions, emitted) if request.keep_logits else None
+        kept_scores = None if scores is None else _by_row(scores, read, emitted)
+        kept_logits = _by_row(raw, read, emitted) if request.keep_logits else None
         self._mark()
         round_ = Round(
             index=index,
@@ -499,15 +543,15 @@ class Decoder:
         return round_
 
     def _show(
-        self, positions: Sequence[Position], emitted: Sequence[Sequence[int]], raw: Tensor
+        self, read: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], raw: Tensor
     ) -> None:
         """Tell a controller that looks at laws about those, (N, V), of the rows' last tokens."""
         if self._observer is None:
             return
         last = [
-            (i, row)
-            for i, (row, offset) in enumerate(positions)
-            if not self.finished[row] and offset == len(emitted[row]) - 1
+            (read[row][len(tokens) - 1], row)
+            for row, tokens in enumerate(emitted)
+            if tokens and not self.finished[row]
         ]
         if last:
             at = on_device([i for i, _ in last], self.device)  # (R,)
@@ -532,11 +576,8 @@ class Decoder:
 
 
 def _by_row(
-    values: Tensor, positions: Sequence[Position], emitted: Sequence[Sequence[int]]
+    values: Tensor, read: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """From values (N, V) at positions, those of the emitted tokens: per row (emitted, V)."""
-    places = [
-        [i for i, (at, offset) in enumerate(positions) if at == row and offset < len(tokens)]
-        for row, tokens in enumerate(emitted)
-    ]
-    return tuple(values[i].float() for i in places)
+    """From values (N, V), those of the emitted tokens: per row (emitted, V)."""
+    both = zip(read, emitted, strict=True)
+    return tuple(values[places[: len(tokens)]].float() for places, tokens in both)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from layerskip.costs.speculation import (
     Costs,
@@ -225,6 +225,8 @@ class ExpectedGain(Controller):
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
         offers = self._round.offers or ()
+        if row in offers[draft].chances:
+            return  # its source has its own expectations
         match = (offers[draft].matches or {})[row]
         for depth in range(known):
             self._sources[draft].copies.observe(match + depth, depth < right)
@@ -334,6 +336,9 @@ class ExpectedGain(Controller):
     def _expected(self, number: int, offer: Offer, row: int) -> list[float]:
         """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft."""
         source, matches = self._sources[number], offer.matches
+        if row in offer.chances:
+            most = min(offer.lengths[row], source.longest)
+            return [0.0, *accumulate(offer.chances[row][:most])]
         survival, found = 1.0, [0.0]
         for drafted in range(min(offer.lengths[row], source.longest)):
             if matches is None:

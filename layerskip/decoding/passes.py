@@ -328,13 +328,16 @@ class Passes:
         for state in self.states:
             state.commit(row, emitted, self._steps if state is self._drafting else 0)
 
-    def read(
-        self, raw: Tensor, positions: Sequence[Position], drafted: Sequence[Sequence[int]]
-    ) -> None:
-        """Show the states that read logits those of a round, (N, V)."""
+    @property
+    def reads_logits(self) -> bool:
+        """Whether any state does."""
+        return any(state.reads_logits for state in self.states)
+
+    def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Show the states that read logits those of a round, (N, V) (see `State.read`)."""
         for state in self.states:
             if state.reads_logits:
-                state.read(raw, positions, drafted)
+                state.read(raw, seen)
 
     def draw(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
         """See `Batch.draw`."""

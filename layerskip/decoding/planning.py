@@ -8,6 +8,7 @@ from typing import NamedTuple
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.base import Proposal
+from layerskip.model.branches import along
 
 
 class Plan(NamedTuple):
@@ -17,11 +18,13 @@ class Plan(NamedTuple):
         source: the number of its source, if any.
         limit: the most tokens.
         tokens: up to so many, if they are known without a step.
+        parents: what each one follows, where tokens have branches (see `Proposal.parents`).
     """
 
     source: int | None = None
     limit: int = 0
     tokens: Sequence[int] | None = None
+    parents: Sequence[int] | None = None
 
 
 class Planner:
@@ -55,21 +58,37 @@ class Planner:
             source = chosen.get(row) if isinstance(chosen, Mapping) else chosen
             most = 0 if source is None else offers[source].lengths[row]
             limit = min(self.controller.limit(row, most), most)
-            tokens = None if source is None or not limit else proposals[source][row].tokens
-            plans[row] = Plan(source, limit, None if tokens is None else tokens[:limit])
+            if source is None or not limit:
+                plans[row] = Plan(source, limit)
+                continue
+            found = proposals[source][row]
+            first = slice(limit)
+            tokens, parents = found.tokens, found.parents
+            plans[row] = Plan(
+                source,
+                limit,
+                None if tokens is None else tokens[first],
+                None if parents is None else parents[first],
+            )
         return plans
 
     def learn(self, row: int, emitted: Sequence[int]) -> None:
         """Tell a controller that chooses how good known tokens were, drafted or not."""
         for number, proposals in enumerate(self._proposals if self._chooser else ()):
-            if self._chooser and (tokens := proposals[row].tokens):
-                right, known = in_common(tokens, emitted), min(len(tokens), len(emitted))
+            found = proposals[row]
+            if self._chooser and (tokens := found.tokens):
+                if found.parents is None:
+                    right = in_common(tokens, emitted)
+                else:
+                    right = len(along(found.parents, tokens, emitted))
+                known = min(len(tokens), len(emitted))
                 self._chooser.learn(number, row, min(right + 1, known), right)
 
 
 def _offer(proposals: Mapping[int, Proposal]) -> Offer:
     matches = {row: each.match for row, each in proposals.items() if each.match is not None}
-    return Offer({row: each.length for row, each in proposals.items()}, matches or None)
+    chances = {row: each.chances for row, each in proposals.items() if each.chances is not None}
+    return Offer({row: each.length for row, each in proposals.items()}, matches or None, chances)
 
 
 def usable(
@@ -80,18 +99,34 @@ def usable(
     emitted: Sequence[int],
     eos: frozenset[int],
     vocabulary: int,
+    branches: bool = False,
 ) -> Proposal:
     """A proposal, cut off behind an end of text, and where a grammar forbids it.
 
     Args:
         row: of the law; `emitted` are its tokens so far.
+        branches: whether it may have any; else those of its first tokens are left.
     """
-    if not proposal.tokens:
+    tokens, parents = proposal.tokens, proposal.parents
+    if not tokens:
         return proposal
-    ends = (i for i, token in enumerate(proposal.tokens, 1) if token in eos)
-    tokens = proposal.tokens[: next(ends, None)]
-    count = law.allowed(row, emitted, tokens, vocabulary)
-    return Proposal.of(tokens[:count], proposal.match or 0)
+    if parents is not None and not branches:
+        path, here = list[int](), 0
+        while here in parents:
+            here = parents.index(here) + 1
+            path.append(here)
+        return usable(
+            proposal.some(path), law=law, row=row, emitted=emitted, eos=eos, vocabulary=vocabulary
+        )
+    follows = range(len(tokens)) if parents is None else parents
+    kept = {0}
+    for node, parent in enumerate(follows, 1):
+        if parent in kept and not (parent and tokens[parent - 1] in eos):
+            kept.add(node)
+    if parents is None:
+        count = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
+        kept &= {*range(count + 1)}
+    return proposal.some(sorted(kept)[1:])
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:

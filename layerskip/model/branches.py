@@ -74,14 +74,15 @@ def depths(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def along(parents: Sequence[int], tokens: Sequence[int], text: Sequence[int]) -> list[int]:
-    """The nodes of a tree that a text takes from the root on, which is not among them.
+def along(
+    parents: Sequence[int], tokens: Sequence[int], text: Sequence[int], here: int = 0
+) -> list[int]:
+    """The nodes of a tree that a text takes behind one of them, by default the root.
 
     Args:
         parents, tokens: of the nodes 1, 2, ...
     """
     path: list[int] = []
-    here = 0
     for token in text:
         nodes = (
             node
@@ -93,3 +94,16 @@ def along(parents: Sequence[int], tokens: Sequence[int], text: Sequence[int]) ->
             break
         path.append(here)
     return path
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root, which is not among them, to one, itself included.
+
+    Args:
+        parents: of the nodes 1, 2, ...
+    """
+    path: list[int] = []
+    while node:
+        path.append(node)
+        node = parents[node - 1]
+    return path[::-1]

@@ -241,6 +241,7 @@ class Native(Fused):
                     keys.append(k)
                     values.append(v)
                     bases.append(cache.held(block.layer)[0])
+        branches = cache.branches.flat if keys and cache.branches is not None else []
         numbers = [block.number for block in blocks]
         out: Tensor = self.plan.run(
             hidden,
@@ -251,7 +252,7 @@ class Native(Fused):
             angles,
             bases,
             layer_inputs=inputs,
-            branches=[] if step is None or cache.branches is None else cache.branches.flat,
+            branches=branches,
         )
         after = blocks[-1].after
         return out if after is None else after(out)

@@ -134,6 +134,11 @@ class Sublayers(Architecture):
         """
         return self.execution == "native"
 
+    @property
+    def branches(self) -> bool:
+        """Whether a pass may be over a tree of tokens."""
+        return True
+
     def let_go(self) -> Sublayers:
         """The same, which no longer keeps the model alive."""
         self._held = None

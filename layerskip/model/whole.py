@@ -152,6 +152,8 @@ class Whole(Sublayers):
         ValueError: training mode, or an execution that needs the sublayers.
     """
 
+    branches = False  # the library's own forward sees earlier slots
+
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         model = unwrapped(model)
         config: Any = getattr(model, "config", None)

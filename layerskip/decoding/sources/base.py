@@ -94,16 +94,38 @@ class Proposal(NamedTuple):
         tokens: the tokens, if they are known without a pass of any model; else `State.step` is
             called.
         match: for known tokens, how many tokens the row's history has in common with their source.
+        parents: for known tokens with branches, what each one follows: the number of an earlier
+            one, from 1 on, or 0, the row's last token. None: each follows the one before it.
+        chances: for known tokens, perhaps, how likely each one is to be accepted; the first ones
+            are drafted, so that they are to fall.
     """
 
     length: int
     tokens: Sequence[int] | None = None
     match: int | None = None
+    parents: Sequence[int] | None = None
+    chances: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, tokens: Sequence[int], match: int) -> Proposal:
+    def of(
+        cls,
+        tokens: Sequence[int],
+        match: int,
+        parents: Sequence[int] | None = None,
+        chances: Sequence[float] | None = None,
+    ) -> Proposal:
         """A proposal of known tokens."""
-        return cls(len(tokens), tokens, match)
+        return cls(len(tokens), tokens, match, parents, chances)
+
+    def some(self, nodes: Sequence[int]) -> Proposal:
+        """Some of its known tokens, by their numbers from 1 on, each with what it follows."""
+        tokens, old = self.tokens or (), self.parents or range(len(self.tokens or ()))
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        parents = [place[old[node - 1]] for node in nodes]
+        chances = None if self.chances is None else [self.chances[node - 1] for node in nodes]
+        chain = parents == [*range(len(parents))]
+        kept = [tokens[node - 1] for node in nodes]
+        return Proposal.of(kept, self.match or 0, None if chain else parents, chances)
 
 
 class Source(ABC):
@@ -220,21 +242,15 @@ class State:
         """
         raise NotImplementedError(f"{type(self).__name__} offers no tokens and has no step")
 
-    def read(
-        self,
-        raw: Tensor,
-        positions: Sequence[tuple[int, int]],
-        drafted: Sequence[Sequence[int]],
-    ) -> None:
+    def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Reports what the target has computed in a round, of the prefill its last logits.
 
         Called before `commit`, if asked for.
 
         Args:
             raw: its raw logits, (N, V).
-            positions: each one's row, and how many drafted tokens it has seen behind those that
-                the row had emitted.
-            drafted: by row, the round's drafted tokens, whether they are accepted or not.
+            seen: each one's row, and the drafted tokens that it has seen behind those that the row
+                had emitted.
         """
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:

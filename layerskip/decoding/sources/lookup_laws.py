@@ -151,14 +151,8 @@ class _State(State):
             context = [*context, token][-_SUFFIX:]
         return Proposal.of(found, first) if found else NOTHING
 
-    def read(
-        self,
-        raw: Tensor,
-        positions: Sequence[tuple[int, int]],
-        drafted: Sequence[Sequence[int]],
-    ) -> None:
-        contexts = [[*self.ends[row], *drafted[row][:offset]] for row, offset in positions]
-        self.laws.add(contexts, raw)
+    def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self.laws.add([[*self.ends[row], *tokens] for row, tokens in seen], raw)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         self.ends[row] = [*self.ends[row], *emitted][-_SUFFIX:]
