@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from layerskip import Laws, Lookup, LookupLaws, Session, SkipConfig
+from layerskip.decoding.acceptance import BranchAcceptance
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
@@ -91,6 +93,11 @@ def draws_of(processors: list[Any], *, sample: bool = True, rejection: bool = Fa
     return Draws(law, [7, 8], rejection=rejection, emitted=[[1], [1, 4]], **how)
 
 
+def drawn(draws: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+    scores = draws.few(row, offset, tokens, raw)
+    return int(tokens[max(range(len(scores)), key=scores.__getitem__)])
+
+
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample: bool) -> None:
@@ -100,7 +107,7 @@ def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample:
     values, tokens = raw.sort(descending=True)
     for _ in range(2):  # where the noise is not there in blocks yet, and where it is
         ours = [
-            draws.few(row, offset, mine, theirs)
+            drawn(draws, row, offset, mine, theirs)
             for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
         ]
         assert ours == draws.judge(raw, positions).drawn.tolist()
@@ -119,13 +126,13 @@ def test_a_few_tokens_noise_is_that_of_all() -> None:
 )
 def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor: Any) -> None:
     few = torch.tensor([3, 1]), torch.tensor([2.0, 1.0])
-    assert draws_of([processor]).few(0, 0, *few) == -1
+    assert draws_of([processor]).few(0, 0, *few) == []
 
 
 def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
     draws = draws_of([], rejection=True)
     few = torch.arange(20), -torch.arange(20) / 100
-    assert {draws.few(0, offset, *few) for offset in range(9)} == {0}
+    assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,10 +217,11 @@ def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
     assert other.stats.num_rounds < one.stats.num_rounds
 
 
-def peeking(self: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+def peeking(self: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
     """A known mistake: a draft knows the number that accepts it."""
     small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
-    return int(tokens[0 if small else -1])
+    chosen = 0 if small else len(tokens) - 1
+    return [float(place == chosen) for place in range(len(tokens))]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -231,3 +239,49 @@ def test_texts_follow_the_targets_law_by_the_rejection_rule(
 def test_a_replay_refuses_them_by_name() -> None:
     with pytest.raises(TypeError, match="LookupLaws cannot be replayed"):
         replay(traced(False, False), LookupLaws())
+
+
+def test_chances_learn_which_of_the_best_tokens_comes() -> None:
+    """Of a law's best tokens each rank's share is found, apart by suffix and by margin."""
+    drawn, rates = random.Random(3), BranchAcceptance()
+    for _ in range(4000):
+        suffix, margin = drawn.randint(1, 6), drawn.choice((0.1, 2.0))
+        first = 0.9 if suffix > 3 and margin > 1 else 0.3
+        rank = 0 if drawn.random() < first else drawn.choice((1, 1, 2, None))
+        rates.observe(suffix, margin, rank)
+    assert rates.chances(5, 3.0, 3) == pytest.approx([0.9, 0.05, 0.025], abs=0.03)
+    assert rates.chances(9, 0.2, 3) == pytest.approx([0.3, 0.35, 0.175], abs=0.03)
+    assert rates.chances(1, 3.0, 1) == pytest.approx([0.3], abs=0.08)
+
+
+def test_a_tree_grows_where_it_promises_most() -> None:
+    """A node's chance is at most that of the one it follows, and they fall."""
+    laws = Laws()
+    likely, torn = torch.full((40,), -9.0), torch.full((40,), -9.0)
+    likely[7], torn[3], torn[4] = 5.0, 2.0, 1.9
+    laws.add([[1], [7]], torch.stack([likely, torn]))
+    batch: Any = _AsBatch()  # which states hold weakly
+    state = LookupLaws(laws).open(batch)
+    for i in range(60):  # the text goes on as the laws say
+        state.offer(0, 6)
+        state.commit(0, [7, 3 if i % 3 else 4, 1], 0)
+    found = state.offer(0, 6)
+    assert list(found.tokens or ())[:3] == [7, 3, 4]
+    assert list(found.parents or ())[:3] == [0, 1, 1]
+    chances = list(found.chances or ())
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.9
+    for _ in range(600):  # and then it does not
+        state.offer(0, 6)
+        state.commit(0, [50, 1], 0)
+    assert (state.offer(0, 6).chances or [0.0])[0] < 0.3
+
+
+class _AsBatch:
+    """What a state reads of a batch of one row, whose text is token 1."""
+
+    prompts = (torch.tensor([1]),)
+    model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"))
+
+    def scores(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
+        return raw.tolist()  # type: ignore[no-any-return]

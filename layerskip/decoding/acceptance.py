@@ -31,6 +31,14 @@ _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
 _COPY_DECAY = 0.95  # per observed token
 
+# For the best tokens of a law looked up: by the tokens in common, by the margin of the scores, and
+# of those behind the best one by rank.
+_SUFFIX_PRIOR = (0.22, 0.44, 0.59, 0.7)
+_MARGIN_EDGES = (0.5, 1.5, 4.0)
+_MARGIN_FACTORS = (0.6, 0.85, 1.1, 1.35)
+_RANK_PRIOR = (0.2, 0.1, 0.05)
+_BRANCH_WEIGHT = 8.0
+
 
 def bin_of(confidence: float) -> int:
     """The bin in which `Acceptance` counts a token of that confidence."""
@@ -119,3 +127,41 @@ class CopyAcceptance:
         rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
         self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
         self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0
+
+
+class BranchAcceptance:
+    """Estimates of which of the best tokens behind a context that was seen before is the next one.
+
+    The best one's chance depends on the suffix in common and on the margin between its score and
+    the second one's; that of each further one, if it is not the best, on its rank alone.
+    """
+
+    def __init__(self) -> None:
+        self._won = [
+            [_BRANCH_WEIGHT * min(0.97, prior * by) for by in _MARGIN_FACTORS]
+            for prior in _SUFFIX_PRIOR
+        ]
+        self._seen = [[_BRANCH_WEIGHT] * len(_MARGIN_FACTORS) for _ in _SUFFIX_PRIOR]
+        self._others = [_BRANCH_WEIGHT * prior for prior in _RANK_PRIOR]
+        self._missed = _BRANCH_WEIGHT
+
+    def chances(self, suffix: int, margin: float, count: int) -> list[float]:
+        """Those of so many tokens, the best one's first."""
+        row, column = self._bin(suffix, margin)
+        first = self._won[row][column] / self._seen[row][column]
+        rest = (1.0 - first) / self._missed
+        return [first, *(rest * won for won in self._others)][:count]
+
+    def observe(self, suffix: int, margin: float, rank: int | None) -> None:
+        """Count the rank of the token that came, 0 for the best, None for none of them."""
+        row, column = self._bin(suffix, margin)
+        self._won[row][column] += rank == 0
+        self._seen[row][column] += 1.0
+        if rank != 0:
+            self._missed += 1.0
+            if rank is not None and rank <= len(self._others):
+                self._others[rank - 1] += 1.0
+
+    @staticmethod
+    def _bin(suffix: int, margin: float) -> tuple[int, int]:
+        return min(suffix, len(_SUFFIX_PRIOR)) - 1, bisect_right(_MARGIN_EDGES, margin)

@@ -172,19 +172,22 @@ class Draws:
             return tokens, confidence(raw, tokens.clamp_min(0)), laws
         return tokens, torch.cat(margins) if margins else None, laws
 
-    def few(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
-        """Of some tokens (n,) the one to draft at a position, if these were its raw logits (n,).
+    def few(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
+        """The scores of some tokens (n,) at a position, if these were its raw logits (n,).
 
-        What the target would draw there; under the rejection rule the likeliest, as it is accepted
-        most often. -1 where a law is more than temperature, top-k and top-p.
+        The largest is of what the target would draw there; under the rejection rule of the
+        likeliest, as it is accepted most often. Those of fewer tokens where top-k or top-p leave
+        fewer, and of none where a law is more than these and temperature.
 
         Args:
             tokens: the likeliest first; on the CPU, as their logits.
         """
+        found: list[float] = []
         if self.warp is None:
-            return -1
+            return found
         if self.greedy or self.rejection:
-            return int(tokens[0])
+            found = raw.tolist()
+            return found
         scores = raw / self.warp.temperature  # (n,)
         if self.warp.top_k:
             scores = scores[: self.warp.top_k]
@@ -194,7 +197,8 @@ class Draws:
             scores = scores[: max(self.warp.least, int((likelier < self.warp.top_p).sum()))]
         (key,), (place,) = self._stream([(row, offset)])
         noise = self.noise.few(key, place, tokens[: len(scores)])  # (n,)
-        return int(tokens[noise.add_(scores).argmax()])
+        found = noise.add_(scores).tolist()
+        return found
 
     def judge(
         self,

@@ -76,7 +76,7 @@ class Passes:
         rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them: the next pass feeds it.
-        draws: what draws from a few tokens (`Draws.few`), once there is something.
+        draws: what scores a few tokens (`Draws.few`), once there is something.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Passes:
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
-        self.draws: Callable[[int, int, Tensor, Tensor], int] | None = None
+        self.draws: Callable[[int, int, Tensor, Tensor], list[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: shorter drafts are padded behind their end
@@ -339,9 +339,9 @@ class Passes:
             if state.reads_logits:
                 state.read(raw, seen)
 
-    def draw(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
-        """See `Batch.draw`."""
-        return -1 if self.draws is None else self.draws(row, offset, tokens, raw)
+    def scores(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
+        """See `Batch.scores`."""
+        return [] if self.draws is None else self.draws(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
         """Keep the round's fed tokens of a row up to the last emitted one, which was not fed.

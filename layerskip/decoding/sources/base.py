@@ -75,14 +75,12 @@ class Batch(Protocol):
             rows: of a pass, if only some are asked for.
         """
 
-    def draw(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
-        """Of some tokens (n,) the one that the target would draw if these were its raw logits (n,).
+    def scores(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
+        """The scores of some tokens (n,) if these were the target's raw logits (n,), (n,) or fewer.
 
         So many places behind a row's emitted tokens, by the request's law and the noise of that
-        place; -1 if that cannot be said of a few tokens.
-
-        Args:
-            tokens: the likeliest first; on the CPU, as their logits.
+        place: the target would draw the largest. None if that cannot be said of a few tokens. Both
+        are on the CPU, the likeliest first.
         """
 
 

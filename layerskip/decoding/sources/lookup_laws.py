@@ -9,20 +9,26 @@ Letters: N positions, K tokens kept of each, V vocabulary, S places.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from heapq import heappop, heappush, nlargest
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.decoding.acceptance import BranchAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
+from layerskip.model.branches import along
 
 _KEPT = 32  # K
 _SUFFIX = 4  # tokens of the longest suffix
 _BLOCK = 64  # neighbouring tokens
-_LONGEST = 8
+_LONGEST = 16  # nodes of a tree
+_LEAST = 0.02  # the least chance of a node
 
 
 class Laws:
@@ -111,48 +117,106 @@ class LookupLaws(Source):
 
     Args:
         laws: where they are kept, also for later calls; by default every call begins with none.
+        branches: the most tokens that are drafted behind one.
     """
 
     key = "lookup-laws"
     longest = _LONGEST
 
-    def __init__(self, laws: Laws | None = None) -> None:
-        self.laws = laws
+    def __init__(self, laws: Laws | None = None, branches: int = 3) -> None:
+        self.laws, self.branches = laws, branches
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
         laws.check(batch.model.weights.fingerprint())
-        return _State(batch, laws)
+        return _State(batch, laws, self.branches)
 
     def timed(self) -> Source:
         return Lookup().timed()
 
 
+class _Behind(NamedTuple):
+    """What may follow a node of a tree: the best tokens, with how much their context has in common.
+
+    Attributes:
+        margin: of the scores of the best two.
+    """
+
+    tokens: list[int]
+    suffix: int
+    margin: float
+
+
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, laws: Laws) -> None:
+    def __init__(self, batch: Batch, laws: Laws, branches: int) -> None:
         super().__init__(batch)
-        self.laws = laws
+        self.laws, self.branches = laws, branches
         self.ends = [prompt[-_SUFFIX:].tolist() for prompt in batch.prompts]
+        self.acceptance = BranchAcceptance()
+        # by row, of the tree last offered: what each node follows, its token, what is behind it
+        self._trees: dict[int, tuple[list[int], list[int], dict[int, _Behind]]] = {}
 
     def offer(self, row: int, most: int) -> Proposal:
-        context, found, first = self.ends[row], list[int](), 0
-        for offset in range(min(most, _LONGEST)):
-            match, place = self.laws.find(context)
-            if not match:
-                break
-            tokens = self.laws.tokens[place].long()  # (K,)
-            token = self.batch.draw(row, offset, tokens, self.laws.logits[place])
-            if token < 0:
-                break
-            first = first or match
-            found.append(token)
-            context = [*context, token][-_SUFFIX:]
-        return Proposal.of(found, first) if found else NOTHING
+        parents, tokens, chances = list[int](), list[int](), list[float]()
+        behind: dict[int, _Behind] = {}
+        # the most promising first: chance, order, parent, token, the context behind it, its depth
+        waiting: list[tuple[float, int, int, int, list[int], int]] = []
+
+        def grow(node: int, chance: float, context: list[int], depth: int) -> None:
+            found = self._behind(row, depth, context)
+            if found is None:
+                return
+            behind[node] = found
+            rates = self.acceptance.chances(found.suffix, found.margin, len(found.tokens))
+            for token, rate in zip(found.tokens, rates, strict=False):
+                if (own := chance * rate) >= _LEAST:
+                    after = [*context, token][-_SUFFIX:]
+                    heappush(waiting, (-own, len(waiting), node, token, after, depth + 1))
+
+        if most:
+            grow(0, 1.0, self.ends[row], 0)
+        while waiting and len(tokens) < min(most, _LONGEST):
+            less, _, parent, token, context, depth = heappop(waiting)
+            parents.append(parent)
+            tokens.append(token)
+            chances.append(-less)
+            if len(tokens) < most:
+                grow(len(tokens), -less, context, depth)
+        self._trees[row] = parents, tokens, behind
+        if not tokens:
+            return NOTHING
+        chain = parents == [*range(len(parents))]
+        return Proposal.of(tokens, behind[0].suffix, None if chain else parents, chances)
+
+    def _behind(self, row: int, depth: int, context: list[int]) -> _Behind | None:
+        suffix, place = self.laws.find(context)
+        if not suffix:
+            return None
+        tokens = self.laws.tokens[place].long()  # (K,)
+        scores = self.batch.scores(row, depth, tokens, self.laws.logits[place])
+        best = nlargest(max(2, self.branches), range(len(scores)), scores.__getitem__)
+        if not best:
+            return None
+        margin = scores[best[0]] - scores[best[1]] if len(best) > 1 else math.inf
+        return _Behind(tokens[best[: self.branches]].tolist(), suffix, margin)
+
+    def _learn(self, row: int, emitted: Sequence[int]) -> None:
+        """Count which of the tokens behind the nodes on the text's path were right."""
+        parents, tokens, behind = self._trees.pop(row, ([], [], {}))
+        here = 0
+        for token in emitted:
+            if here not in behind:
+                return
+            own = behind[here]
+            rank = own.tokens.index(token) if token in own.tokens else None
+            self.acceptance.observe(own.suffix, own.margin, rank)
+            here = next(iter(along(parents, tokens, [token], here)), -1)
 
     def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
         self.laws.add([[*self.ends[row], *tokens] for row, tokens in seen], raw)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        self._learn(row, emitted)
         self.ends[row] = [*self.ends[row], *emitted][-_SUFFIX:]
