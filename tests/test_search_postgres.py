@@ -180,7 +180,6 @@ def test_a_fast_and_a_slowed_worker_name_one_winner(
     assert of(trials, "fast")
     found = {name: read_search(tmp_path / name / "search.json") for name in ("slow", "fast")}
     slow, fast = found.values()
-    assert slow["step_seconds"] > fast["step_seconds"]
     assert slow["winner"] == fast["winner"]
     assert [t["speedup"] for t in slow["trials"]] == [t["speedup"] for t in fast["trials"]]
     skips = [SkipConfig.load(tmp_path / name / "skip.json") for name in found]
