@@ -115,7 +115,11 @@ def search(
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Database of the study.  [default: a journal in DIR]"),
+        typer.Option(
+            metavar="URL",
+            help="Database of the study, or Optuna's proxy, grpc://HOST:PORT.  [default: a journal "
+            "in DIR]",
+        ),
     ] = None,
     study_name: Annotated[str, typer.Option(metavar="NAME", help="In the storage.")] = "layerskip",
     workers: Annotated[
