@@ -226,7 +226,7 @@ class Training:
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
         of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
         left, spent = self.until - time.monotonic(), self.seconds["texts"]
-        limit = of_texts * (left + spent)
+        limit = of_texts * max(1.0, left + spent)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half:  # faster, and nearly the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
