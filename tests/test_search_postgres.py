@@ -194,8 +194,8 @@ def test_the_trial_of_a_killed_worker_is_taken_up(server: str, worker: Any, tmp_
     left = of(trials_in(server, tmp_path.name), "far")[-1]
     assert left.state is TrialState.RUNNING
     second = worker("near", IMPATIENT, server, "--trials", 10, "--no-confirm")
-    assert second.communicate(timeout=500)[1] == ""
-    assert second.returncode == 0
+    said = second.communicate(timeout=500)[1]
+    assert second.returncode == 0, said
     trials = trials_in(server, tmp_path.name)
     assert trials[left.number].state is TrialState.FAIL
     again = [t for t in of(trials, "near") if t.user_attrs["skipped"] == left.user_attrs["skipped"]]
@@ -215,7 +215,8 @@ def test_a_search_by_way_of_a_proxy(server: str, worker: Any, tmp_path: Path) ->
     try:
         wait_for(lambda: listens(port), running)
         child = worker("a", "", f"grpc://127.0.0.1:{port}", "--trials", 4, "--no-confirm")
-        assert child.communicate(timeout=500)[1] == ""
+        said = child.communicate(timeout=500)[1]
+        assert child.returncode == 0, said
         assert len(trials_in(server, tmp_path.name)) == 4
     finally:
         running.kill()
