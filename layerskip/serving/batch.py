@@ -7,109 +7,34 @@ Letters: R rows of a pass, N positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper
 
 from layerskip.costs.speculation import CostTable, draft_limit
 from layerskip.decoding.controller import Observer, completed, signal_of
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.draws import DraftedTokens, Draws, certainty
+from layerskip.decoding.draws import certainty
 from layerskip.decoding.engine import Request
 from layerskip.decoding.known import KnownTexts
-from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
-from layerskip.decoding.planning import Plan, Planner, in_common, usable
+from layerskip.decoding.planning import Planner, in_common, usable
 from layerskip.decoding.sources.base import Proposal, Source
-from layerskip.decoding.sources.forced import ForcedRow
-from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
+from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.generation import LayerSkipDecoding
 from layerskip.model.cache import on_device, rounded_up
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import Whole
-from layerskip.requests import check_tokens, end_tokens
 from layerskip.serving.places import Places
-from layerskip.serving.tasks import Counts, Reason, Task, in_a_line
+from layerskip.serving.tasks import Task
+from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
 from layerskip.timing.tables import cost_tables, stored
 
-_BEGIN = 2**31 - 1  # stands before a prediction, which the text begins with; no token is so large
-_BELIEVED = 8  # such marks: a match of so many tokens
-# Numbers of sources: 0 is what is forced, and behind what is looked up is the model's own draft.
-_PREDICTED, _LOOKED_UP = 1, 2
 _MEASURING = 2.0  # seconds, about, before the first task
-
-
-class Text:
-    """A task on its way: its row, and what has happened since it was last told.
-
-    Attributes:
-        slots: that it needs at most.
-        plan, draft: of this round, and the tokens drafted.
-        news, logprobs: tokens since it was last told, see `Piece`.
-        reason: why it has ended; None while it goes on.
-    """
-
-    def __init__(self, task: Task, law: Law, eos: frozenset[int], slots: int) -> None:
-        self.task, self.law, self.eos, self.slots = task, law, eos, slots
-        self.counts = Counts()
-        self.seat = -1
-        self.weights: object = None  # that its keys and values are of
-        self.plan, self.draft = Plan(), list[int]()
-        self.news: list[int] = []
-        self.logprobs: list[dict[int, float]] = []
-        self.reason: Reason | None = None
-        self.error: str | None = None
-
-    def open(self, seat: int, emitted: list[int], device: Any, native: Any) -> None:
-        """Take a seat."""
-        prompt = list(self.task.prompt)
-        self.seat, self.emitted = seat, emitted
-        self.history = torch.zeros(1, self.slots, dtype=torch.long, device=device)  # (1, S)
-        self.history[0, : len(prompt)] = torch.tensor(prompt, device=device)
-        self.draws = Draws(
-            self.law,
-            [stream_key(self.task.seed, 0)],
-            rejection=False,
-            history=self.history,
-            width=len(prompt),
-            prompt_lengths=[len(prompt)],
-            emitted=[emitted],
-            native=native,
-        )
-
-    @cached_property
-    def unwarped(self) -> Law:
-        """Its law before temperature and the others."""
-        return Law(self.task.processors, do_sample=False, rows=1)
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and text."""
-        return len(self.task.prompt) + len(self.emitted)
-
-    def at(self, offset: int) -> int:
-        """The token to feed at a place behind the last one; the draft's last again behind all."""
-        return (self.emitted[-1:] + self.draft)[min(offset, len(self.draft))]
-
-    def write(self, offset: int, token: int) -> None:
-        """Write a token into the history, so many places behind the text."""
-        self.history[0, self.length + offset] = token
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """What its processors and stop raise ends this text only."""
-        try:
-            yield
-        except Exception as error:
-            self.reason, self.error = "error", in_a_line(error)
 
 
 class Batch:
@@ -165,8 +90,6 @@ class Batch:
             opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
         )
         self._own = own
-        # of every seat, what it has forced, predicted and looked up
-        self._rows: list[list[ForcedRow | LookupRow | None]] = [[] for _ in range(seats)]
         self._control(decoding)
         self._weights: object = None  # that keys and values are of
         self._seated: list[Text] = []  # in order of their places, those in rounds first
@@ -195,7 +118,7 @@ class Batch:
                 each or CostTable(1.0, (1.0,))
                 for each in decoding._tables(self.model, timed, request, brought)
             ]
-            known = _LOOKED_UP + len(self.lookups)
+            known = LOOKED_UP + len(self.lookups)
             costs = [tables[0]] * known + list(tables[1:])
             priors = [timed[0].prior] * known + [source.prior for source in self._own]
             controller = make_controller(
@@ -238,24 +161,7 @@ class Batch:
         Raises:
             ValueError: nothing that can be decoded, with the reason.
         """
-        if not task.prompt:
-            raise ValueError("a prompt is empty; it needs at least one token")
-        check_tokens(self.model.model, torch.tensor([*task.prompt, *task.predicted]))
-        if task.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {task.max_new_tokens}")
-        total = len(task.prompt) + task.max_new_tokens
-        if total > self.max_tokens:
-            raise ValueError(
-                f"prompt plus new tokens must be at most {self.max_tokens}, got "
-                f"{len(task.prompt)} + {task.max_new_tokens}; shorten one of them"
-            )
-        sampling = {"temperature": task.temperature, "top_k": task.top_k, "top_p": task.top_p}
-        law = law_of(self.model.model, 1, task.processors, do_sample=task.do_sample, **sampling)
-        if task.do_sample and task.min_p is not None:
-            warper: Any = MinPLogitsWarper(task.min_p)
-            law = Law([*law.processors, warper], do_sample=True, rows=1)
-        eos = end_tokens(self.model.model) if task.eos is None else task.eos
-        return Text(task, law, eos, total + self.longest + 1)
+        return Text.of(task, self.model.model, self.max_tokens, self.longest)
 
     def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
         """Places and slots with which a text can join; None: not beside the others."""
@@ -342,22 +248,10 @@ class Batch:
             self._begun += 1
             self._number()
             with text.alone():
-                self._rows[seat] = self._known_tokens(text)
+                text.begin(self.lookups, self.model.vocabulary)
             if text.reason is None:
                 self._judge(text, raw)
         return places.lengths[seat] - before
-
-    def _known_tokens(self, text: Text) -> list[ForcedRow | LookupRow | None]:
-        """What may be drafted for a text without a step."""
-        stateful, task = text.law.stateful, text.task
-        marks = [_BEGIN] * _BELIEVED
-        predicted = LookupRow(Lookup([marks + list(task.predicted)]), own=False)
-        predicted.extend(marks)
-        return [
-            ForcedRow(stateful, self.model.vocabulary) if stateful else None,
-            predicted if task.predicted else None,
-            *(lookup.row(task.prompt) for lookup in self.lookups),
-        ]
 
     def round(self) -> None:
         """One round of the texts that have begun."""
@@ -381,7 +275,7 @@ class Batch:
 
     def _plan(self) -> None:
         lengths, slots = self.places.lengths, self.places.cache.slots
-        sources = range(_LOOKED_UP + len(self.lookups) + len(self._own) if self.longest else 0)
+        sources = range(LOOKED_UP + len(self.lookups) + len(self._own) if self.longest else 0)
         proposals: list[dict[int, Proposal]] = [{} for _ in sources]
         for text in self.texts:
             left = text.task.max_new_tokens - len(text.emitted)
@@ -400,10 +294,9 @@ class Batch:
 
     def _proposal(self, text: Text, number: int, most: int) -> Proposal:
         """What a source offers a text."""
-        rows = self._rows[text.seat]
-        if number == len(rows):
+        if number == len(text.rows):
             return self.places.states[0].offer(text.seat, most)
-        proposal, row = NOTHING, rows[number]
+        proposal, row = NOTHING, text.rows[number]
         if row is not None and most:
             with text.alone():
                 proposal = usable(
@@ -448,37 +341,8 @@ class Batch:
 
     def _judge(self, text: Text, raw: Tensor) -> None:
         """Emit a text's tokens from its raw logits (N, V)."""
-        draft, seat, begun = text.draft, text.seat, bool(text.emitted)
-        positions = [(0, offset) for offset in range(len(draft) + 1)]
-        known = set[int]() if text.plan.tokens is None else {0}
-        drafts = DraftedTokens([draft], [[]], [len(draft)], raw, known=known)
-        length, emitted = text.length, list[int]()
-        with text.alone():
-            target = text.draws.judge(raw, positions, drafts).drawn.tolist()
-            for token in target[: in_common(draft, target) + 1]:
-                if token < 0:
-                    raise ValueError(
-                        f"no token to draw after {len(text.emitted)} new tokens: the scores are "
-                        "NaN or all -inf; check the processors and the model"
-                    )
-                text.write(0, token)
-                text.emitted.append(token)
-                emitted.append(token)
-                text.draws.forget(0, finished=False)
-                if text.task.stop is not None and text.task.stop(0, text.history[:, : text.length]):
-                    text.reason = "stop"
-                if token in text.eos:
-                    text.reason = "stop"
-                elif text.reason is None and len(text.emitted) >= text.task.max_new_tokens:
-                    text.reason = "length"
-                if text.reason is not None:
-                    break
-            if text.task.top_logprobs is not None:
-                text.logprobs += self._logprobs(text, raw[: len(emitted)], length, emitted)
-            for row in self._rows[seat]:
-                if row is not None:
-                    row.extend(emitted)
-        text.news += emitted
+        seat, begun = text.seat, bool(text.emitted)
+        emitted = text.judge(raw)
         if begun:
             self._count(text, emitted)
             if self._observer is not None and text.reason is None:
@@ -498,20 +362,6 @@ class Batch:
         counts.rounds += 1
         counts.drafted += len(text.draft)
         counts.accepted += accepted
-        if text.plan.source == _PREDICTED:
+        if text.plan.source == PREDICTED:
             counts.predicted += len(text.draft)
             counts.predicted_accepted += accepted
-
-    def _logprobs(
-        self, text: Text, raw: Tensor, length: int, emitted: Sequence[int]
-    ) -> list[dict[int, float]]:
-        """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
-        lengths = [length + i for i in range(len(emitted))]
-        width = len(text.task.prompt)
-        scores = text.unwarped.scores(raw, text.history, [0] * len(emitted), lengths, width=width)
-        found = []
-        for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
-            top = row.topk(min(text.task.top_logprobs or 0, len(row)))
-            each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            found.append({token: float(row[token])} | each)
-        return found

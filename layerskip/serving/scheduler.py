@@ -14,8 +14,9 @@ import torch
 
 from layerskip.decoding.known import KnownTexts
 from layerskip.model.opening import sublayers_of
-from layerskip.serving.batch import Batch, Text
+from layerskip.serving.batch import Batch
 from layerskip.serving.tasks import Piece, QueueFull, Reason, Task, in_a_line
+from layerskip.serving.texts import Text
 from layerskip.session import share
 
 PIECE = 512
