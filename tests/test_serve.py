@@ -20,6 +20,7 @@ import uvicorn
 from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
+from layerskip.serving import http
 from layerskip.serving.api import Served
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
@@ -35,6 +36,7 @@ KEY = "a key"
 def running(app: Any) -> Iterator[str]:
     """A real server on a free port, on a thread; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # a slow reader is soon noticed
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -403,6 +405,43 @@ class TestEnds:
                     client.post(f"{place.url}/v1/completions", json=body)
         assert waits_until(lambda: cancelled(place) > before)
         assert waits_until(lambda: place.serving.stats.rows == 0), stats
+
+    def test_a_client_that_does_not_read_holds_nobody_up(self, place: Place) -> None:
+        asked = {**LONG, "temperature": 0, "stream": True, "n": 8, "logprobs": 5, "max_tokens": 60}
+        body = json.dumps(asked).encode()
+        address = place.url.removeprefix("http://")
+        host, port = address.split(":")
+        lines = [
+            "POST /v1/completions HTTP/1.0",
+            f"Host: {address}",
+            f"Authorization: Bearer {KEY}",
+        ]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+        with socket.socket() as slow, pytest.MonkeyPatch.context() as patch:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, int(port)))
+            unsent: list[int] = []
+            put = http._Running._put
+
+            def counted(self: Any, index: int, piece: Any) -> None:
+                put(self, index, piece)
+                unsent.append(len(self._told))
+
+            patch.setattr(http._Running, "_put", counted)
+            slow.sendall("\r\n".join(lines).encode() + body)
+            assert waits_until(lambda: place.serving.stats.rows == 8)
+            got = place.client.completions.create(prompt=STORY, **GREEDY)
+            assert got.choices[0].text == place.text(STORY, 24)
+            # its texts end, too, though nobody has read them
+            assert waits_until(lambda: place.serving.stats.rows == 0)
+            assert max(unsent) == 8
+            with slow.makefile("rb") as answer:
+                events = answer.read().decode().split("\r\n\r\n")[1].strip().split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-1]]
+        text = "".join(chunk["text"] for chunk in chunks if chunk["index"] == 7)
+        assert text == place.text(STORY, 60)
+        assert len(chunks) < 8 * 40  # pieces that waited were sent together
 
     def test_time_is_limited_and_nothing_is_told_of_a_failure(self, place: Place) -> None:
         class Failing:

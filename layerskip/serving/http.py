@@ -143,8 +143,9 @@ class _Running:
         self._serving = serving
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        # as long as its texts at most, however slowly a client reads
-        self._told: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        # by text, what a client has not been sent: one piece, however slowly it reads
+        self._told: dict[int, Piece] = {}
+        self._news = asyncio.Event()
         self._tickets: dict[int, Ticket] = {}
 
     async def submit(self, tasks: Sequence[Task]) -> None:
@@ -168,9 +169,14 @@ class _Running:
         def tell(piece: Piece) -> None:
             if piece.reason is not None:
                 self._ended(task, piece)
-            self._loop.call_soon_threadsafe(self._told.put_nowait, (index, piece))
+            self._loop.call_soon_threadsafe(self._put, index, piece)
 
         return tell
+
+    def _put(self, index: int, piece: Piece) -> None:
+        before = self._told.get(index)
+        self._told[index] = piece if before is None else before.then(piece)
+        self._news.set()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """What they tell, until the last has ended.
@@ -179,7 +185,11 @@ class _Running:
             Refusal: one has failed.
         """
         while self._tickets:
-            index, piece = await self._told.get()
+            await self._news.wait()
+            index = next(iter(self._told))
+            piece = self._told.pop(index)
+            if not self._told:
+                self._news.clear()
             if piece.reason in ("error", "cancelled"):
                 _log.error("a text has ended early: %s", piece.error or piece.reason)
                 raise Refusal(500, "the server could not finish this text")

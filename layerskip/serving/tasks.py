@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -84,6 +84,14 @@ class Piece:
     reason: Reason | None = None
     error: str | None = None
     counts: Counts = field(default_factory=Counts)
+
+    def then(self, other: Piece) -> Piece:
+        """This piece and the next one as one."""
+        return replace(
+            other,
+            tokens=self.tokens + other.tokens,
+            logprobs=self.logprobs + other.logprobs,
+        )
 
 
 def in_a_line(error: BaseException) -> str:
