@@ -436,7 +436,8 @@ class TestEnds:
             assert waits_until(lambda: place.serving.stats.rows == 0)
             assert max(unsent) == 8
             with slow.makefile("rb") as answer:
-                events = answer.read().decode().split("\r\n\r\n")[1].strip().split("\n\n")
+                lines = answer.read().decode().split("\n")
+        events = [line for line in lines if line.startswith("data: ")]
         assert events[-1] == "data: [DONE]"
         chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-1]]
         text = "".join(chunk["text"] for chunk in chunks if chunk["index"] == 7)
