@@ -75,8 +75,8 @@ def shifted_verify(monkeypatch, step):
     """An engine whose verification reads logits that are off by `step` for one token."""
     verify = Passes.verify
 
-    def wrong(self, tokens, positions):
-        out = verify(self, tokens, positions).clone()  # of one's own
+    def wrong(self, tokens, positions, *branches):
+        out = verify(self, tokens, positions, *branches).clone()  # of one's own
         out[..., 5] += step
         return out
 
@@ -352,8 +352,8 @@ def test_a_stale_cache_is_found(monkeypatch):
     model = tiny_model("llama")
     commit = Passes.commit
 
-    def wrong(self, row, emitted):
-        commit(self, row, emitted)
+    def wrong(self, row, emitted, *path):
+        commit(self, row, emitted, *path)
         with torch.inference_mode():  # as the passes of the fused path write it
             for keys in self.cache.keys.values():
                 keys[row, :, self.lengths[row] - 1] += 1e-6

@@ -458,8 +458,8 @@ def test_reading_is_shown_on_terminals_once_it_takes_long(live, taken, monkeypat
 def break_verify(monkeypatch):
     verify = Passes.verify
 
-    def wrong(self, tokens, positions):
-        out = verify(self, tokens, positions).clone()  # of one's own
+    def wrong(self, tokens, positions, *branches):
+        out = verify(self, tokens, positions, *branches).clone()  # of one's own
         out[..., 5] += 9.0
         return out
 

@@ -58,10 +58,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
         now[0] += DRAFT
         return draft_step(self, tokens, offset, draft)
 
-    def slow_verify(self: Passes, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+    def slow_verify(
+        self: Passes, tokens: Tensor, positions: Sequence[Position], *branches: Any
+    ) -> Tensor:
         drafted = max(offset for _, offset in positions)
         now[0] += VERIFY[drafted + 1]
-        return verify(self, tokens, positions)
+        return verify(self, tokens, positions, *branches)
 
     monkeypatch.setattr(Passes, "draft_step", slow_draft)
     monkeypatch.setattr(Passes, "verify", slow_verify)
@@ -275,9 +277,11 @@ def test_a_long_context_is_measured_where_a_call_gets_near_it(
     passes: list[tuple[int, int]] = []
     verify = Passes.verify
 
-    def longer(self: Passes, tokens: Tensor, positions: Sequence[Position]) -> Tensor:
+    def longer(
+        self: Passes, tokens: Tensor, positions: Sequence[Position], *branches: Any
+    ) -> Tensor:
         passes.append((min(self.lengths), tokens.shape[0]))
-        out = verify(self, tokens, positions)
+        out = verify(self, tokens, positions, *branches)
         now[0] += 1.0 if min(self.lengths) >= 300 else 0.0
         assert out.isfinite().all()
         return out

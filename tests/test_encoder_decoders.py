@@ -190,7 +190,7 @@ def test_drafts_are_looked_up_in_what_the_encoder_read() -> None:
     read = [torch.tensor([7, 8, 9, 10, 11]), torch.tensor([5, 6])]
     emitted: list[list[int]] = [[], []]
     batch: Any = type("Batch", (), {"prompts": torch.zeros(2, 1, dtype=torch.long)})()
-    batch.model = SimpleNamespace(read=read)
+    batch.model = SimpleNamespace(read=read, vocabulary=20)
     state = Lookup().open(batch)
     for row in range(2):
         emitted[row] += [20, 8]

@@ -97,7 +97,9 @@ class Chains:
         """
         shape = len(self.chains), self.steps
         drafts = [
-            ChainDrafts(torch.zeros(shape, dtype=torch.long), *torch.zeros(3, *shape))
+            ChainDrafts(
+                torch.zeros(shape, dtype=torch.long), *(torch.zeros(shape) for _ in range(3))
+            )
             for _ in self.vocabularies
         ]
         if not all(shape):
