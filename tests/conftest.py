@@ -1,6 +1,8 @@
 """Settings that every test shares: repeatable random cases, one thread a process, no network."""
 
 import os
+import zlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +15,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub 
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+_MANY, _SHARE = 8, 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of large matrices one in three runs by default; the others are thorough.
+
+    Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
+    """
+    cases = Counter(item.nodeid.split("[")[0] for item in items)
+    for item in items:
+        chosen = zlib.crc32(item.nodeid.encode()) % _SHARE == 0
+        if cases[item.nodeid.split("[")[0]] > _MANY and not chosen:
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def logits(seed, size=40, scale=2.0):
 @pytest.mark.parametrize(
     ("family", "dtype", "skip"),
     [
-        ("llama", torch.float64, SKIP),
+        pytest.param("llama", torch.float64, SKIP, marks=pytest.mark.thorough),
         ("gemma2", torch.float32, SkipConfig(attention=(0, 3), mlp=(2,))),
     ],
 )
@@ -172,7 +172,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [DTYPES[0], *(pytest.param(d, marks=pytest.mark.thorough) for d in DTYPES[1:])],
+    ids=str,
+)
 def test_runners_up_fail_the_check(monkeypatch, dtype):
     """The negative control, along the whole text and with the resolution that was measured."""
     model = lively_model("llama").to(dtype)
@@ -191,8 +195,7 @@ def test_runners_up_fail_the_check(monkeypatch, dtype):
     ("execution", "dtype"),
     [
         *(("auto", dtype) for dtype in DTYPES),
-        ("modules", torch.bfloat16),
-        *(pytest.param("modules", d, marks=pytest.mark.slow) for d in DTYPES[::2]),
+        *(pytest.param("modules", d, marks=pytest.mark.thorough) for d in DTYPES),
     ],
     ids=str,
 )
@@ -390,7 +393,10 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
 
 
 @pytest.mark.parametrize("rejection", [False, True])
-@pytest.mark.parametrize("draft_seed", [1, 2], ids=["equal", "different"])
+@pytest.mark.parametrize(
+    "draft_seed",
+    [pytest.param(1, marks=pytest.mark.thorough, id="equal"), pytest.param(2, id="different")],
+)
 def test_rounds_follow_the_target(rejection, draft_seed):
     target, draft = logits(1), logits(draft_seed)
     first, bonus = draw_rounds(target, draft, rejection=rejection, temperature=0.7)
@@ -402,7 +408,15 @@ def test_rounds_follow_the_target(rejection, draft_seed):
         assert len(bonus) == len(first)  # equal laws: nothing is rejected
 
 
-@pytest.mark.parametrize("rule", ["redraw from p", "accept all", "accept half", "same noise"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "redraw from p",
+        "accept all",
+        "accept half",
+        pytest.param("same noise", marks=pytest.mark.thorough),
+    ],
+)
 def test_wrong_accept_rules_fail(monkeypatch, rule):
     """The negative control: known-wrong samplers, each one that somebody has shipped."""
     target, draft = logits(1, size=20, scale=1.0), logits(2, size=20, scale=1.0)

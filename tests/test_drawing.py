@@ -236,6 +236,7 @@ def test_rounds_are_in_law_those_of_decoding(
         assert 1.1 * rounds < drafted < 0.9 * sum(n * count for n, count in enumerate(fixed))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("skip", [pytest.param("an exit", marks=pytest.mark.slow), "scattered"])
 def test_another_accept_rule_is_seen(skip: str) -> None:
     coupled = simulated(replayed(skip, "coupled"), "fixed")

@@ -219,7 +219,7 @@ def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, fold
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        ("exit-block", "gemma2"),
+        pytest.param("exit-block", "gemma2", marks=pytest.mark.thorough),
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
             for kind, family in covering(KINDS[:-1], ("llama", "gemma3"))

@@ -111,7 +111,7 @@ def test_the_readme_says_what_the_table_says() -> None:
 
 def test_the_table_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     before = render(environment())
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     lines = render(environment() | {"architectures": TABLE}).removeprefix(before).splitlines()
     assert max(map(len, lines[1:])) <= 60
     said = " ".join(lines).split()

@@ -272,7 +272,8 @@ def started(given: Path, output: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "ended", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "ended",
+    [pytest.param(each, marks=pytest.mark.thorough) for each in (signal.SIGKILL, signal.SIGINT)],
 )
 def test_nothing_is_lost_or_twice_after_an_end(given, tmp_path, ended):
     output = tmp_path / "out"

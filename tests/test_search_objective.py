@@ -164,7 +164,9 @@ def test_skipping_nothing_is_worth_plain_decoding(machine: str) -> None:
     assert not found.attributes
 
 
-@pytest.mark.parametrize(("case", "seed"), [("greedy", 3), ("coupled", 6)])
+@pytest.mark.parametrize(
+    ("case", "seed"), [pytest.param("greedy", 3, marks=pytest.mark.thorough), ("coupled", 6)]
+)
 def test_stopping_early_misses_no_fixed_length(case: str, seed: int) -> None:
     """Limited against unlimited drafts."""
     trace, cut, paid = traced(case), 0, 0

@@ -72,7 +72,7 @@ def masks(found) -> list[int]:
 
 
 class TestQuality:
-    @pytest.mark.parametrize("exits", [False, True])
+    @pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.thorough)])
     def test_finds_the_optimum_of_twelve_bits(self, exits):
         landscape = Landscape(6, seed=2, exits=exits)
         optimum = max(landscape(mask)[0] for mask in TWELVE_BITS.enumerate())
@@ -80,7 +80,7 @@ class TestQuality:
             found = searched(TWELVE_BITS, landscape, 120, seed=seed)
             assert found.best_trial.value == pytest.approx(optimum)
 
-    @pytest.mark.parametrize("exits", [False, True])
+    @pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.thorough)])
     def test_finds_the_optimum_of_three_choices(self, exits):
         """Of 1,944 drafts, by 120 trials; the best of two choices is not it."""
         space, landscape = (

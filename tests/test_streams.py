@@ -67,6 +67,7 @@ def test_what_was_thrown_away_tells_nothing_of_what_comes():
     assert chi_square(tokens, softmax_law(TARGET)) > LEVEL
 
 
+@pytest.mark.thorough
 def test_the_spy_would_find_a_reused_stream(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("layerskip.decoding.draws.stream_key", lambda key, start: key)
     assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL
