@@ -13,13 +13,14 @@ import math
 import threading
 from collections.abc import Sequence
 from heapq import heappop, heappush, nlargest
+from itertools import count
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.decoding.acceptance import BranchAcceptance
+from layerskip.decoding.acceptance import BranchAcceptance, CopyAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
@@ -118,18 +119,21 @@ class LookupLaws(Source):
     Args:
         laws: where they are kept, also for later calls; by default every call begins with none.
         branches: the most tokens that are drafted behind one.
+        lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
     """
 
     key = "lookup-laws"
     longest = _LONGEST
 
-    def __init__(self, laws: Laws | None = None, branches: int = 3) -> None:
-        self.laws, self.branches = laws, branches
+    def __init__(
+        self, laws: Laws | None = None, branches: int = 3, lookup: Lookup | None = None
+    ) -> None:
+        self.laws, self.branches, self.lookup = laws, branches, lookup
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
         laws.check(batch.model.weights.fingerprint())
-        return _State(batch, laws, self.branches)
+        return _State(batch, laws, self.branches, self.lookup)
 
     def timed(self) -> Source:
         return Lookup().timed()
@@ -150,9 +154,12 @@ class _Behind(NamedTuple):
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, laws: Laws, branches: int) -> None:
+    def __init__(self, batch: Batch, laws: Laws, branches: int, lookup: Lookup | None) -> None:
         super().__init__(batch)
         self.laws, self.branches = laws, branches
+        self.copies = None if lookup is None else lookup.open(batch)
+        self.copy_acceptance = CopyAcceptance()
+        self._copied: dict[int, Proposal] = {}  # by row, what was last looked up
         self.ends = [prompt[-_SUFFIX:].tolist() for prompt in batch.prompts]
         self.acceptance = BranchAcceptance()
         # by row, of the tree last offered: what each node follows, its token, what is behind it
@@ -164,17 +171,27 @@ class _State(State):
         # the most promising first: chance, order, parent, token, the context behind it, its depth
         waiting: list[tuple[float, int, int, int, list[int], int]] = []
 
+        copied = NOTHING if self.copies is None or not most else self.copies.offer(row, most)
+        self._copied[row] = copied
+        copy, match = list(copied.tokens or ()), copied.match or 0
+        trunk = 0  # the last node of the tree that is of the copy's beginning
+
         def grow(node: int, chance: float, context: list[int], depth: int) -> None:
+            rates: dict[int, float] = {}
             found = self._behind(row, depth, context)
-            if found is None:
-                return
-            behind[node] = found
-            rates = self.acceptance.chances(found.suffix, found.margin, len(found.tokens))
-            for token, rate in zip(found.tokens, rates, strict=False):
+            if found is not None:
+                behind[node] = found
+                known = self.acceptance.chances(found.suffix, found.margin, len(found.tokens))
+                rates.update(zip(found.tokens, known, strict=False))
+            if node == trunk and depth < len(copy):
+                rate = self.copy_acceptance.acceptance(match + depth)
+                rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
+            for token, rate in rates.items():
                 if (own := chance * rate) >= _LEAST:
                     after = [*context, token][-_SUFFIX:]
-                    heappush(waiting, (-own, len(waiting), node, token, after, depth + 1))
+                    heappush(waiting, (-own, next(order), node, token, after, depth + 1))
 
+        order = count()
         if most:
             grow(0, 1.0, self.ends[row], 0)
         while waiting and len(tokens) < min(most, _LONGEST):
@@ -182,13 +199,16 @@ class _State(State):
             parents.append(parent)
             tokens.append(token)
             chances.append(-less)
+            if parent == trunk and copy[depth - 1 : depth] == [token]:
+                trunk = len(tokens)
             if len(tokens) < most:
                 grow(len(tokens), -less, context, depth)
         self._trees[row] = parents, tokens, behind
         if not tokens:
             return NOTHING
         chain = parents == [*range(len(parents))]
-        return Proposal.of(tokens, behind[0].suffix, None if chain else parents, chances)
+        common = max(match, behind[0].suffix if 0 in behind else 0)
+        return Proposal.of(tokens, common, None if chain else parents, chances)
 
     def _behind(self, row: int, depth: int, context: list[int]) -> _Behind | None:
         suffix, place = self.laws.find(context)
@@ -204,6 +224,12 @@ class _State(State):
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
         """Count which of the tokens behind the nodes on the text's path were right."""
+        copied = self._copied.pop(row, NOTHING)
+        copy, match = copied.tokens or (), copied.match or 0
+        for depth, (ours, came) in enumerate(zip(copy, emitted, strict=False)):
+            self.copy_acceptance.observe(match + depth, ours == came)
+            if ours != came:
+                break
         parents, tokens, behind = self._trees.pop(row, ([], [], {}))
         here = 0
         for token in emitted:
@@ -219,4 +245,6 @@ class _State(State):
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         self._learn(row, emitted)
+        if self.copies is not None:
+            self.copies.commit(row, emitted, steps)
         self.ends[row] = [*self.ends[row], *emitted][-_SUFFIX:]
