@@ -17,6 +17,7 @@ from torch import Tensor
 from layerskip import Lookup, SkipConfig
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.planning import trunk_first
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.generation import generate
 from layerskip.model.branches import ROOT, Branches, along, depths
@@ -285,3 +286,17 @@ def test_scores_are_those_of_the_path() -> None:
     assert out.sequences.tolist() == plain.sequences.tolist()
     for ours, want in zip((*out.scores, *out.logits), (*plain.scores, *plain.logits), strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_trees_trunk_comes_first() -> None:
+    """So that where it is accepted nothing moves; every token still follows the same ones."""
+    found = Proposal.of([5, 6, 7, 8, 9, 4], 2, [0, 0, 1, 2, 3, 3], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    sorted_ = trunk_first(found)
+    assert list(sorted_.tokens or ()) == [5, 7, 9, 6, 8, 4]
+    assert list(sorted_.parents or ()) == [0, 1, 2, 0, 4, 2]
+    texts = [[5, 7, 9], [6, 8], [5, 7, 4]]
+    for text in texts:
+        for each in (found, sorted_):
+            assert len(along(each.parents or (), each.tokens or (), text)) == len(text)
+    chain = Proposal.of([5, 6], 2)
+    assert trunk_first(chain) is chain

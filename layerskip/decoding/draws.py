@@ -5,9 +5,10 @@ Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -172,33 +173,32 @@ class Draws:
             return tokens, confidence(raw, tokens.clamp_min(0)), laws
         return tokens, torch.cat(margins) if margins else None, laws
 
-    def few(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
-        """The scores of some tokens (n,) at a position, if these were its raw logits (n,).
+    def few(
+        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
+    ) -> Sequence[float]:
+        """The scores of some tokens at a position, if these were its raw logits.
 
         The largest is of what the target would draw there; under the rejection rule of the
         likeliest, as it is accepted most often. Those of fewer tokens where top-k or top-p leave
         fewer, and of none where a law is more than these and temperature.
 
         Args:
-            tokens: the likeliest first; on the CPU, as their logits.
+            tokens: the likeliest first, as their logits.
         """
-        found: list[float] = []
         if self.warp is None:
-            return found
+            return ()
         if self.greedy or self.rejection:
-            found = raw.tolist()
-            return found
-        scores = raw / self.warp.temperature  # (n,)
-        if self.warp.top_k:
-            scores = scores[: self.warp.top_k]
+            return raw
+        scores = [each / self.warp.temperature for each in raw[: self.warp.top_k or len(raw)]]
         if self.warp.top_p < 1.0:
-            law = softmax_law(scores)  # (n,)
-            likelier = law.cumsum(0) - law
-            scores = scores[: max(self.warp.least, int((likelier < self.warp.top_p).sum()))]
+            weights = [math.exp(each - scores[0]) for each in scores]
+            likelier = accumulate(weights[:-1], initial=0.0)
+            most = self.warp.top_p * sum(weights)
+            kept = sum(each < most for each in likelier)
+            del scores[max(self.warp.least, kept) :]
         (key,), (place,) = self._stream([(row, offset)])
-        noise = self.noise.few(key, place, tokens[: len(scores)])  # (n,)
-        found = noise.add_(scores).tolist()
-        return found
+        noise = self.noise.few(key, place, tokens[: len(scores)])
+        return [own + each for own, each in zip(scores, noise, strict=True)]
 
     def judge(
         self,

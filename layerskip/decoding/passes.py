@@ -95,7 +95,7 @@ class Passes:
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
-        self.draws: Callable[[int, int, Tensor, Tensor], list[float]] | None = None
+        self.draws: Callable[..., Sequence[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: shorter drafts are padded behind their end
@@ -339,9 +339,11 @@ class Passes:
             if state.reads_logits:
                 state.read(raw, seen)
 
-    def scores(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
+    def scores(
+        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
+    ) -> Sequence[float]:
         """See `Batch.scores`."""
-        return [] if self.draws is None else self.draws(row, offset, tokens, raw)
+        return () if self.draws is None else self.draws(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
         """Keep the round's fed tokens of a row up to the last emitted one, which was not fed.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.base import Proposal
-from layerskip.model.branches import along
+from layerskip.model.branches import along, trunk
 
 
 class Plan(NamedTuple):
@@ -62,14 +62,10 @@ class Planner:
                 plans[row] = Plan(source, limit)
                 continue
             found = proposals[source][row]
-            first = slice(limit)
-            tokens, parents = found.tokens, found.parents
-            plans[row] = Plan(
-                source,
-                limit,
-                None if tokens is None else tokens[first],
-                None if parents is None else parents[first],
-            )
+            if found.parents is not None:
+                found = trunk_first(found.some(range(1, limit + 1)))
+            tokens = None if found.tokens is None else found.tokens[:limit]
+            plans[row] = Plan(source, limit, tokens, found.parents)
         return plans
 
     def learn(self, row: int, emitted: Sequence[int]) -> None:
@@ -111,13 +107,8 @@ def usable(
     if not tokens:
         return proposal
     if parents is not None and not branches:
-        path, here = list[int](), 0
-        while here in parents:
-            here = parents.index(here) + 1
-            path.append(here)
-        return usable(
-            proposal.some(path), law=law, row=row, emitted=emitted, eos=eos, vocabulary=vocabulary
-        )
+        chain = proposal.some(trunk(parents))
+        return usable(chain, law=law, row=row, emitted=emitted, eos=eos, vocabulary=vocabulary)
     follows = range(len(tokens)) if parents is None else parents
     kept = {0}
     for node, parent in enumerate(follows, 1):
@@ -127,6 +118,14 @@ def usable(
         count = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
         kept &= {*range(count + 1)}
     return proposal.some(sorted(kept)[1:])
+
+
+def trunk_first(proposal: Proposal) -> Proposal:
+    """The same tree, its trunk before all else: where that is accepted nothing has to be moved."""
+    if proposal.parents is None:
+        return proposal
+    first = trunk(proposal.parents)
+    return proposal.some([*first, *sorted({*range(1, proposal.length + 1)} - {*first})])
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -107,3 +107,17 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
         path.append(node)
         node = parents[node - 1]
     return path[::-1]
+
+
+def trunk(parents: Sequence[int]) -> list[int]:
+    """The nodes behind the root of which each is the first one behind the one before.
+
+    Args:
+        parents: of the nodes 1, 2, ...
+    """
+    path: list[int] = []
+    here = 0
+    while here in parents:
+        here = parents.index(here) + 1
+        path.append(here)
+    return path

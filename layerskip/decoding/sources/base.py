@@ -75,12 +75,14 @@ class Batch(Protocol):
             rows: of a pass, if only some are asked for.
         """
 
-    def scores(self, row: int, offset: int, tokens: Tensor, raw: Tensor) -> list[float]:
-        """The scores of some tokens (n,) if these were the target's raw logits (n,), (n,) or fewer.
+    def scores(
+        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
+    ) -> Sequence[float]:
+        """The scores of some tokens, the likeliest first, if these were the target's raw logits.
 
         So many places behind a row's emitted tokens, by the request's law and the noise of that
-        place: the target would draw the largest. None if that cannot be said of a few tokens. Both
-        are on the CPU, the likeliest first.
+        place: the target would draw the largest. Of fewer tokens, perhaps, and of none where that
+        cannot be said of a few.
         """
 
 

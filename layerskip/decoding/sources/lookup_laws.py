@@ -16,7 +16,7 @@ from heapq import heappop, heappush, nlargest
 from itertools import count
 from typing import NamedTuple
 
-import torch
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,8 +67,8 @@ class Laws:
         with self._lock:
             if not self._contexts:
                 shape = self.most, tokens.shape[1]  # (S, K)
-                self.tokens = torch.empty(shape, dtype=torch.int32)
-                self.logits = torch.empty(shape)
+                self.tokens = np.empty(shape, np.int32)
+                self.logits = np.empty(shape, np.float32)
             places = [(self._next + i) % self.most for i in range(len(contexts))]
             for place, context in zip(places, contexts, strict=True):
                 own = tuple(context[-_SUFFIX:])
@@ -81,7 +81,7 @@ class Laws:
                     self._contexts[place] = own
                 self._places.update(dict.fromkeys(suffixes(own), place))
                 self._next += 1
-            self.tokens[places], self.logits[places] = tokens.int(), logits
+            self.tokens[places], self.logits[places] = tokens.numpy(), logits.numpy()
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
         """The length of the longest suffix that is known, 0 for none, and its place."""
@@ -214,13 +214,13 @@ class _State(State):
         suffix, place = self.laws.find(context)
         if not suffix:
             return None
-        tokens = self.laws.tokens[place].long()  # (K,)
-        scores = self.batch.scores(row, depth, tokens, self.laws.logits[place])
+        tokens = self.laws.tokens[place].tolist()  # (K,)
+        scores = self.batch.scores(row, depth, tokens, self.laws.logits[place].tolist())
         best = nlargest(max(2, self.branches), range(len(scores)), scores.__getitem__)
         if not best:
             return None
         margin = scores[best[0]] - scores[best[1]] if len(best) > 1 else math.inf
-        return _Behind(tokens[best[: self.branches]].tolist(), suffix, margin)
+        return _Behind([tokens[i] for i in best[: self.branches]], suffix, margin)
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
         """Count which of the tokens behind the nodes on the text's path were right."""
