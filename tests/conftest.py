@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_MANY, _SHARE = 8, 3
+_MANY, _SHARE = 4, 3
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,11 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
-    cases = Counter(item.nodeid.split("[")[0] for item in items)
+    matrices = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        chosen = zlib.crc32(item.nodeid.encode()) % _SHARE == 0
-        if cases[item.nodeid.split("[")[0]] > _MANY and not chosen:
-            item.add_marker(pytest.mark.thorough)
+        matrices[item.nodeid.split("[")[0]].append(item)
+    for cases in matrices.values():
+        if len(cases) > _MANY:
+            cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            for item in cases[-(-len(cases) // _SHARE) :]:
+                item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="session")
