@@ -15,7 +15,7 @@ from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 from torch import Tensor
 
 from layerskip import Lookup, SkipConfig
-from layerskip.decoding.controller import Controller
+from layerskip.decoding.controller import Choice, Controller, Offer
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import trunk_first
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
@@ -165,7 +165,7 @@ class _Guesses(State):
         parents, tokens = tree(self.draw, most + 1)[1:], list[int]()
         for depth, parent in zip(depths(parents)[1:], parents, strict=True):
             known = depth <= len(rest) and self.draw.random() < 0.8
-            own = rest[depth - 1] if known else self.draw.randrange(2, VOCABULARY)
+            own = rest[depth - 1] if known else self.draw.randrange(2, self.batch.model.vocabulary)
             before = zip(parents, tokens, strict=False)
             tokens.append(0 if (parent, own) in before else own)
         return Proposal.of(tokens, 3, parents)
@@ -206,6 +206,35 @@ def check_text(model: Any, execution: str, rows: int, *, sample: bool, seed: int
 def test_texts_are_the_targets(family: str, execution: str, sample: bool) -> None:
     for rows in (1, 3):
         check_text(lively_model(family), execution, rows, sample=sample, seed=rows)
+
+
+class Mixed(Controller):
+    """Every other row takes the tree, the others steps of a draft with a shared prefix."""
+
+    needs_confidence = False
+
+    def choose(self, offers: Sequence[Offer]) -> Choice:
+        (tree,) = (i for i, offer in enumerate(offers) if offer.matches is not None)
+        return {row: tree if row % 2 else 1 - tree for row in offers[0].lengths}
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_rows_with_trees_beside_rows_that_take_steps(execution: str, sample: bool) -> None:
+    """Steps feed one known token after another: there a tree is its trunk."""
+    model = lively_model("llama")
+    ids, mask = ragged((9, 4, 13, 6))
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": sample}
+    how |= {"execution": execution} | ({"seed": 3} if sample else {})
+    plain = generate(model, ids, enabled=False, **how)
+    guesses = Guesses(texts_of(plain, ids.shape[1]))
+    out = generate(model, ids, sources=[guesses], skip=SkipConfig.early_exit(2), lookup=False,
+                   controller=Mixed(), max_draft_length=8, **how)  # fmt: skip
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert all(counts.num_accepted_tokens > 0 for counts in out.stats.sources)
 
 
 @pytest.mark.usefixtures("built")

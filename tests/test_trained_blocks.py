@@ -19,6 +19,7 @@ from test_assistant import (
     prompts,
     second_of,
 )
+from test_branches import Guesses
 from torch import Tensor
 
 import layerskip
@@ -32,6 +33,7 @@ from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources import trained as states
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import Heads
+from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.timing.tables import analytic, cost_tables
@@ -126,6 +128,23 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder:
         counts = play(drafts, Fickle(7 + sample), sample)
         assert counts["looked"]
         assert counts["short"] or "assistant" not in mixture  # where others drafted, or nobody
+
+
+@pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
+def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, folder: Path) -> None:
+    drafts, taken, take = drafts_of(mixture, folder), Counter[bool](), RowCache.take
+    how: dict[str, Any] = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
+    texts = decoded(drafts, Fickle(7), sample=True, **how).emitted
+
+    def noted(cache: RowCache, place: int, root: int, path: Sequence[int]) -> None:
+        taken[list(path) != list(range(1, len(path) + 1))] += 1
+        take(cache, place, root, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCache, "take", noted)
+        counts = play((Guesses(texts), *drafts), Fickle(7), True)
+    assert counts["looked"]
+    assert taken[True]  # paths that had to be moved
 
 
 @pytest.mark.parametrize("together", [0, 2, 64])

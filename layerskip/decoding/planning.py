@@ -66,6 +66,9 @@ class Planner:
                 found = trunk_first(found.some(range(1, limit + 1)))
             tokens = None if found.tokens is None else found.tokens[:limit]
             plans[row] = Plan(source, limit, tokens, found.parents)
+        if any(each.limit and each.tokens is None for each in plans.values()):
+            # steps feed the other rows' known tokens one after the other, as a chain
+            plans = {row: _chained(each) for row, each in plans.items()}
         return plans
 
     def learn(self, row: int, emitted: Sequence[int]) -> None:
@@ -79,6 +82,14 @@ class Planner:
                     right = len(along(found.parents, tokens, emitted))
                 known = min(len(tokens), len(emitted))
                 self._chooser.learn(number, row, min(right + 1, known), right)
+
+
+def _chained(plan: Plan) -> Plan:
+    """A plan without branches: the trunk, which comes first."""
+    if plan.parents is None or plan.tokens is None:
+        return plan
+    size = len(trunk(plan.parents))
+    return Plan(plan.source, size, plan.tokens[:size])
 
 
 def _offer(proposals: Mapping[int, Proposal]) -> Offer:
