@@ -18,6 +18,7 @@ settings.load_profile("repeatable")
 
 
 _MANY, _SHARE = 4, 3
+_APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     matrices = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        matrices[item.nodeid.split("[")[0]].append(item)
+        if not _APART & {mark.name for mark in item.iter_markers()}:
+            matrices[item.nodeid.split("[")[0]].append(item)
     for cases in matrices.values():
         if len(cases) > _MANY:
             cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
