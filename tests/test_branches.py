@@ -20,7 +20,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import trunk_first
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.generation import generate
-from layerskip.model.branches import ROOT, Branches, along, depths
+from layerskip.model.branches import ROOT, Branches, along, depths, trunk
 from layerskip.model.sublayers import Sublayers
 
 NODES = 9
@@ -268,11 +268,7 @@ def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
     class _Chains(_Guesses):
         def offer(self, row: int, most: int) -> Proposal:
             found = super().offer(row, most)
-            path, here = list[int](), 0
-            while found.parents and here in found.parents:
-                here = found.parents.index(here) + 1
-                path.append(here)
-            return found.some(path)
+            return found.some(trunk(found.parents)) if found.parents else found
 
     passes = []
     for kind in (Guesses, Chains):

@@ -66,12 +66,6 @@ def _uniform(x: Tensor) -> Tensor:
     return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
 
 
-def _negative_gumbel(uniform: Tensor) -> Tensor:
-    """Standard Gumbel noise times -1 of uniform numbers, overwritten."""
-    # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
-    return uniform.neg_().log1p_().neg_().log_()
-
-
 @lru_cache(maxsize=4)
 def _steps(size: int, device: torch.device) -> Tensor:
     """How far each token is along its stream, (size,)."""
@@ -101,7 +95,9 @@ def gumbel_noise(
     noise = torch.empty(len(keys), vocabulary, device=starts.device)  # (N, V)
     few = at_once(noise, TILE)
     for some, out in zip(starts.split(few), noise.split(few), strict=True):  # up to few of N
-        torch.neg(_negative_gumbel(_uniform(some + steps)), out=out)
+        uniform = _uniform(some + steps)
+        # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
+        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=out)
     return noise
 
 

@@ -114,7 +114,9 @@ class Proposal(NamedTuple):
         parents: Sequence[int] | None = None,
         chances: Sequence[float] | None = None,
     ) -> Proposal:
-        """A proposal of known tokens."""
+        """A proposal of known tokens; parents that are a chain's are left out."""
+        if parents is not None and [*parents] == [*range(len(parents))]:
+            parents = None
         return cls(len(tokens), tokens, match, parents, chances)
 
     def some(self, nodes: Sequence[int]) -> Proposal:
@@ -123,9 +125,8 @@ class Proposal(NamedTuple):
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = [place[old[node - 1]] for node in nodes]
         chances = None if self.chances is None else [self.chances[node - 1] for node in nodes]
-        chain = parents == [*range(len(parents))]
         kept = [tokens[node - 1] for node in nodes]
-        return Proposal.of(kept, self.match or 0, None if chain else parents, chances)
+        return Proposal.of(kept, self.match or 0, parents, chances)
 
 
 class Source(ABC):

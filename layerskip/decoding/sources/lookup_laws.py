@@ -206,9 +206,8 @@ class _State(State):
         self._trees[row] = parents, tokens, behind
         if not tokens:
             return NOTHING
-        chain = parents == [*range(len(parents))]
         common = max(match, behind[0].suffix if 0 in behind else 0)
-        return Proposal.of(tokens, common, None if chain else parents, chances)
+        return Proposal.of(tokens, common, parents, chances)
 
     def _behind(self, row: int, depth: int, context: list[int]) -> _Behind | None:
         suffix, place = self.laws.find(context)
