@@ -27,6 +27,7 @@ from layerskip.cli.options import (
 )
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
+from layerskip.decoding.controller import ControllerName
 from layerskip.files.reading import read_text
 
 if TYPE_CHECKING:
@@ -42,17 +43,7 @@ class Drafting:
     """Whether drafts are made, and how long they get."""
 
     controller: Annotated[
-        Literal[
-            "expected-gain",
-            "fixed",
-            "confidence",
-            "adaptive-threshold",
-            "heuristic",
-            "entropy",
-            "classifier",
-            "target-confidence",
-        ]
-        | None,
+        ControllerName | None,
         typer.Option(help="What decides how long to draft.  [default: expected-gain]"),
     ] = None
     max_draft_length: MaxDraftLength = None

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
-CONTROLLERS = (
+ControllerName = Literal[
     "fixed",
     "confidence",
     "adaptive-threshold",
@@ -26,7 +26,8 @@ CONTROLLERS = (
     "classifier",
     "target-confidence",
     "expected-gain",
-)
+]
+CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
 
 
 class Offer(NamedTuple):
