@@ -7,7 +7,7 @@ import random
 import resource
 import threading
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,14 +260,20 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
     assert serving.stats.rows == 0
 
 
-def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) -> None:
-    serving, done = Serving(model, **SETTINGS), threading.Event()
-    told: list[Piece] = []
+def listener() -> tuple[list[Piece], threading.Event, Callable[[Piece], None]]:
+    """The pieces of a task, whether it has ended, and what to tell them to."""
+    told, done = list[Piece](), threading.Event()
 
     def tell(piece: Piece) -> None:
         told.append(piece)
         if piece.reason is not None:
             done.set()
+
+    return told, done, tell
+
+
+def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) -> None:
+    serving, (told, done, tell) = Serving(model, **SETTINGS), listener()
 
     def fail() -> None:
         raise RuntimeError("worse")
@@ -439,13 +445,7 @@ def resident() -> int:
 
 
 def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
-    serving, done = Serving(model, **SETTINGS), threading.Event()
-    told: list[Piece] = []
-
-    def tell(piece: Piece) -> None:
-        told.append(piece)
-        if piece.reason is not None:
-            done.set()
+    serving, (told, done, tell) = Serving(model, **SETTINGS), listener()
 
     serving.start()
     task = Task([3, 4, 5], max_new_tokens=6)
