@@ -870,7 +870,7 @@ def test_bad_files_of_benchmark_and_report(folder, two_prompts, tmp_path):
         (("--exit-layer", 3, "--skip", "x.json"), "give --skip or --exit-layer, not both"),
         (("--max-new-tokens", 0), "'--max-new-tokens' / '-n': "),
         (("--max-new-tokens", 1000), "at most 256 tokens for this model, got 1004"),
-        (("--controller", "magic"), "'magic' is not one of 'expected-gain', 'fixed'"),
+        (("--controller", "magic"), "'magic' is not one of 'fixed', 'confidence', "),
         (("--threshold", 1.5, "--controller", "confidence"), "'--threshold': "),
         (("--temperature", 0, "--do-sample"), "--temperature must be positive and finite, got 0"),
         (("--device", "cuda:77"), "device must be auto or one that this torch can use (cpu"),
