@@ -25,8 +25,8 @@ from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
 from layerskip.model.families import CONDITIONAL, unopened
+from layerskip.model.handed import Encoded
 from layerskip.model.pictures import Pictures
-from layerskip.model.whole import Encoded
 
 # The library's defaults of sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}

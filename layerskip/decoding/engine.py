@@ -24,9 +24,9 @@ from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.model.branches import ROOT, along, depths
 from layerskip.model.cache import on_device
+from layerskip.model.handed import Encoded
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.whole import Encoded
 
 DraftOrSkip = SkipConfig | Source
 """A source of drafts, or a skip config, which stands for the source of its sublayers."""

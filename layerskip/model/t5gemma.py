@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from layerskip.model.backend import Block, Rotary, Step
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.families import FAMILIES, LayerParts, foreign_hooks, read_bytes
+from layerskip.model.handed import Places
 from layerskip.model.modules import LinearOf, Modules, twin
 from layerskip.model.rounded import linears
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
-from layerskip.model.whole import Places, Whole
+from layerskip.model.whole import Whole
 from layerskip.model.wrappers import UnsupportedModelError
 
 
