@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from optuna import Study
@@ -56,6 +55,7 @@ from layerskip.search.finalists import (
     winner,
     within,
 )
+from layerskip.search.fitting import Bits, space_for, typical_context
 from layerskip.search.objective import Objective
 from layerskip.search.record import record
 from layerskip.search.space import Space
@@ -66,8 +66,6 @@ from layerskip.timing.tables import machine
 TRIALS_PER_SWITCH = 6
 """Trials of a study of no stated length; the strategy asks for at least four."""
 FEWEST_TRIALS = 60
-WINDOWS = (256, 1024, 4096)
-"""Windows that drafts are searched with, where texts are long; shorter ones save nothing more."""
 FINALISTS = 3
 REPEATS = 2
 CHOOSING = 0.3, 0.4, 0.55
@@ -78,8 +76,6 @@ ATTEMPTS, PATIENCE = 3, 40.0
 """So many measurements are made before a busy machine's are taken, or for so many seconds."""
 FOR_COSTS = 0.1
 """Of the time left, what these get at most, but for the first."""
-
-Bits = Literal["auto", 8, 4] | None
 
 
 @dataclass(frozen=True)
@@ -193,80 +189,6 @@ def search(
     if held_out:
         steps.confirm(repeats)
     return steps.result()
-
-
-def space_for(
-    model: Any,
-    execution: str,
-    first: Mapping[str, SkipConfig],
-    *,
-    kind: str,
-    bits: Bits = "auto",
-    allow_ends: bool = False,
-    cost: Mapping[str, Any] | None = None,
-    context: int = 0,
-) -> Space:
-    """The space to search, around the config to try first that is healed, if one is.
-
-    Its low precision is that config's, or as asked; "auto" is what a given `cost` has prices for,
-    else 8 where passes are native: only they have products of 8 bits that are faster than exact
-    ones on every machine. It has windows where texts are long enough: see `windows_for`.
-
-    Args:
-        context: tokens of a typical text.
-
-    Raises:
-        ValueError: another precision was asked for than that of the healed config.
-    """
-    head: Literal[8, 4] | None = None
-    trained = None
-    for name, skip in first.items():
-        if skip.trained is None or skip.low is None:
-            continue
-        low, trained = skip.low, skip.trained
-        if bits not in ("auto", low.bits):
-            raise ValueError(
-                f"skip config {name} is healed in {low.bits} bits, and {bits or 'no'} bits were "
-                "asked for; leave them out"
-            )
-        bits, head = low.bits, None if isinstance(low.head, bool) else low.head
-        break
-    if bits == "auto" and cost is not None:
-        bits = cost.get("low_bits")
-    opened = Sublayers(model, execution)
-    if bits == "auto":
-        bits = 8 if opened.execution == "native" else None
-    return Space(
-        kind=kind,
-        num_layers=opened.num_layers,
-        allow_ends=allow_ends,
-        bits=bits,
-        head=head,
-        trained=trained,
-        read=tuple(opened.read_layers),
-        experts=_fewer_experts(opened),
-        windows=windows_for(opened, context),
-    )
-
-
-def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
-    """Tokens before the middle of a text's new ones, on average."""
-    return round(fmean(prompt.numel() for prompt in prompts) + max_new_tokens / 2) if prompts else 0
-
-
-def windows_for(opened: Sublayers, context: int) -> tuple[int, ...]:
-    """Of WINDOWS, those that leave out at least half of a typical text's keys in some layer."""
-    widest = max(context if window is None else window for window in opened.windows)
-    return tuple(window for window in WINDOWS if 2 * window <= min(widest, context))
-
-
-def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
-    """The numbers of experts that drafts are searched with: half, one, and none if they may."""
-    if not opened.mixtures:
-        return ()
-    top, beside = opened.mixtures[0].top, opened.mixtures[0].beside
-    fewer = {top // 2, 1, *((0,) if beside else ())} - ({top} if beside else {top, 0})
-    return tuple(sorted(fewer, reverse=True))
 
 
 class Search:

@@ -25,7 +25,8 @@ from layerskip.model.norms import rms_norm
 from layerskip.model.plain import refusal
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.pipeline import Search, space_for
+from layerskip.search.fitting import space_for
+from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 from layerskip.timing.sublayers import measure

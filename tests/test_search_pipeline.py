@@ -28,7 +28,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.search import SearchResult, finalists, pipeline, search
+from layerskip.search import SearchResult, finalists, fitting, pipeline, search
 from layerskip.search.finalists import Finalist, predict, winner
 from layerskip.search.objective import TOLERANCE, Choice, Objective, best_choice, choices
 from layerskip.search.pipeline import Search
@@ -139,7 +139,7 @@ class TestLowPrecision:
 
     def test_bits_are_asked_for_or_those_with_prices_or_fast_ones(self, llama: Any) -> None:
         def bits(asked: Any, execution: str, cost: Any = None) -> int | None:
-            where = pipeline.space_for(llama, execution, {}, kind="layer", bits=asked, cost=cost)
+            where = fitting.space_for(llama, execution, {}, kind="layer", bits=asked, cost=cost)
             return where.bits
 
         assert bits(4, "fused") == 4

@@ -26,8 +26,9 @@ from layerskip.defaults import automatic_draft
 from layerskip.model.extension import refusal
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.search import pipeline
-from layerskip.search.pipeline import Search, space_for, windows_for
+from layerskip.search import fitting
+from layerskip.search.fitting import space_for, windows_for
+from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 
@@ -303,7 +304,7 @@ def test_attention_with_a_window_is_priced_as_behind_less_text() -> None:
 
 
 def test_a_search_tries_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "WINDOWS", (4, 100))
+    monkeypatch.setattr(fitting, "WINDOWS", (4, 100))
     model = lively_model("llama")
     ids = [prompt(30, seed=seed) for seed in range(2)]
     where = space_for(model, "auto", {}, kind="sublayer", bits=None, context=34)

@@ -171,7 +171,8 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.pipeline import Search, space_for, typical_context
+    from layerskip.search.fitting import space_for, typical_context
+    from layerskip.search.pipeline import Search
     from layerskip.search.workers import worker_processes
     from layerskip.timing.threads import cpu_threads
 
