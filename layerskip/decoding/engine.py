@@ -496,7 +496,9 @@ class Decoder:
             read: at which of the scores and logits (N, V) each of the row's tokens was judged.
         """
         emitted: list[list[int]] = [[] for _ in self.rows]
-        drafted = [0 for _ in self.rows] if drafts is None else list(map(len, drafts.tokens))
+        found = [[] for _ in self.rows] if drafts is None else drafts.tokens
+        branches = {} if drafts is None else drafts.parents
+        drafted = list(map(len, found))
         for row, candidates in enumerate(tokens):
             if not candidates:
                 continue
@@ -512,8 +514,8 @@ class Decoder:
                 self.passes.tell(row, emitted[row])
             else:
                 path: Sequence[int] = ()
-                if drafts is not None and row in drafts.parents:
-                    path = along(drafts.parents[row], drafts.tokens[row], emitted[row])
+                if row in branches:
+                    path = along(branches[row], found[row], emitted[row])
                 self.passes.commit(row, emitted[row], path)
                 self._planner.learn(row, emitted[row])
                 self.controller.update(row, drafted[row], len(candidates) - 1)
@@ -538,6 +540,8 @@ class Decoder:
             scores=kept_scores,
             logits=kept_logits,
             times=tuple(self._times) or None,
+            drafts=tuple(map(tuple, found)),
+            parents=tuple(branches.get(row) for row in self.rows),
         )
         self.stats.add(round_, self._sublayer_tokens)
         return round_

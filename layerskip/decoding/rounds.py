@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from layerskip.model.branches import along
+
 
 @dataclass(frozen=True)
 class Round:
@@ -21,6 +23,8 @@ class Round:
         drafted: tokens drafted per row.
         accepted: drafted tokens that were emitted, per row.
         confidences: per row, each drafted token's confidence; empty if the controller needs none.
+        drafts: per row, the drafted tokens.
+        parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
         signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
@@ -43,6 +47,15 @@ class Round:
     logits: tuple[Tensor, ...] | None = None
     times: tuple[float, ...] | None = None
     signal: str | None = None
+    drafts: tuple[tuple[int, ...], ...] = ()
+    parents: tuple[Sequence[int] | None, ...] = ()
+
+    def taken(self, row: int) -> list[int]:
+        """The drafted tokens that a row has emitted, by their numbers from 1 on."""
+        parents, accepted = self.parents[row], self.accepted[row]
+        if parents is None:
+            return [*range(1, accepted + 1)]
+        return along(parents, self.drafts[row], self.tokens[row])[:accepted]
 
     def source_of(self, row: int) -> int | None:
         """The source that a row drafted from in this round, if it did."""

@@ -202,10 +202,13 @@ def _record_of(rows: int) -> Check:
 
     counts = by_row(COUNT)
     phases = dict.fromkeys(("draft", "verify", "other"), optional(SECONDS))
-    rounds = {
+    rounds: dict[str, Check] = {
         **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
         "confidences": optional(items(by_row(items(NUMBER)))),
         "sources": items(_one_or_by_row(rows)),
+        "drafts": Maybe(items(by_row(items(text)))),
+        "parents": Maybe(items(by_row(optional(items(COUNT))))),
+        "taken": Maybe(items(by_row(items(integer(1))))),
     }
     return has(
         **dict.fromkeys(("repeat", "order"), COUNT),

@@ -21,6 +21,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.chains import Chain, ChainDrafts, Chains, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
+from layerskip.replay.live import TextBatch
 from layerskip.replay.trace import Trace, TraceText
 
 
@@ -132,36 +133,21 @@ def follow(
     return [_followed(_assembled(trace, source, each, most)) for each in chains.run(enough)]
 
 
-class _OneRow:
-    """A text of a trace as the batch of a state that knows its tokens."""
-
-    def __init__(self, trace: Trace, text: TraceText) -> None:
-        self.model, self.emitted = trace.model, [list[int]()]
-        self.prompts = [text.tokens[: text.prompt]]
-        self.prompt_lengths, self.rows, self.lengths = [text.prompt], {0: 0}, [text.prompt]
-        self.total = self.slots = len(text.tokens)
-
-    def emit(self, token: int) -> list[int]:
-        self.emitted[0].append(token)
-        return [token]
-
-
 def _look_up(trace: Trace, source: Source, length: int) -> Replay:
     """What a source of known tokens drafts from every start, as decoding would."""
     found = []
     for text in trace.texts:
-        row = _OneRow(trace, text)
+        row = TextBatch(trace, [text])
         state = source.open(cast(Batch, row))
         if state.reads_logits:
             raise TypeError(
-                f"a {type(source).__name__} cannot be replayed, as it learns from rejected drafts, "
-                "which a trace does not have; measure it by decoding"
+                f"a {type(source).__name__} cannot be replayed from every place, as it learns in "
+                "every round; simulate Live(trace, source)"
             )
         for token in text.tokens.tolist()[text.prompt :][: text.starts]:
-            state.commit(0, row.emit(token), 0)
+            row.emit([state], 0, [token])
             proposal = state.offer(0, length)
             found.append((list(proposal.tokens or ()), proposal.match or 0))
-            row.lengths[0] += 1
     tokens = [known + [NOTHING] * (length - len(known)) for known, _ in found]
     sure = torch.ones(len(found), length)  # nobody asks
     played = _assembled(trace, source, ChainDrafts(torch.tensor(tokens), sure, sure, sure))

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from layerskip.costs.speculation import Costs, CostTable, draft_limit, remaining
-from layerskip.decoding.controller import (
-    Chooser,
-    Controller,
-    Observer,
-    Offer,
-    first_offer,
-    signal_of,
-)
+from layerskip.decoding.controller import Controller, Observer, signal_of
+from layerskip.decoding.planning import Plan, Planner, in_common
 from layerskip.decoding.rounds import joint_source
+from layerskip.decoding.sources.base import Batch, Proposal, State
+from layerskip.model.branches import along
 from layerskip.replay.drafts import Replay
+from layerskip.replay.live import Live, TextBatch
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class SimulatedRound:
 
     Attributes:
         context, rows: what the controller was told at its start (see `Controller.begin`).
+        known: of rows whose drafted tokens were known without a step, what they drafted.
     """
 
     drafted: tuple[int, ...]
@@ -40,6 +39,7 @@ class SimulatedRound:
     source: int | tuple[int | None, ...] | None = None
     context: int = field(default=0, compare=False)
     rows: int = field(default=1, compare=False)
+    known: Mapping[int, Plan] = field(default_factory=dict, compare=False)
 
 
 class _Draft:
@@ -53,30 +53,73 @@ class _Draft:
         self.entropies = replay.entropies[rows].tolist()
         self.ends = replay.ends[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
-        self.looked_up = replay.found is not None
         self.longest = replay.longest
+        self.found = None if replay.found is None else replay.found[rows].tolist()
         if replay.found is not None:
-            self.matches = replay.found[rows].tolist()
             ends = replay.ends[rows].long()  # (starts, J)
             offered = (replay.tokens[rows] >= 0) & (ends.cumsum(1) == ends)
             self.lengths = offered.sum(1).tolist()
+
+    def offer(self, start: int, most: int) -> Proposal:
+        """What it may draft from a start, at most so many tokens."""
+        if self.found is None:
+            return Proposal(min(most, self.longest or most))
+        return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.found[start])
 
 
 class _Row:
     """One text on its way, from start to start."""
 
-    def __init__(self, replays: Sequence[Replay], text: int, signal: str) -> None:
-        self.trace = trace = replays[0].trace
+    def __init__(self, sources: Sequence[Replay | Live], text: int, signal: str) -> None:
+        self.trace = trace = sources[0].trace
         self.first = trace.offsets[text]
-        self.prompt = trace.texts[text].prompt
-        self.left = trace.texts[text].starts  # tokens still to come
+        own = trace.texts[text]
+        self.prompt, self.tokens = own.prompt, own.tokens[own.prompt :].tolist()
+        self.left = own.starts  # tokens still to come
         self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
         self.start = 0
-        self.drafts = [_Draft(replay, text, signal) for replay in replays]
+        self.drafts = {
+            number: _Draft(each, text, signal)
+            for number, each in enumerate(sources)
+            if isinstance(each, Replay)
+        }
+
+
+class _Learners:
+    """The states of sources that learn, in one batch of texts."""
+
+    def __init__(self, sources: Sequence[Replay | Live], texts: Sequence[int]) -> None:
+        trace = sources[0].trace
+        self.batch = TextBatch(trace, [trace.texts[text] for text in texts])
+        self.states: dict[int, State] = {
+            number: each.source.open(cast(Batch, self.batch))
+            for number, each in enumerate(sources)
+            if isinstance(each, Live)
+        }
+        self._readers = [state for state in self.states.values() if state.reads_logits]
+        self._logits = [trace.logits(trace.texts[text]) for text in texts if self._readers]
+        firsts = [int(trace.texts[text].tokens[trace.texts[text].prompt]) for text in texts]
+        self.go_on({row: [first] for row, first in enumerate(firsts)})
+
+    def go_on(self, emitted: Mapping[int, Sequence[int]]) -> None:
+        """Let rows emit tokens; the target has computed what is said there."""
+        if self._readers:
+            seen = [
+                (row, tokens[:i]) for row, tokens in emitted.items() for i in range(len(tokens))
+            ]
+            before = {row: len(self.batch.emitted[row]) for row in emitted}
+            raw = [self._logits[row][before[row] + len(drafted)] for row, drafted in seen]
+            for state in self._readers:
+                state.read(torch.stack(raw), seen)  # (N, V)
+        for row, tokens in emitted.items():
+            self.batch.emit(self.states.values(), row, tokens)
+
+    def offer(self, source: int, row: int, most: int) -> Proposal:
+        return self.batch.offer(self.states[source], row, most)
 
 
 def simulate(
-    replays: Replay | Sequence[Replay],
+    sources: Replay | Live | Sequence[Replay | Live],
     controller: Controller,
     texts: Sequence[int] = (0,),
     *,
@@ -87,59 +130,76 @@ def simulate(
     The controller is reset. The texts' end and the request's length hold as in decoding.
 
     Args:
-        replays: of one trace, one for each of the drafts that a round may take, in their order.
+        sources: of one trace, one for each of the drafts that a round may take, in their order:
+            replays, and sources that learn in every round.
         texts: numbers of the texts that share the batch, and the controller.
         max_draft_length: the most tokens any round drafts; the replays' draft length by default.
 
     Raises:
         ValueError: `max_draft_length` is beyond what was replayed.
     """
-    several = [replays] if isinstance(replays, Replay) else list(replays)
-    replayed = min(replay.draft_length for replay in several)
+    several = [sources] if isinstance(sources, Replay | Live) else list(sources)
+    replayed = min(each.draft_length for each in several)
     longest = replayed if max_draft_length is None else max_draft_length
     if not 0 <= longest <= replayed:
         raise ValueError(
             f"max_draft_length must be in 0..{replayed}, as far as was replayed; got {longest}"
         )
     rows = [_Row(several, text, signal_of(controller)) for text in texts]
+    learners = None
+    if any(isinstance(each, Live) for each in several):
+        learners = _Learners(several, texts)
     controller.reset(len(rows))
+    planner = Planner(controller)
     size = len(rows)
     while going := sum(row.left > 0 for row in rows):
         size = remaining(size, going)
-        yield _round(rows, controller, longest, size)
+        yield _round(rows, planner, learners, range(len(several)), longest, size)
 
 
-def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int) -> SimulatedRound:
+def _round(
+    rows: Sequence[_Row],
+    planner: Planner,
+    learners: _Learners | None,
+    sources: range,
+    longest: int,
+    size: int,
+) -> SimulatedRound:
+    controller = planner.controller
     going = {number: row for number, row in enumerate(rows) if row.left}
     context = sum(row.prompt + row.start for row in going.values()) // len(going)
-    controller.begin(context, size)
     # the cache has a slot for every token and every draft, so that it never limits
     allowed = {
         number: draft_limit(longest, row.left + row.asked, longest + 1)
         for number, row in going.items()
     }
-    chooser = controller if isinstance(controller, Chooser) else None
-    offers = [_offer(going, allowed, source) for source in range(len(rows[0].drafts))]
-    chosen = (chooser.choose if chooser else first_offer)(offers)
-    sources: list[int | None] = [None] * len(rows)
-    limits = [0] * len(rows)
-    for number in going:
-        sources[number] = chosen.get(number) if isinstance(chosen, Mapping) else chosen
-        most = 0 if (source := sources[number]) is None else offers[source].lengths[number]
-        limits[number] = min(controller.limit(number, most), most)
-    drafted = _drafted(rows, controller, limits, sources)
+
+    def offer(source: int, number: int, row: _Row) -> Proposal:
+        if source in row.drafts:
+            return row.drafts[source].offer(row.start, allowed[number])
+        assert learners is not None
+        return learners.offer(source, number, allowed[number])
+
+    proposals = [
+        {number: offer(source, number, row) for number, row in going.items()} for source in sources
+    ]
+    plans = planner.plan(going, proposals, context=context, size=size)
+    drafted = _drafted(rows, controller, plans)
     accepted, emitted = [0] * len(rows), [0] * len(rows)
+    said: dict[int, list[int]] = {}
     for number, row in going.items():
-        agreeing, source = 0, sources[number]
-        if source is not None:
-            agreeing = min(drafted[number], row.drafts[source].agreeing[row.start])
+        plan, following = plans[number], row.tokens[row.start + 1 :]
+        agreeing = 0
+        if plan.parents is not None and plan.tokens is not None:
+            agreeing = len(along(plan.parents, plan.tokens, following))
+        elif plan.tokens is not None:
+            agreeing = in_common(plan.tokens, following)
+        elif plan.source is not None and drafted[number]:
+            agreeing = min(drafted[number], row.drafts[plan.source].agreeing[row.start])
         emitted[number] = min(agreeing + 1, row.left)
         accepted[number] = min(agreeing, emitted[number])
-        for other, offer in enumerate(offers):
-            known = min(offer.lengths[number], emitted[number])
-            if chooser is not None and offer.matches is not None and known:
-                right = min(known, row.drafts[other].agreeing[row.start])
-                chooser.learn(other, number, min(right + 1, known), right)
+        said[number] = following[: emitted[number]]
+        planner.learn(number, said[number])
         controller.update(number, drafted[number], agreeing)
         row.start += emitted[number]
         row.left -= emitted[number]
@@ -147,42 +207,24 @@ def _round(rows: Sequence[_Row], controller: Controller, longest: int, size: int
             last = row.first + row.start - 1  # the place that the last token was drawn behind
             sure, entropies = row.trace.certainties
             controller.see_target(number, sure[last], entropies[last])
+    if learners is not None:
+        learners.go_on(said)
     counts = tuple(drafted), tuple(accepted), tuple(emitted)
-    return SimulatedRound(*counts, joint_source(sources, drafted), context, size)
+    chosen = [plans[number].source if number in plans else None for number in range(len(rows))]
+    known = {number: plan for number, plan in plans.items() if plan.tokens}
+    return SimulatedRound(*counts, joint_source(chosen, drafted), context, size, known)
 
 
-def _offer(going: Mapping[int, _Row], allowed: Mapping[int, int], source: int) -> Offer:
-    """What a draft has to offer to the rows that are still going."""
-    drafts = {number: row.drafts[source] for number, row in going.items()}
-    if not all(draft.looked_up for draft in drafts.values()):
-        most = {n: draft.longest or allowed[n] for n, draft in drafts.items()}
-        return Offer({n: min(allowed[n], most[n]) for n in most}, None)
-    starts = {number: row.start for number, row in going.items()}
-    return Offer(
-        {n: min(allowed[n], draft.lengths[starts[n]]) for n, draft in drafts.items()},
-        {n: draft.matches[starts[n]] for n, draft in drafts.items()},
-    )
-
-
-def _drafted(
-    rows: Sequence[_Row],
-    controller: Controller,
-    limits: Sequence[int],
-    sources: Sequence[int | None],
-) -> list[int]:
+def _drafted(rows: Sequence[_Row], controller: Controller, plans: Mapping[int, Plan]) -> list[int]:
     """How many tokens each row drafts, in lockstep: a controller may learn from one for another."""
-    drafts = [
-        None if each is None else row.drafts[each] for row, each in zip(rows, sources, strict=True)
-    ]
-    drafted = [
-        limit if each and each.looked_up else 0 for each, limit in zip(drafts, limits, strict=True)
-    ]
-    drafting = [n for n, limit in enumerate(limits) if limit > drafted[n]]
+    drafted = [len(plans[n].tokens or ()) if n in plans else 0 for n in range(len(rows))]
+    drafting = [n for n, plan in plans.items() if plan.tokens is None and plan.limit]
     while drafting and controller.draft_together(drafting):
         going_on = []
         for number in drafting:
-            row, step, draft = rows[number], drafted[number], drafts[number]
-            assert draft is not None
+            row, step, plan = rows[number], drafted[number], plans[number]
+            assert plan.source is not None
+            draft = row.drafts[plan.source]
             if draft.tokens[row.start][step] < 0:  # nothing could be drawn
                 continue
             drafted[number] += 1
@@ -191,7 +233,7 @@ def _drafted(
                 controller.see_draft(number, sure, draft.entropies[row.start][step])
             if (
                 not draft.ends[row.start][step]
-                and drafted[number] < limits[number]
+                and drafted[number] < plan.limit
                 and controller.keep_drafting(number, sure)
             ):
                 going_on.append(number)

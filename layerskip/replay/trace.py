@@ -63,6 +63,8 @@ class TraceText:
         likelihoods: under the rejection rule, the probability of the token behind each emitted one
             under the target's law, (T - prompt,) float32; else NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
+        before: the last layer's behind the prompt, which the first emitted token was drawn from,
+            (H,).
     """
 
     number: int
@@ -72,6 +74,7 @@ class TraceText:
     key: int
     likelihoods: Tensor
     states: Tensor
+    before: Tensor
 
     @property
     def starts(self) -> int:
@@ -209,6 +212,13 @@ class Trace:
         ]
         sure, entropies = (torch.cat(each).tolist() for each in zip(*pieces, strict=True))
         return sure, entropies
+
+    @torch.no_grad()
+    def logits(self, text: TraceText) -> Tensor:
+        """The target's raw logits behind the prompt and each emitted token, (1 + starts, V)."""
+        states = torch.cat([text.before[None], text.states[-1, : text.starts]])  # (1 + starts, H)
+        pieces = _chunks(len(states), self.model.vocabulary)
+        return torch.cat([self.model.logits(states[None, places])[0] for places in pieces])
 
     @cached_property
     def _states(self) -> Tensor:
@@ -354,6 +364,7 @@ def _read(
         key=key,
         likelihoods=likelihoods,
         states=states,
+        before=hidden[0, prompt - 1].to(model.device),
     )
 
 

@@ -17,6 +17,7 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,7 +64,15 @@ class Laws:
 
     def add(self, contexts: Sequence[Sequence[int]], raw: Tensor) -> None:
         """Keep raw logits (N, V) behind contexts, the last tokens of each."""
-        logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))  # (N, K) each
+        self.keep(contexts, *best_of(raw))
+
+    def keep(
+        self,
+        contexts: Sequence[Sequence[int]],
+        tokens: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """Keep the best of raw logits behind contexts, as `best_of` has them, (N, K) each."""
         with self._lock:
             if not self._contexts:
                 shape = self.most, tokens.shape[1]  # (S, K)
@@ -81,7 +90,7 @@ class Laws:
                     self._contexts[place] = own
                 self._places.update(dict.fromkeys(suffixes(own), place))
                 self._next += 1
-            self.tokens[places], self.logits[places] = tokens.numpy(), logits.numpy()
+            self.tokens[places], self.logits[places] = tokens, logits
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
         """The length of the longest suffix that is known, 0 for none, and its place."""
@@ -95,6 +104,12 @@ class Laws:
 def suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Those of a context, the longest first."""
     return [context[first:] for first in range(len(context))]
+
+
+def best_of(raw: Tensor) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The best tokens of raw logits (N, V), and their logits, the likeliest first, (N, K) each."""
+    logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))
+    return tokens.int().numpy(), logits.numpy()
 
 
 def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -120,20 +135,29 @@ class LookupLaws(Source):
         laws: where they are kept, also for later calls; by default every call begins with none.
         branches: the most tokens that are drafted behind one.
         lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
+        longest: the most tokens of a tree.
+        beside: whether it also learns what the target said behind drafts that it rejected.
     """
 
     key = "lookup-laws"
-    longest = _LONGEST
+    longest: int
 
     def __init__(
-        self, laws: Laws | None = None, branches: int = 3, lookup: Lookup | None = None
+        self,
+        laws: Laws | None = None,
+        branches: int = 3,
+        lookup: Lookup | None = None,
+        *,
+        longest: int = _LONGEST,
+        beside: bool = True,
     ) -> None:
         self.laws, self.branches, self.lookup = laws, branches, lookup
+        self.longest, self.beside = longest, beside
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
         laws.check(batch.model.weights.fingerprint())
-        return _State(batch, laws, self.branches, self.lookup)
+        return _State(batch, laws, self)
 
     def timed(self) -> Source:
         return Lookup().timed()
@@ -154,14 +178,20 @@ class _Behind(NamedTuple):
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, laws: Laws, branches: int, lookup: Lookup | None) -> None:
+    def __init__(self, batch: Batch, laws: Laws, source: LookupLaws) -> None:
         super().__init__(batch)
-        self.laws, self.branches = laws, branches
-        self.copies = None if lookup is None else lookup.open(batch)
+        self.laws, self.source, self.branches = laws, source, source.branches
+        self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance = CopyAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, what was last looked up
         self.ends = [prompt[-_SUFFIX:].tolist() for prompt in batch.prompts]
         self.acceptance = BranchAcceptance()
+        # of the round in progress: what was seen, and the best behind it, (N, K) each
+        self._read: tuple[
+            Sequence[tuple[int, Sequence[int]]],
+            npt.NDArray[np.int32],
+            npt.NDArray[np.float32],
+        ]
         # by row, of the tree last offered: what each node follows, its token, what is behind it
         self._trees: dict[int, tuple[list[int], list[int], dict[int, _Behind]]] = {}
 
@@ -194,7 +224,7 @@ class _State(State):
         order = count()
         if most:
             grow(0, 1.0, self.ends[row], 0)
-        while waiting and len(tokens) < min(most, _LONGEST):
+        while waiting and len(tokens) < min(most, self.source.longest):
             less, _, parent, token, context, depth = heappop(waiting)
             parents.append(parent)
             tokens.append(token)
@@ -240,9 +270,27 @@ class _State(State):
             here = next(iter(along(parents, tokens, [token], here)), -1)
 
     def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self.laws.add([[*self.ends[row], *tokens] for row, tokens in seen], raw)
+        best = best_of(raw)
+        if self.source.beside:
+            self.laws.keep([[*self.ends[row], *tokens] for row, tokens in seen], *best)
+        else:
+            self._read = seen, *best
+
+    def _keep_path(self, row: int, emitted: Sequence[int]) -> None:
+        """Keep what the target said along the text alone."""
+        seen, tokens, logits = self._read
+        kept = {
+            i: [*self.ends[row], *drafted]
+            for i, (other, drafted) in enumerate(seen)
+            if other == row
+            and list(drafted) == list(emitted[: len(drafted)])
+            and len(drafted) < len(emitted)  # behind an end of text nothing is said
+        }
+        self.laws.keep([*kept.values()], tokens[[*kept]], logits[[*kept]])
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        if not self.source.beside:
+            self._keep_path(row, emitted)
         self._learn(row, emitted)
         if self.copies is not None:
             self.copies.commit(row, emitted, steps)
