@@ -1,0 +1,169 @@
+"""Random cases of trees of drafts: whatever drafts them, the text is plain decoding's.
+
+A case is all that its number draws: the model, its windows and dtype, the way of its passes, rows,
+law, ends, what drafts and what beside it, the controller. In float64 greedy texts are those of
+`model.generate()`, too. Laws are kept from case to case, so that much is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import EVERY, Erratic, Fickle, lively_model, near, ragged
+from test_branches import Guesses
+
+from layerskip import Laws, Lookup, LookupLaws, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controller import Controller
+from layerskip.decoding.controllers import CONTROLLERS
+from layerskip.decoding.sources.base import Source
+from layerskip.generation import generate
+
+VOCABULARY = 24  # so few that texts repeat some stretches
+NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3")
+FLAT, DEAR = CostTable(0.1, (1.0,)), CostTable(0.1, (1.0, 1.3, 1.6, 1.9))
+PASSES = (
+    (torch.float64, "modules"),
+    (torch.float64, "auto"),
+    (torch.float32, "native"),
+    (torch.bfloat16, "native"),
+)
+seen: Counter[Any] = Counter()
+
+
+class All(Controller):
+    """Drafts all that the first source offers."""
+
+    needs_confidence = False
+
+
+@functools.cache
+def model_of(family: str, window: int, dtype: torch.dtype) -> Any:
+    how: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 4}
+    if family in ("gemma2", "gemma3", "qwen2", "qwen3", "olmo3", "ministral"):
+        how["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    if family.startswith("gemma4"):
+        how["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    if family == "gemma4":
+        how |= {"vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
+    if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
+        how["sliding_window"] = window
+    return lively_model(family, dtype=dtype, **how)
+
+
+@functools.cache
+def laws_of(family: str, window: int, dtype: torch.dtype) -> Laws:
+    """What is kept between the cases of a model; so little that old laws are dropped."""
+    return Laws(400)
+
+
+@functools.cache
+def second_of(family: str, window: int, dtype: torch.dtype) -> Any:
+    return near(model_of(family, window, dtype), 0.3)
+
+
+def trees(draw: random.Random, kept: Laws, texts: list[list[int]]) -> list[Source]:
+    """One or two sources that draft trees."""
+    found: list[Source] = []
+    for kind in draw.sample(
+        ("laws", "laws and lookups", "kept laws", "guesses"), draw.choice((1, 1, 2))
+    ):
+        if kind == "guesses":
+            found.append(Guesses(texts, draw.randrange(99)))
+        else:
+            how = {"longest": draw.randint(1, 20), "beside": draw.random() < 0.8}
+            lookup = Lookup() if kind == "laws and lookups" else None
+            laws = kept if kind == "kept laws" else None
+            found.append(LookupLaws(laws, draw.randint(1, 8), lookup, **how))
+        seen[kind] += 1
+    return found
+
+
+def check(number: int, native: bool) -> None:
+    draw = random.Random(number)
+    dtype, execution = draw.choice(PASSES if native else PASSES[:2])
+    family = draw.choice(NATIVE if execution == "native" else EVERY)
+    named = family, draw.choice((3, 7)), dtype
+    model, kept = model_of(*named), laws_of(*named)
+    ids, mask = ragged(
+        tuple(draw.randint(1, 14) for _ in range(draw.choice((1, 1, 2, 3, 4)))), seed=number
+    )
+    ids = torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": draw.randint(2, 24)}
+    how |= {"eos_token_id": draw.choice((None, None, draw.sample(range(2, VOCABULARY), 3)))}
+    if reads := draw.random() < 0.1:  # there trees are their trunks
+        how |= draw.choice(({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}))
+    sample = draw.random() < 0.6
+    law: dict[str, Any] = {"do_sample": sample}
+    if sample:
+        law |= {"seed": draw.randrange(2**31), "temperature": draw.uniform(0.3, 1.5)}
+        law |= {"top_k": draw.choice((0, 0, 1, 5)), "top_p": draw.choice((1.0, 1.0, 0.8))}
+    plain = generate(model, ids, enabled=False, execution=execution, **how, **law).sequences
+    texts = plain[:, ids.shape[1] :].tolist()
+    if not (sample or reads) and dtype == torch.float64:
+        for i, m, text in zip(ids, mask, texts, strict=True):  # padded Gemma 2 is NaN in float64
+            alone = {name: each for name, each in how.items() if name != "attention_mask"}
+            want = model.generate(i[m.bool()][None], do_sample=False, pad_token_id=0, **alone)
+            new = want[0, int(m.sum()) :].tolist()
+            assert text[: len(new)] == new
+
+    sources = trees(draw, kept, texts)
+    drafting: dict[str, Any] = {"draft_memory": 0}
+    if (beside := draw.choice(("nothing", "nothing", "exit", "8 bits", "assistant"))) != "nothing":
+        if beside == "assistant":
+            drafting["assistant"] = second_of(*named)
+        else:
+            low = SkipConfig.low_precision(8)
+            drafting = {"skip": SkipConfig.early_exit(2) if beside == "exit" else low}
+    drafting["lookup"] = draw.random() < 0.3
+    name = draw.choice(("all", "all", "fickle", "erratic", *CONTROLLERS))
+    unruly = {"all": All, "fickle": Fickle, "erratic": Erratic}
+    controller = unruly[name]() if name in unruly else name
+    out = generate(
+        model,
+        ids,
+        sources=sources,
+        controller=controller,
+        max_draft_length=draw.randint(1, 20),
+        costs=draw.choice((FLAT, DEAR)),
+        execution=execution,
+        **drafting,
+        **how,
+        **law,
+    )
+    assert out.sequences.tolist() == plain.tolist()
+    seen.update(("cases", family, dtype, execution, beside, name, len(ids)))
+    for round_ in out.rounds[1:]:
+        for row, parents in enumerate(round_.parents):
+            if parents is not None:
+                seen["trees"] += 1
+                seen["nodes"] += len(parents)
+                taken = round_.taken(row)
+                seen["taken"] += len(taken)
+                seen["moved"] += taken != [*range(1, len(taken) + 1)]
+
+
+@pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 11))]
+)
+def test_random_cases(part: int, request: pytest.FixtureRequest) -> None:
+    """Ten slow parts of 1,000 cases each, in all passes; by default a few, in float64."""
+    seen.clear()
+    if part:
+        request.getfixturevalue("built")
+    for number in range(12) if not part else range(part * 1000, part * 1000 + 1000):
+        try:
+            check(number, native=part > 0)
+        except BaseException as error:
+            error.add_note(f"case {number}, native {part > 0}")
+            raise
+    assert seen["nodes"] > seen["taken"] > seen["moved"] > 0
+    if part:
+        assert all(seen[each] for each in (*EVERY, *CONTROLLERS, "laws", "kept laws", "guesses"))
+        assert all(seen[each] for case in PASSES for each in case)
