@@ -596,24 +596,25 @@ def test_buffers_that_begin_later_give_the_same_bits(dtype: torch.dtype) -> None
     angles = [tools.Angles(drawn(1, 80, 24, **how), drawn(1, 80, 24, seed=1, **how))]
     hidden = drawn(2, 6, 40, **how)
     keys, values = drawn(2, 2, 80, 24, **how), drawn(2, 2, 80, 24, seed=1, **how)
-    copies = [each[:, :, 32:].clone() for each in (keys, values)]
+    copies = [torch.stack([each[0, :, 32:], each[1, :, 16:64]]) for each in (keys, values)]
     starts = [50, 43]
     for which in ([slides], [slides, reads]):
         many = len(which)
         want = plan.run(hidden, which, [keys] * many, [values] * many, starts, angles)
-        bases = [32] * many
+        bases = [32, 16] * many
         few = [[each] * many for each in copies]
         got = plan.run(hidden, which, *few, starts, angles, bases)
         assert torch.equal(got, want)
-        assert all(map(torch.equal, copies, (keys[:, :, 32:], values[:, :, 32:])))
+        for copy, whole in zip(copies, (keys, values), strict=True):
+            assert torch.equal(copy, torch.stack([whole[0, :, 32:], whole[1, :, 16:64]]))
     wrong = ((slides, 40, "multiple of 16"), (full, 32, "no window"), (slides, 48, "only some"))
     for number, base, message in wrong:
         with pytest.raises(ValueError, match=message):
-            plan.run(hidden, [number], [copies[0]], [copies[1]], starts, angles, [base])
+            plan.run(hidden, [number], [copies[0]], [copies[1]], starts, angles, [base] * 2)
     with pytest.raises(ValueError, match="6 tokens from 76 on are beyond 80 slots"):
-        plan.run(hidden, [slides], [copies[0]], [copies[1]], [76, 70], angles, [32])
-    with pytest.raises(ValueError, match="1 buffers of keys, but 2 bases"):
-        plan.run(hidden, [slides], [copies[0]], [copies[1]], starts, angles, [32, 32])
+        plan.run(hidden, [slides], [copies[0]], [copies[1]], [76, 70], angles, [32, 32])
+    with pytest.raises(ValueError, match="1 buffers of keys of 2 rows, but 1 bases"):
+        plan.run(hidden, [slides], [copies[0]], [copies[1]], starts, angles, [32])
     with pytest.raises(ValueError, match="of style llama, one plus or wide, got none"):
         tools.Norm(None, 1e-6, "none")
 

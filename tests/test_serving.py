@@ -19,12 +19,14 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.serving import scheduler
+from layerskip.serving import places, scheduler
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, QueueFull, Task
 from layerskip.timing import tables
 
 SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
+Starts = Sequence[Sequence[int]]
+STARTS: Starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
 def alone(model: Any, task: Task) -> list[int]:
@@ -46,7 +48,7 @@ def alone(model: Any, task: Task) -> list[int]:
     return [token for each in rounds for token in each.tokens[0]]
 
 
-def any_task(draw: random.Random, starts: Sequence[Sequence[int]]) -> Task:
+def any_task(draw: random.Random, starts: Starts) -> Task:
     begun = list(draw.choice(starts))
     prompt = begun + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
     sampled = draw.random() < 0.5
@@ -65,24 +67,23 @@ def any_task(draw: random.Random, starts: Sequence[Sequence[int]]) -> Task:
     )
 
 
-def schedule(model: Any, seed: int, **settings: Any) -> None:
+def schedule(model: Any, seed: int, starts: Starts = STARTS, **settings: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "PIECE", random.Random(-seed).choice([3, 12, 512]))
-        _schedule(model, seed, SETTINGS | settings)
+        _schedule(model, seed, SETTINGS | settings, starts)
 
 
-def _schedule(model: Any, seed: int, settings: Mapping[str, Any]) -> None:
+def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts) -> None:
     draw = random.Random(seed)
+    memory = draw.choice([70_000, 200_000, 1 << 22])
     serving = Serving(
         model,
-        memory=draw.choice([70_000, 200_000, 1 << 22]),
         max_rows=draw.randint(1, 5),
         session_memory=draw.choice([0, 100_000]),
         max_draft_length=4,
         controller=Fickle(seed),
-        **settings,
+        **{"memory": memory, **settings},
     )
-    starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
     tasks, pieces, cancelled = [], [], []
     tickets: list[Any] = []
     left = draw.randint(2, 5)
@@ -172,17 +173,44 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
         pass
     assert sorted(told) == lone
     assert sum(accepted for *_, accepted in lone) > 3
-    places = serving._batch.places
-    held = [*places._tapped.values()]
-    for cache in places._caches:
+    batch = serving._batch.places
+    held = [*batch._tapped.values()]
+    for cache in batch._caches:
         held += [*cache.keys.values(), *cache.values.values()]
     assert sum(each.nbytes for each in held) == serving.stats.used
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_layers_with_windows(family: str) -> None:
-    for seed in range(2):
-        schedule(lively_model(family), seed)
+def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_PIECE", 8)
+    long = [*range(36)]
+    model = lively_model(family)
+    for seed in range(4):
+        schedule(model, seed, [long, long[:25], [*long[:30], 1], []], memory=160_000)
+
+
+def test_layers_with_windows_hold_little_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that joins at slot 0 beside long ones takes no more."""
+    monkeypatch.setattr(places, "_PIECE", 8)
+    model = lively_model("gemma3")
+    serving = Serving(model, max_rows=2, **SETTINGS)
+    tasks = [Task([*range(97)] * 2, 12), Task([3, 4, 5], 40)]
+    told: list[list[Piece]] = [[], []]
+    for task, pieces in zip(tasks, told, strict=True):
+        serving.submit(task, pieces.append)
+        while not pieces:
+            serving.step()
+    cache = serving._batch.places.cache
+    assert cache.bases[0] > 140
+    assert cache.bases[1] == 0
+    held = [*cache.keys.items(), *cache.values.items()]
+    assert sum(each.nbytes for _, each in held) == serving.stats.used
+    assert {each.shape[2] for layer, each in held if layer in cache.trimmed} == {cache.span}
+    assert cache.span < 100 < cache.size
+    while serving.step():
+        pass
+    for task, pieces in zip(tasks, told, strict=True):
+        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
 
 
 def finished(serving: Serving, task: Task) -> list[Piece]:

@@ -471,14 +471,16 @@ struct Attention {
   const Places& places;
   const float* queries = nullptr;                   // (B, T, stride)
   int64_t stride = 0;
-  const S *keys = nullptr, *values = nullptr;       // (B, K, slots, D), the first slot is `base`
-  int64_t slots = 0, base = 0;
+  const S *keys = nullptr, *values = nullptr;       // (B, K, slots, D)
+  int64_t slots = 0;
+  const int64_t* bases = nullptr;                   // (B,) first slots of rows; none: all are 0
   float* out = nullptr;                             // (B, T, N, D)
   float* parts = nullptr;                           // of all units, where `along` holds
 
   int64_t groups() const { return layer.heads / layer.kv_heads; }
   int64_t asked() const { return places.count * groups(); }  // queries of a row and key-value head
   int64_t rows() const { return places.rows(); }
+  int64_t base(int64_t row) const { return bases ? bases[row] : 0; }
 
   Query query(int64_t row, int64_t j) const {
     const int64_t place = places.position(row, j / groups());
@@ -567,7 +569,7 @@ struct Attention {
       all.places.path(block.row, token, slots.data());
       for (int64_t i = 0; i < count; ++i) {
         const int64_t place = first + i, slot = place < root ? place : slots[place - root];
-        std::copy_n(from + (slot - all.base) * width, width, to + i * width);
+        std::copy_n(from + (slot - all.base(block.row)) * width, width, to + i * width);
       }
     }
   };
@@ -592,15 +594,15 @@ struct Attention {
     const int64_t first = segment * SEGMENT, last = std::min(first + SEGMENT, high + 1);
     int64_t begin = first, end = last;
     if (first >= layer.sink)
-      begin = std::max({first, base, low / LINE * LINE});
+      begin = std::max({first, base(block.row), low / LINE * LINE});
     else if (low >= last)
       end = std::min(last, up_to(layer.sink, LINE));
     if (begin >= end) return false;
-    const int64_t at =
-        ((block.row * layer.kv_heads + block.head) * slots + begin - base) * layer.width;
+    const int64_t from = begin - base(block.row);
+    const int64_t at = ((block.row * layer.kv_heads + block.head) * slots + from) * layer.width;
     const int64_t line = places.nodes ? places.root(block.row) / LINE * LINE : end;
     const int64_t shared = std::clamp(line, begin, end);
-    const Own own{*this, block, shared, at - (begin - base) * layer.width};
+    const Own own{*this, block, shared, at - from * layer.width};
     with_kernel<S>([&](const auto& kernel) {
       kernel.run(layer, block.queries, block.count, block.packed, keys + at, values + at, begin,
                  shared, end, own, known, weighing, block.room, to);

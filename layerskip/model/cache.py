@@ -8,7 +8,8 @@ beside what that many tokens read. One layer's buffers are there twice while the
 kernels are compiled for a size they grow by half, to one of few sizes.
 Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
 full, the base moves up to what the shortest row still sees. So they hold its window, what other
-rows are ahead of it, and an eighth of that or 64 slots more.
+rows are ahead of it, and an eighth of that or 64 slots more. Where rows join and leave, each has a
+base of its own (`roll`).
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from layerskip.model.branches import Branches
 
 _MORE = 256  # slots that buffers grow by, at least
-_LINE = 16  # bases are a multiple: native passes sum slots by so many
+LINE = 16  # bases are a multiple: native passes sum slots by so many
 
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
@@ -58,7 +59,8 @@ class RowCache:
 
     Attributes:
         size: slots S that the buffers have now: more than any pass has used so far, or all.
-        trimmed: the layers whose buffers begin at slot `base` and have `span` slots instead.
+        trimmed: the layers whose buffers have `span` slots instead, and begin at each row's slot
+            in `bases`.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class RowCache:
         self.slots = slots
         self.size = 0
         self.windows = tuple(windows)
-        self.base, self.span = 0, 0
+        self.bases, self.span = [0] * rows, 0
+        self._rolls, self._behind = 0, 0  # see `roll`
         self._window = max((window for window in windows if window is not None), default=0)
         self.trims = trims
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
@@ -80,7 +83,7 @@ class RowCache:
         self.end = 0  # one past the last slot any row writes in this pass
         self.top = 0  # the same of all passes
         self.count = 0  # T
-        self.in_step = True  # all rows write the same slots, and each token follows the last one
+        self.in_step = True  # rows write the same slots of like bases, tokens follow the last ones
         self.branches: Branches | None = None  # of the pass, where tokens follow others
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
         self.apart = True  # whether a pass may be of some rows
@@ -107,13 +110,14 @@ class RowCache:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
         self.top = max(self.top, self.end)
         self.reserve(self.end)
-        self._trim(min(lowest, *starts))
         self.count = count
         self.firsts = list(starts)
+        self._trim(min(lowest, *starts))
         self.start = starts[0]
         self._index.clear()
         self.branches = branches
-        self.in_step = branches is None and all(start == self.start for start in starts)
+        alike = len({*starts}) == 1 and (not self.trimmed or len({*self.first_slots()}) == 1)
+        self.in_step = branches is None and alike
         if not self.in_step:
             first = torch.tensor(starts)[:, None]  # (B, 1)
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
@@ -130,13 +134,18 @@ class RowCache:
         """Make room for the pass in the buffers of trimmed layers, or smaller ones in time."""
         if not self.trimmed:
             return
+        if self._rolls:
+            for place, first in zip(self._active(), self.firsts, strict=True):
+                if first + self.count > self.bases[place] + self.span:
+                    self._shift(place, first - self._behind)
+            return
         # one slot more than the first query sees: an assistant begins one before
-        base = max(self.base, (lowest - self._window) // _LINE * _LINE)
+        base = max(self.base, (lowest - self._window) // LINE * LINE)
         needed = self.top - base  # other rows may be ahead of the pass
         span = min(needed + max(needed // 8, _MORE // 4), self.slots - base)
         if self.end > self.base + self.span or 5 * span < 4 * self.span:
             first, held = base - self.base, self.span
-            self.base, self.span = base, span
+            self.bases, self.span = [base] * self.rows, span
             self._renew({*self.keys} & self.trimmed, slice(None), first, min(held - first, span))
 
     def _renew(
@@ -159,14 +168,50 @@ class RowCache:
                 copied += moved.nbytes
         return copied
 
-    def held(self, layer: int) -> tuple[int, int]:
-        """The first slot that a layer's buffers hold, and how many they hold."""
-        return (self.base, self.span) if layer in self.trimmed else (0, self.size)
+    def roll(self, span: int, behind: int) -> None:
+        """Let layers with windows hold so many slots, or all if these are fewer, each row its own.
+
+        When a pass needs slots beyond them, its row moves to those from `behind` slots before the
+        pass on. For caches of `resize`.
+        """
+        self._rolls, self._behind = span, behind
+
+    def begin(self, place: int, end: int) -> None:
+        """Let a row begin anew: filled up to a slot, where a pass goes on."""
+        self.bases[place] = max(0, end - self._window) // LINE * LINE if self.trimmed else 0
+
+    def _shift(self, place: int, base: int) -> None:
+        """Move a row's base up, about to a slot."""
+        base = max(base // LINE * LINE, self.bases[place])
+        by, self.bases[place] = base - self.bases[place], base
+        for buffers in (self.keys, self.values):
+            for layer in {*buffers} & self.trimmed:
+                own = buffers[layer][place]  # (H, S, D)
+                own[:, : max(0, self.span - by)] = own[:, by:].clone()
+
+    @property
+    def base(self) -> int:
+        """The lowest base."""
+        return min(self.bases, default=0)
+
+    def held(self, layer: int, place: int = 0) -> tuple[int, int]:
+        """The first slot that a layer's buffers hold of a row, and how many they hold."""
+        return (self.bases[place], self.span) if layer in self.trimmed else (0, self.size)
+
+    def first_slots(self, layer: int | None = None) -> list[int]:
+        """The first slots that buffers hold of the rows of the pass: a layer's, or trimmed ones."""
+        places = self._active()
+        if layer is not None and layer not in self.trimmed:
+            return [0] * len(places)
+        return [self.bases[place] for place in places]
+
+    def _active(self) -> range:
+        return range(self.rows) if self.active is None else self.active
 
     def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
         """Take another cache's buffers, not copies of them: its layer for each of some layers."""
         self.rows, self.size, self.top = other.rows, other.size, other.top
-        self.base, self.span = other.base, other.span
+        self.bases, self.span = [*other.bases], other.span
         self.trimmed = {own for own, theirs in layers.items() if theirs in other.trimmed}
         for own, theirs in layers.items():
             self.keys[own], self.values[own] = other.keys[theirs], other.values[theirs]
@@ -204,13 +249,14 @@ class RowCache:
     ) -> tuple[Tensor, Tensor]:
         """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
-        base = self.held(layer_idx)[0]
+        bases = self.first_slots(layer_idx)
         if self.in_step:
+            base = bases[0]
             all_keys.narrow(2, self.start - base, self.count).copy_(keys)
             all_values.narrow(2, self.start - base, self.count).copy_(values)
         else:
             rows = torch.arange(len(keys), device=keys.device)[:, None]  # (B, 1)
-            index = self.placed(keys.device) - base
+            index = self.placed(keys.device) - on_device(bases, keys.device)[:, None]  # (B, T)
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
         return self.read(layer_idx)
@@ -221,8 +267,8 @@ class RowCache:
         Args:
             window, sink: as for `causal`, of a draft that sees less; by default the layer's window.
         """
-        window, (first, _) = window or self.windows[layer], self.held(layer)
-        place, count = 0, self.end - first
+        window = window or self.windows[layer]
+        place, count = 0, self._extent() if layer in self.trimmed else self.end
         if self.in_step and self.count == 1 and window is not None:
             place = max(0, count - window)  # `needs_mask` counts on this slice
         both = [self.taking_part(each) for each in (self.keys[layer], self.values[layer])]
@@ -234,6 +280,11 @@ class RowCache:
         place = 0 if sink else place
         keys, values = (each.narrow(2, place, count - place) for each in both)
         return keys, values
+
+    def _extent(self) -> int:
+        """How many slots of trimmed layers the rows of the pass use, at most."""
+        both = zip(self.firsts, self.first_slots(), strict=True)
+        return max(first - base for first, base in both) + self.count
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Whole keys and values of a layer in a pass, (B, H, S, D) each, for heads (H, D)."""
@@ -256,7 +307,7 @@ class RowCache:
         """
         for name in ("keys", "values"):
             for layer, buffer in getattr(self, name).items():
-                base = self.held(layer)[0]
+                base = self.held(layer, place)[0]
                 slots = slice(max(first - base, 0), max(end - base, 0))
                 yield (name, layer), buffer[place, :, slots]
 
@@ -266,7 +317,7 @@ class RowCache:
         buffers = getattr(self, name)
         if layer not in buffers:
             self._allocate(buffers, layer, held.shape[0], held.shape[2], held)
-        last = max(0, end - self.held(layer)[0])
+        last = max(0, end - self.held(layer, place)[0])
         count = min(last, held.shape[1])
         buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
@@ -278,25 +329,31 @@ class RowCache:
         """
         self.rows, self.top = len(places), length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
+        self.bases = [self.bases[place] for place in places]
         copied = self._renew(whole, list(places), 0, length)
         return copied + self._renew(some, list(places), 0, length - self.base)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Give the buffers so many rows and slots at once; what the first `kept` rows hold stays.
 
-        For caches without trimmed layers.
+        For caches that roll, or have no trimmed layers.
         """
-        length = min(self.size, slots)
+        length, span = min(self.size, slots), self.span
         self.rows, self.slots, self.size = rows, slots, slots
-        self._renew({*self.keys}, slice(kept), 0, length)
+        self.span = min(self._rolls, slots)
+        self.bases = self.bases[:kept] + [0] * (rows - kept)
+        self._renew({*self.keys} - self.trimmed, slice(kept), 0, length)
+        self._renew({*self.keys} & self.trimmed, slice(kept), 0, min(span, self.span))
 
     def move(self, source: int, place: int, length: int) -> None:
-        """Copy what the first slots of a row hold to another row; without trimmed layers."""
+        """Copy what the first slots of a row hold to another row; as for `resize`."""
+        self.bases[place] = self.bases[source]
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[place, :, :length] = buffer[source, :, :length]
 
     def exchange(self, one: int, other: int, length: int) -> None:
-        """Exchange what the first slots of two rows hold; without trimmed layers."""
+        """Exchange what the first slots of two rows hold; as for `resize`."""
+        self.bases[one], self.bases[other] = self.bases[other], self.bases[one]
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
@@ -335,16 +392,23 @@ class RowCache:
         return self.start > 0 or (window is not None and self.end > window)
 
     def first(self, window: int | None, sink: int = 0) -> int:
-        """The first slot that masks of layers with a window tell of; those with a sink are full."""
-        return self.base if window is not None and not sink and self.trimmed else 0
+        """The first slot that masks of layers with a window tell of; those with a sink are full.
+
+        Where rows have bases of their own, of the first row.
+        """
+        trimmed = window is not None and not sink and self.trimmed
+        return self.first_slots()[0] if trimmed else 0
 
     def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
-        """Which slots from `first` on each query sees, (B or 1, 1, T, end - first) bool."""
+        """Which slots from its row's first on each query sees, (B or 1, 1, T, S) bool."""
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
             queries = self.positions(device)  # (B, T)
-        slots = torch.arange(self.first(window, sink), self.end, device=device)
+        slots = torch.arange(self.first(window, sink), self.end, device=device)  # (S,)
+        if window is not None and not sink and self.trimmed and not self.in_step:
+            bases = on_device(self.first_slots(), device)[:, None]  # (B, 1)
+            slots = bases + torch.arange(self._extent(), device=device)  # (B, S)
         if self.branches is None:
             return causal(queries, slots, window, sink)
         return self._seen(self.branches, queries, slots, window, sink)

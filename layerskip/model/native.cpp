@@ -190,8 +190,9 @@ class Pass {
 
   void check_all() const {
     size_t attentions = 0;
-    require(cache_.bases.empty() || cache_.bases.size() == cache_.keys.size(), "there are ",
-            cache_.keys.size(), " buffers of keys, but ", cache_.bases.size(), " bases");
+    require(cache_.bases.empty() || cache_.bases.size() == cache_.keys.size() * rows_,
+            "there are ", cache_.keys.size(), " buffers of keys of ", rows_, " rows, but ",
+            cache_.bases.size(), " bases");
     for (const Sublayer* each : sublayers_) {
       require(each->kind != Kind::head || each == sublayers_.back(), "a head must come last");
       require(each->kind != Kind::layer_inputs || sublayers_.size() == 1,
@@ -221,7 +222,7 @@ class Pass {
                 " numbers are not those that the model was opened with; open it again");
         require(attentions < cache_.keys.size() && attentions < cache_.values.size(),
                 "there are fewer caches than attention sublayers");
-        check_cache(*each, cache_.keys[attentions], cache_.values[attentions], base(attentions));
+        check_cache(*each, cache_.keys[attentions], cache_.values[attentions], bases(attentions));
         ++attentions;
         check_matrix(*each->output, width_, own);
       } else if (each->kind == Kind::mlp) {
@@ -296,7 +297,7 @@ class Pass {
   }
 
   void check_cache(const Sublayer& layer, const Tensor& keys, const Tensor& values,
-                   int64_t base) const {
+                   const int64_t* bases) const {
     const int64_t slots = keys.dim() == 4 ? keys.size(2) : 0;
     const std::array<int64_t, 4> shape{rows_, layer.kv_heads, slots, layer.width};
     ::check<S>(keys, shape, "cached keys");
@@ -314,10 +315,11 @@ class Pass {
     if (scales) ::check<S>(*scales, {cos.size(1)}, "the scales of queries");
     require(cache_.places.rows() == rows_, "there must be ", rows_, " starts, got ",
             cache_.places.rows());
-    require(base >= 0 && base % LINE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
-            "a buffer of keys begins at slot ", base, ", which must be a multiple of ", LINE,
-            ", and 0 where a layer has no window, or a sink before it");
-    for (int64_t start : cache_.places.starts) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t start = cache_.places.starts[row], base = bases ? bases[row] : 0;
+      require(base >= 0 && base % LINE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
+              "a buffer of keys begins at slot ", base, ", which must be a multiple of ", LINE,
+              ", and 0 where a layer has no window, or a sink before it");
       require(start >= 0 && start + count_ <= std::min(base + slots, cos.size(1)), count_,
               " tokens from ", start, " on are beyond ", base + slots, " slots or ", cos.size(1),
               " rotary angles");
@@ -328,8 +330,9 @@ class Pass {
     }
   }
 
-  int64_t base(int64_t attention) const {
-    return cache_.bases.empty() ? 0 : cache_.bases[attention];
+  // The first slots of an attention's rows; none: all are 0.
+  const int64_t* bases(int64_t attention) const {
+    return cache_.bases.empty() ? nullptr : cache_.bases.data() + attention * rows_;
   }
 
   static constexpr int64_t LINE = 16;  // numbers; vectors have as many, or a part
@@ -736,7 +739,7 @@ class Pass {
     const Tensor &keys = cache_.keys[number], &values = cache_.values[number];
     S* key_slots = static_cast<S*>(keys.data_ptr());      // (B, K, S, D)
     S* value_slots = static_cast<S*>(values.data_ptr());  // (B, K, S, D)
-    const int64_t slots = keys.size(2), base = this->base(number);
+    const int64_t slots = keys.size(2), *bases = this->bases(number);
     const Angles& angles = angles_[layer.angles];
     const S* scales = numbers<S>(angles.scales);
     const int64_t turned = heads + (layer.writes ? kv : 0);  // heads that rotate
@@ -756,7 +759,7 @@ class Pass {
       if (layer.v_norm) normalise<S>(*layer.v_norm, value, width, value);
       if (layer.k_norm && !k_whole) normalise<S>(*layer.k_norm, x, width, x);
       turn(angles, place, x);
-      const int64_t slot = cache_.places.slot(row, token % count_) - base;
+      const int64_t slot = cache_.places.slot(row, token % count_) - (bases ? bases[row] : 0);
       const int64_t at = ((row * kv + head - heads) * slots + slot) * width;
       for (int64_t i = 0; i < width; ++i) {
         key_slots[at + i] = static_cast<S>(x[i]);
@@ -768,7 +771,7 @@ class Pass {
     attention::Attention<S> attention{layer, cache_.places};
     attention.queries = first_, attention.stride = stride, attention.out = second_;
     attention.keys = key_slots, attention.values = value_slots;
-    attention.slots = slots, attention.base = base, attention.parts = parts_;
+    attention.slots = slots, attention.bases = bases, attention.parts = parts_;
     attention.run(me.number, me.of, me.attending, [&] { me.meet(); });
   }
 

@@ -132,7 +132,7 @@ struct Places {
 struct Cache {
   std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
   Places places;
-  std::vector<int64_t> bases;        // the slot of each buffer's first numbers; none: all are 0
+  std::vector<int64_t> bases;        // the first slot of each buffer's rows; none: all are 0
 };
 
 }  // namespace

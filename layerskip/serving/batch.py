@@ -212,8 +212,8 @@ class Batch:
     def _number(self) -> None:
         self.places.rows = {text.seat: place for place, text in enumerate(self.texts)}
 
-    def _keep(self, text: Text) -> None:
-        length = self.places.lengths[text.seat]
+    def _keep(self, text: Text, length: int | None = None) -> None:
+        length = self.places.lengths[text.seat] if length is None else length
         if length:
             rows, self.places.rows = self.places.rows, {text.seat: self._seated.index(text)}
             self.known.keep(text.weights, self.places, text.seat, length)
@@ -234,10 +234,14 @@ class Batch:
                 # not beside texts on their way, which new weights would spoil anyway
                 self._weights = self.known.check(self.model)
             text.weights = self._weights
-            places.fill(seat, place, self.known.start(text.task.prompt, 0, places.needed)[0])
-            text.counts.known = places.lengths[seat]
+            window = places.cache.window
+            filled, same = self.known.start(text.task.prompt, window, places.needed)
+            places.fill(seat, place, filled)
+            text.counts.known, text.same = places.lengths[seat], same if window else 0
         before = places.lengths[seat]
-        raw = places.piece(seat, place, most)
+        raw = places.piece(seat, place, min(most, places.most))
+        if before < text.same <= places.lengths[seat]:
+            self._keep(text, text.same)
         if raw is not None:
             self._keep(text)
             if place != self._begun:

@@ -8,6 +8,7 @@ Letters: B places, T tokens, H width, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,18 +16,25 @@ from torch import Tensor
 
 from layerskip.decoding.passes import Filling, Passes, in_inference_mode
 from layerskip.decoding.sources.base import Source
+from layerskip.model.cache import LINE
 from layerskip.model.sublayers import Sublayers
+
+_PIECE = 256  # tokens of a prompt that are run at a time, at least, where there are windows
 
 
 class Places(Passes):
     """The passes of a batch with a fixed number of seats, some of which are taken.
 
-    Layers with windows hold every slot, so that a text may join at slot 0 at any time.
+    Of layers with windows every row holds those of its own window and a piece of a prompt, so that
+    a text may join at slot 0 at any time, whatever the others have come to.
 
     Args:
         drafts: the model's own sublayers, or its trained modules.
         seats: the numbers of rows: 0 .. seats - 1.
         total: the most tokens of a row.
+
+    Attributes:
+        most: tokens of a piece of a prompt.
     """
 
     def __init__(
@@ -49,18 +57,27 @@ class Places(Passes):
         )
         model.check_lengths([1], total)
         self.total = total
-        self.cache.trimmed.clear()
+        window = self.cache.window
+        self.most = max(_PIECE, window // 2) if window else sys.maxsize
+        behind = window + max_draft_length + 1
+        # and a pass may begin a line behind its base
+        span = behind + max(self.most, max_draft_length + 1) + LINE if window else 0
+        self._span = -(-span // LINE) * LINE
+        self.cache.roll(self._span, behind)
         self._caches = [self.cache, *(each for state in self.states for each in state.caches)]
         self.clear()
         per_token = model.key_bytes(part.number for part in model.parts if part.writes)
+        full = per_token.pop(None, 0.0) if window else math.fsum(per_token.values())
+        self._window_bytes = math.fsum(per_token.values()) if window else 0.0
         own = math.fsum(each.own_bytes() for each in drafts)
         self._tap_bytes = float(len(self._taps) * model.config.hidden_size * model.dtype.itemsize)
-        self._slot_bytes = math.fsum(per_token.values()) + own + self._tap_bytes
+        self._slot_bytes = full + own + self._tap_bytes
 
     def nbytes(self, rows: int, slots: int) -> int:
         """Bytes of keys, values and states at taps of so many rows."""
         slots = self.model.backend.capacity(slots)  # and one more at taps
-        return round(rows * (slots * self._slot_bytes + self._tap_bytes))
+        inside = min(slots, self._span) * self._window_bytes
+        return round(rows * (slots * self._slot_bytes + inside + self._tap_bytes))
 
     def clear(self) -> None:
         """Give all places up, with whatever lies there and is left of a round."""
@@ -98,6 +115,7 @@ class Places(Passes):
     def fill(self, row: int, place: int, filled: Sequence[Filling]) -> None:
         """Fill in what is known of a joining row's prompt."""
         self.lengths[row] = filled[-1].end if filled else 0
+        self.cache.begin(place, self.lengths[row])
         for part in filled:
             self._fill(place, part)
 

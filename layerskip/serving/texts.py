@@ -35,6 +35,7 @@ class Text:
 
     Attributes:
         slots: that it needs at most.
+        same: tokens of its prompt that were known, though perhaps not where it can go on.
         rows: what it has forced, predicted and looked up, by number of the source.
         plan, draft: of this round, and the tokens drafted.
         news, logprobs: tokens since it was last told, see `Piece`.
@@ -45,6 +46,7 @@ class Text:
         self.task, self.law, self.eos, self.slots = task, law, eos, slots
         self.counts = Counts()
         self.seat = -1
+        self.same = 0
         self.weights: object = None  # that its keys and values are of
         self.rows: list[ForcedRow | LookupRow | None] = []
         self.plan, self.draft = Plan(), list[int]()
