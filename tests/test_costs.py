@@ -222,7 +222,7 @@ def _costs_of(times: dict[tuple[int, int], costs._Seconds], model: Sublayers) ->
 
 
 def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> None:
-    """Where it was not measured; between two sizes that were, costs lie on a line."""
+    """Where it was not measured; between two sizes that were, each row costs something beside."""
     one = costs._Seconds(0.6, (2.0, 2.2, 2.4, 2.8))
     of_two = _costs_of({(1, 32): one}, opened).at(0, 2)
     assert of_two.draft == pytest.approx(0.3)
@@ -231,8 +231,11 @@ def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> N
     measured = _costs_of({(1, 32): one, (4, 32): costs._Seconds(1.2, (5.0, 8.2))}, opened)
     assert measured.at(0, 1).verify == pytest.approx((1.0, 1.1, 1.2, 1.4))
     assert measured.at(0, 4).verify == pytest.approx((1.0, 8.2 / 5))
-    assert measured.at(0, 2).draft == pytest.approx(0.8 / 3)
-    assert measured.at(0, 2).verify_cost(2) == pytest.approx(4.2 / 3)
+    # four rows cost 2.2 more than as many tokens of one
+    step = 2.2 + 2.2 / 3
+    assert measured.at(0, 2).draft == pytest.approx(0.8 / step)
+    assert measured.at(0, 2).verify_cost(2) == pytest.approx((2.8 + 2.2 / 3) / step)
+    assert measured.at(0, 2).verify_cost(3) == pytest.approx((6.6 - 2.2 * 2 / 3) / step)
     assert measured.at(0, 8).verify_cost(2) == pytest.approx((5 + 3 * 3.2) / 8.2)
 
 

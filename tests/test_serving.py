@@ -183,10 +183,10 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_PIECE", 8)
-    long = [*range(36)]
+    long = [*range(VOCABULARY)]
     model = lively_model(family)
     for seed in range(4):
-        schedule(model, seed, [long, long[:25], [*long[:30], 1], []], memory=160_000)
+        schedule(model, seed, [long, long[:60], [*long[:80], 1], []], memory=400_000)
 
 
 def test_layers_with_windows_hold_little_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -406,7 +406,8 @@ def _measured(times: Mapping[_Kind, Sequence[_Seconds]], read: _Read, number: in
 
     A pass takes a + b x (bytes of the keys and values it reads). Where b is not known, keys are
     taken to cost what weights do. A pass over several rows takes as long as one over as many tokens
-    of other rows, between the numbers of rows that were measured on a line.
+    of other rows, and what every row costs beside its tokens. That is told by the passes over as
+    many tokens in the next smaller and the next larger number of rows that were measured.
     """
 
     def known(rows: int, context: int) -> _Seconds:
@@ -441,8 +442,12 @@ def _measured(times: Mapping[_Kind, Sequence[_Seconds]], read: _Read, number: in
             draft = low.draft * low.over(part) / low.over(1)
         else:
             part = (rows - few) / (many - few) if many > few else 0.0
+            beside = high.over(1) - low.over(many / few)
             seconds = [
-                low.over(count) + part * (high.over(count) - low.over(count)) for count in counts
+                low.over(rows * count / few) + part * beside
+                if rows * count <= many
+                else high.over(rows * count / many) - (1 - part) * beside
+                for count in counts
             ]
             draft = low.draft + part * (high.draft - low.draft)
         return _Seconds(draft, seconds).table()
