@@ -50,6 +50,7 @@ class Settings:
         max_draft_length: int | None = None,
         threshold: float | None = None,
         acceptance: str | None = None,
+        branches: bool = False,
         enabled: bool | None = None,
         draft_memory: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
@@ -85,6 +86,7 @@ class Settings:
         self.max_draft_length = given.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
+        self.branches = branches
         wanted = stored.enabled if enabled is None else enabled
         looks_up = stored.lookup if lookup is None else lookup
         self.lookup = Lookup() if looks_up is True else looks_up or None
@@ -136,6 +138,7 @@ class Settings:
                 costs=[table or CostTable(1.0, (1.0,)) for table in costs],
                 priors=[source.prior for source in sources],
                 sampling=sampling,
+                branches=self.branches,
             )
         longest = self.max_draft_length or LONGEST_DRAFT
         decoder = Decoder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -358,6 +358,29 @@ class Fickle(Erratic):
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
         self.told.append((draft, row, known, right))
+
+
+class Growing(Fickle):
+    """A `Fickle` that has any of the second-best tokens verified beside its chains."""
+
+    signal = "margin"
+    branches = True
+
+    def reset(self, rows: int) -> None:
+        super().reset(rows)
+        self.lengths: dict[int, int] = {}
+        self.seconds = [0, 0]  # chains that were wrong, and how often the second token was not
+
+    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
+        self.lengths[row] = len(confidences)
+        return [(0.9, self.draws.uniform(0.2, 1.0)) for _ in confidences]
+
+    def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
+        return self.draws.randint(0, 1 + max(chain + len(more) for chain, more in rows.values()))
+
+    def see_second(self, row: int, right: int, second: bool) -> None:
+        self.seconds[0] += right < self.lengths[row]
+        self.seconds[1] += second
 
 
 class LowRank(nn.Module):

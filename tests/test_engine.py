@@ -29,6 +29,7 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
+from layerskip.decoding import drafting, engine
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
@@ -606,10 +607,11 @@ def test_the_host_waits_once_a_round(
 ) -> None:
     """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
     reads = []
-    read = Decoder._read
-    monkeypatch.setattr(
-        Decoder, "_read", staticmethod(lambda *values: reads.append(len(values)) or read(*values))
-    )
+    read = drafting.on_host
+    for module in (engine, drafting):
+        monkeypatch.setattr(
+            module, "on_host", lambda *values: reads.append(len(values)) or read(*values)
+        )
     asked = request(sample=True, rejection=rejection)
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
         reads.clear()

@@ -45,7 +45,7 @@ from transformers import TopPLogitsWarper
 from layerskip import SkipConfig
 from layerskip.decoding.laws import Law, Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
-from layerskip.decoding.rules import ahead, largest, with_margin
+from layerskip.decoding.rules import ahead, largest, second, with_margin
 from layerskip.generation import generate
 from layerskip.model import extension, native
 from layerskip.model.draft_head import TrimmedHead
@@ -1080,8 +1080,10 @@ def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
             logits[0, size // 2] = math.nan
         scores = law.scores(logits, torch.zeros(3, 1, dtype=torch.long), [0, 1, 2], [1, 1, 1])
         for noisy, luck in [(scores + noise, [*noise]), (scores, [])]:
-            tokens, behind = extension.extension().drawn(logits, *warp, luck)
+            tokens, behind, others = extension.extension().drawn(logits, *warp, luck)
             want, margins = with_margin(noisy)
+            best_but_one = second(noisy, want)
+            assert torch.equal(others[want >= 0], best_but_one[want >= 0])
             assert torch.equal(tokens, want)
             assert torch.equal(tokens, largest(noisy))
             assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])

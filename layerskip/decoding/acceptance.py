@@ -31,6 +31,8 @@ _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
 _COPY_DECAY = 0.95  # per observed token
 
+_SECOND_PRIOR, _SECOND_WEIGHT = 0.5, 6.0
+
 # For the best tokens of a law looked up: by the tokens in common, by the margin of the scores, and
 # of those behind the best one by rank.
 _SUFFIX_PRIOR = (0.22, 0.44, 0.59, 0.7)
@@ -103,6 +105,27 @@ class Acceptance:
         self._rated += 1
         self._rated_accepted += accepted
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
+
+
+class SecondAcceptance:
+    """Estimates of how often the second-best token is right where the best one is wrong.
+
+    By the best one's confidence, as in `Acceptance`.
+    """
+
+    def __init__(self) -> None:
+        self._won, self._seen = [0.0] * _BINS, [0.0] * _BINS
+
+    def given_wrong(self, confidence_bin: int) -> float:
+        """The chance of the second-best token there."""
+        won, seen = sum(self._won), sum(self._seen)
+        mean = (won + _SECOND_WEIGHT * _SECOND_PRIOR) / (seen + _SECOND_WEIGHT)
+        own, of = self._won[confidence_bin], self._seen[confidence_bin]
+        return (own + _SECOND_WEIGHT * mean) / (of + _SECOND_WEIGHT)
+
+    def observe(self, confidence_bin: int, right: bool) -> None:
+        self._won[confidence_bin] += right
+        self._seen[confidence_bin] += 1.0
 
 
 class CopyAcceptance:

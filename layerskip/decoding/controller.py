@@ -150,6 +150,42 @@ class Observer(Protocol):
         """
 
 
+@runtime_checkable
+class Grower(Protocol):
+    """Further methods of a controller that has other tokens verified beside those drafted in steps.
+
+    Attributes:
+        branches: whether it does.
+    """
+
+    branches: bool
+
+    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
+        """For each place of a row's chain, how likely each of its best tokens is to be right.
+
+        The drafted one's chance comes first. All are given that what is before the place is right.
+
+        Args:
+            confidences: of the drafted tokens.
+        """
+
+    def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
+        """How many tokens to verify of a row, at most, once the round's last step is done.
+
+        Args:
+            rows: by row the length of its chain, and the chances of what may be verified beside
+                it, the most likely first.
+        """
+
+    def see_second(self, row: int, right: int, second: bool) -> None:
+        """Reports a row's chain, before its `update`, which counts what is beside it, too.
+
+        Args:
+            right: how many of its tokens were right.
+            second: whether the second-best token was right where the first wrong one was.
+        """
+
+
 def first_offer(offers: Sequence[Offer]) -> int | None:
     """The first source with an offer for any row; a lookup needs a match of two tokens."""
     for number, offer in enumerate(offers):
@@ -176,7 +212,8 @@ def completed(value: Any) -> Controller:
                 "layerskip.decoding.controllers.Controller, or name one of "
                 f"{', '.join(CONTROLLERS)}"
             )
-        more = ("signal", "choose", "learn", "see_draft", "see_target")
+        more = ["signal", "choose", "learn", "see_draft", "see_target"]
+        more += ["branches", "ranks", "widen", "see_second"]
         found = Controller()
         vars(found).update(own | {n: getattr(value, n) for n in more if hasattr(value, n)})
     if signal_of(found) not in SIGNALS:

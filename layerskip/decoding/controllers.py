@@ -146,13 +146,15 @@ def make_controller(
     priors: Sequence[float] | None = None,
     sampling: bool = False,
     ahead: float = AHEAD,
+    branches: bool = False,
 ) -> Controller:
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`); of others see their classes. Only `expected-gain`
-    reads `costs` and `priors` (see `Source.prior`), one of each source, and `ahead`. Raises
-    ValueError for an unknown name and for settings out of range; warns where one has no effect.
+    reads `costs` and `priors` (see `Source.prior`), one of each source, `ahead` and `branches`.
+    Raises ValueError for an unknown name and for settings out of range; warns where one has no
+    effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
@@ -177,4 +179,4 @@ def make_controller(
         case "heuristic":
             return Heuristic(**length)
         case _:
-            return ExpectedGain(costs, priors=priors, ahead=ahead, **length)
+            return ExpectedGain(costs, priors=priors, ahead=ahead, branches=branches, **length)

@@ -31,6 +31,7 @@ from layerskip.decoding.rules import (
     ahead,
     largest,
     residual,
+    second,
     with_margin,
     without,
 )
@@ -51,6 +52,8 @@ class DraftedTokens:
             token, drafted or emitted, and what more is known; short rows are padded.
         known: the rows whose drafted tokens were known without a step.
         parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
+        chains: of rows that took steps where branches may be, the tokens that these drew, and the
+            second-best ones.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
@@ -66,6 +69,7 @@ class DraftedTokens:
     unread: bool = False
     known: set[int] = field(default_factory=set)
     parents: dict[int, Sequence[int]] = field(default_factory=dict)
+    chains: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""
@@ -83,6 +87,22 @@ class DraftedTokens:
         """The index of each position among those of all steps, -1 for none."""
         places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
         return [places.get(position, -1) for position in positions]
+
+
+class Drawn(NamedTuple):
+    """What a draft's raw logits (N, V) give.
+
+    Attributes:
+        tokens: as in `VerifiedTokens.drawn`, (N,).
+        confidences: of them, (N,), if asked for.
+        seconds: the tokens of the second-best scores, (N,), -1 for none, if asked for.
+        laws: for the rejection rule, N of (V,).
+    """
+
+    tokens: Tensor
+    confidences: Tensor | None
+    seconds: Tensor | None
+    laws: Sequence[Tensor]
 
 
 class VerifiedTokens(NamedTuple):
@@ -113,6 +133,7 @@ class Draws:
         prompt_lengths: tokens of each prompt, pads not counted.
         emitted: tokens each row has emitted; both this and `history` are the caller's to extend.
         native: the native call that draws, if there is one (see `Backend.drawn`).
+        remembers: whether somebody reads the history.
     """
 
     def __init__(
@@ -126,6 +147,7 @@ class Draws:
         prompt_lengths: Sequence[int],
         emitted: Sequence[Sequence[int]],
         native: Draw | None = None,
+        remembers: bool = True,
     ) -> None:
         self.law, self.keys = law, keys
         self.greedy = not law.do_sample
@@ -137,25 +159,34 @@ class Draws:
         self.native = None if self.rejection or self.warp is None else native
         # whether what is drawn at a position depends on more than its logits and noise
         self.apart = self.rejection or law.reads_history
+        self._remembers = remembers
+
+    def remember(self, row: int, offset: int, token: int) -> None:
+        """Write a token into a row's history, `offset` places after its emitted ones."""
+        if self._remembers:
+            self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
     def draft(
-        self, raw: Tensor, positions: Sequence[Position], signal: str | None = None
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        signal: str | None = None,
+        *,
+        seconds: bool = False,
+    ) -> Drawn:
         """Draw from a draft's raw logits (N, V) at those positions.
 
         Args:
             signal: the kind of confidence: "probability", that of the token under the softmax of
                 its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
                 the scores it is drawn by; None for none.
-
-        Returns:
-            Tokens as in `VerifiedTokens.drawn`, (N,); their confidences, (N,), if asked for; for
-            the rejection rule their laws, N of (V,).
+            seconds: whether the second-best tokens are asked for.
         """
         if self.native is not None and signal != "probability":
-            tokens, behind = self._drawn(self.native, raw, positions)
-            return tokens, ahead(behind) if signal == "margin" else None, []
+            tokens, behind, others = self._drawn(self.native, raw, positions)
+            return Drawn(tokens, ahead(behind) if signal == "margin" else None, others, [])
         drawn: list[Tensor] = []
+        next_best: list[Tensor] = []
         margins: list[Tensor] = []
         laws: list[Tensor] = []
         for scores, some in self._pieces(raw, positions):  # (n, V)
@@ -166,12 +197,15 @@ class Draws:
             else:
                 token = largest(noisy)
             drawn.append(token)
+            if seconds:
+                next_best.append(second(noisy, token))
             if self.rejection:
                 laws += softmax_law(scores).unbind()
         tokens = torch.cat(drawn)
+        sure = torch.cat(margins) if margins else None
         if signal == "probability":
-            return tokens, confidence(raw, tokens.clamp_min(0)), laws
-        return tokens, torch.cat(margins) if margins else None, laws
+            sure = confidence(raw, tokens.clamp_min(0))
+        return Drawn(tokens, sure, torch.cat(next_best) if seconds else None, laws)
 
     def few(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
@@ -274,8 +308,9 @@ class Draws:
 
     def _drawn(
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens from raw logits (N, V), and by how much others are behind, (N,) each, at once."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """At once, from raw logits (N, V), (N,) each: tokens, by how much others are behind, and
+        the second-best."""
         warp, raw = self.warp, raw.float().contiguous()
         assert warp is not None
         if self.greedy:

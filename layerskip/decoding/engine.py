@@ -5,16 +5,16 @@ Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the pad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, remaining, round_sublayer_tokens
 from layerskip.decoding.controller import Controller, Observer, completed, signal_of
+from layerskip.decoding.drafting import Drafter, on_host
 from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens, certainty
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
@@ -138,13 +138,21 @@ class Decoder:
             prompt_lengths=self.passes.prompt_lengths,
             emitted=self.emitted,
             native=model.drawn,
+            remembers=request.stop is not None or request.law.reads_history,
         )
         self.passes.draws = self.draws.few
         self.signal: str | None = None  # of the confidences that the controller is told
         if controller.needs_confidence:
             # under the rejection rule draft and target have different noise
             self.signal = "probability" if self.draws.rejection else signal_of(controller)
-        self._reads_history = request.stop is not None or request.law.reads_history
+        self._drafter = Drafter(
+            self.passes,
+            self.draws,
+            controller,
+            eos=request.eos,
+            signal=self.signal,
+            longest=max_draft_length,
+        )
         self.stats = DecodingStats(sources=[SourceCounts() for _ in self.drafts])
         self._times: list[float] = []  # of the round in progress
         controller.reset(rows)
@@ -172,7 +180,7 @@ class Decoder:
         self._mark()
         positions = [(row, 0) for row in self.rows]
         verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
-        (first,) = self._read(verdict.drawn)
+        (first,) = on_host(verdict.drawn)
         tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
         self.passes.read(raw, [(row, ()) for row in self.rows])
         nothing = [None for _ in self.rows]
@@ -214,7 +222,7 @@ class Decoder:
         self._mark(begin=True)
         self._compact()
         plans = self._plan()
-        drafts = self._draft(plans)
+        drafts = self._drafter.draft(plans)
         self._mark()
         positions = [
             (row, offset)
@@ -291,145 +299,8 @@ class Decoder:
             emitted=self.emitted[row],
             eos=self.request.eos,
             vocabulary=self.passes.model.vocabulary,
-            # processors would have to read a text for every branch, and the rejection rule is of
-            # one draft
-            branches=self.passes.model.branches and not self.draws.apart,
+            branches=self._drafter.branches,
         )
-
-    def _draft(self, plans: Mapping[int, Plan]) -> DraftedTokens:
-        """Tokens that are known, up to each row's limit, and steps for the other rows."""
-        places = self.passes.rows
-        drafts = DraftedTokens(
-            tokens=[[] for _ in self.rows],
-            confidences=[[] for _ in self.rows],
-            lengths=[0 for _ in self.rows],
-            fed=on_device([[self.emitted[row][-1]] for row in places], self.device),
-        )
-        drafting: dict[int, list[int]] = {}  # by source, the rows of its steps
-        for row, plan in plans.items():
-            if plan.source is None or not plan.limit:
-                continue
-            if plan.tokens is None:
-                drafting.setdefault(plan.source, []).append(row)
-                continue
-            drafts.known.add(row)
-            drafts.tokens[row] = list(plan.tokens)
-            drafts.lengths[row] = len(plan.tokens)
-            if plan.parents is not None:
-                drafts.parents[row] = plan.parents
-            for offset, token in enumerate(drafts.tokens[row]):
-                self._remember(row, offset, token)
-        if len(drafting) > 1:
-            raise ValueError(
-                "one source at most of a round may have tokens that are not known beforehand; the "
-                f"controller chose sources {', '.join(map(str, drafting))}"
-            )
-        steps = 0
-        for source, rows in drafting.items():
-            steps = self._step(drafts, source, rows, plans)
-        count = 1 + max(drafts.lengths) - steps
-        if count > 1:  # tokens that no step was fed
-            drafts.fed = drafts.fed.repeat(1, count)  # (R, T)
-            some = [row for row in places if not steps or row in drafts.known]
-            fed = [self._known(drafts, row, range(steps, steps + count)) for row in some]
-            at = on_device([places[row] for row in some], self.device)  # (N,)
-            drafts.fed[at] = on_device(fed, self.device)
-        return drafts
-
-    def _known(self, drafts: DraftedTokens, row: int, offsets: Iterable[int]) -> list[int]:
-        """The tokens of a row at places after its last emitted one; the last again behind all."""
-        tokens = [self.emitted[row][-1], *drafts.tokens[row]]
-        return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
-
-    def _step(
-        self, drafts: DraftedTokens, source: int, drafting: list[int], plans: Mapping[int, Plan]
-    ) -> int:
-        """Draft in lockstep, each row for as long as the controller says; the steps taken.
-
-        Rows of known tokens feed these. If nothing needs the tokens before the target has seen
-        them, they are not read, so that the host does not wait for the device. A draft may then run
-        on behind an end of text.
-        """
-        law, controller = self.request.law, self.controller
-        unread = not controller.needs_confidence and not law.reads_history
-        drafts.unread = unread
-        places, known = self.passes.rows, sorted(drafts.known)
-        steps = max(plans[row].limit for row in drafting)
-        if known:
-            ahead = [self._known(drafts, row, range(1, steps + 1)) for row in known]
-            ahead_of = on_device(ahead, self.device)  # (N, steps)
-            at = on_device([places[row] for row in known], self.device)  # (N,)
-        for step in range(steps):
-            if not (drafting and controller.draft_together(drafting)):
-                return step
-            last = drafts.fed[:, 0]  # (R,)
-            raw = self.passes.draft_step(last, step, source)  # (R, V)
-            here = None
-            if len(drafting) < len(places):
-                # processors cannot be called for the other rows: their histories are shorter
-                here = on_device([places[row] for row in drafting], self.device)  # (N,)
-                raw, last = raw[here], last[here]  # (N, V), (N,)
-            positions = [(row, step) for row in drafting]
-            drawn, confidences, laws = self.draws.draft(raw, positions, self.signal)
-            drafts.steps.append((positions, drawn))
-            drafts.laws.extend(laws)
-            # the processors may forbid every token, and half precision may overflow
-            fed = torch.where(drawn < 0, last, drawn)  # (N,)
-            last = fed if here is None else drafts.fed[:, 0].index_copy(0, here, fed)
-            drafts.fed = last[:, None]
-            if known:
-                drafts.fed = drafts.fed.index_copy(0, at, ahead_of[:, step : step + 1])
-            tokens: Sequence[float | None] = [None] * len(drafting)
-            sure = entropies = [1.0] * len(drafting)
-            if confidences is not None and self._observer is not None:
-                tokens, sure, entropies = self._read(drawn, confidences, certainty(raw)[1])
-            elif confidences is not None:
-                tokens, sure = self._read(drawn, confidences)
-            elif not unread:
-                (tokens,) = self._read(drawn)
-            going_on = []
-            for row, token, chance, entropy in zip(drafting, tokens, sure, entropies, strict=True):
-                if token is not None:
-                    if token < 0:
-                        continue
-                    self._remember(row, step, int(token))
-                    drafts.tokens[row].append(int(token))
-                    if confidences is not None:
-                        drafts.confidences[row].append(chance)
-                        if self._observer is not None:
-                            self._observer.see_draft(row, chance, entropy)
-                drafts.lengths[row] += 1
-                if (
-                    token not in self.request.eos
-                    and drafts.lengths[row] < plans[row].limit
-                    and controller.keep_drafting(row, chance)
-                ):
-                    going_on.append(row)
-            drafting = going_on
-        return steps
-
-    @staticmethod
-    def _read(*values: Tensor) -> list[list[float]]:
-        """Tensors (n,) as numbers on the host: the only place where it waits for the device.
-
-        From another device they are copied together as int64, floats as the bits of float32.
-        """
-        if len(values) == 1 or values[0].device.type == "cpu":
-            return [each.tolist() for each in values]
-        bits = [
-            each.float().view(torch.int32).long() if each.is_floating_point() else each.long()
-            for each in values
-        ]
-        pieces = torch.cat(bits).cpu().split([len(each) for each in values])
-        return [
-            (piece.int().view(torch.float32) if each.is_floating_point() else piece).tolist()
-            for each, piece in zip(values, pieces, strict=True)
-        ]
-
-    def _remember(self, row: int, offset: int, token: int) -> None:
-        """Write a token into a row's history, `offset` places after its emitted ones."""
-        if self._reads_history:
-            self.history[row, self.width + len(self.emitted[row]) + offset] = token
 
     def _judged(
         self, drafts: DraftedTokens, positions: Sequence[Position], verdict: VerifiedTokens
@@ -440,7 +311,7 @@ class Decoder:
         """
         flags = [] if verdict.accepted is None else [verdict.accepted]
         steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
-        target, *others = self._read(verdict.drawn, *flags, *steps)
+        target, *others = on_host(verdict.drawn, *flags, *steps)
         stays = others.pop(0) if flags else []
         for (at, _), step in zip(drafts.steps, others, strict=False):
             for (row, offset), token in zip(at, step, strict=True):
@@ -503,7 +374,7 @@ class Decoder:
             if not candidates:
                 continue
             for token in candidates:
-                self._remember(row, 0, token)
+                self.draws.remember(row, 0, token)
                 self.emitted[row].append(token)
                 emitted[row].append(token)
                 if self._ends(row, token):
@@ -518,6 +389,8 @@ class Decoder:
                     path = along(branches[row], found[row], emitted[row])
                 self.passes.commit(row, emitted[row], path)
                 self._planner.learn(row, emitted[row])
+                if drafts is not None:
+                    self._drafter.learn(drafts, row, candidates)
                 self.controller.update(row, drafted[row], len(candidates) - 1)
             if self.finished[row]:
                 self._keep_text(row, self.passes.lengths[row])
@@ -559,7 +432,7 @@ class Decoder:
         ]
         if last:
             at = on_device([i for i, _ in last], self.device)  # (R,)
-            for (_, row), *seen in zip(last, *self._read(*certainty(raw[at])), strict=True):
+            for (_, row), *seen in zip(last, *on_host(*certainty(raw[at])), strict=True):
                 self._observer.see_target(row, *seen)
 
     def _sublayer_tokens(self, source: int | None, drafted: int) -> int:

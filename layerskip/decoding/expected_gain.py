@@ -17,7 +17,13 @@ from layerskip.costs.speculation import (
     optimal_draft_length,
     speedup,
 )
-from layerskip.decoding.acceptance import PRIOR, Acceptance, CopyAcceptance, bin_of
+from layerskip.decoding.acceptance import (
+    PRIOR,
+    Acceptance,
+    CopyAcceptance,
+    SecondAcceptance,
+    bin_of,
+)
 from layerskip.decoding.controller import Choice, Controller, Offer
 
 _RATE_WEIGHT = 10.0  # target steps
@@ -60,6 +66,7 @@ class _Source:
     def reset(self, others: float) -> None:
         """Forget everything; `others` is the share of a batch that is not a row's own."""
         self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
+        self.seconds = SecondAcceptance()
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
         # A probe is due at once, since only the prior could advise against the first draft.
         self.probe_interval = self.first_interval
@@ -83,6 +90,9 @@ class _Row:
     """P(all tokens drafted in this round are accepted)."""
     bins: list[int] = field(default_factory=list)
     """Bins of the confidences of this round's tokens."""
+    chain: tuple[int, int] | None = None
+    """The length of this round's chain, and how many of its tokens were right, where others were
+    beside it."""
 
 
 @dataclass(slots=True)
@@ -144,6 +154,8 @@ class ExpectedGain(Controller):
         priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
         ahead: how many tokens a row may be before the slowest one and still count; where rows join
             and leave, all do.
+        branches: whether second-best tokens are verified beside a chain where they are expected to
+            pay, each by its chance and what another token in a pass costs.
 
     Raises:
         ValueError: not as many priors as costs.
@@ -159,7 +171,9 @@ class ExpectedGain(Controller):
         *,
         priors: Sequence[float] | None = None,
         ahead: float = AHEAD,
+        branches: bool = False,
     ) -> None:
+        self.branches = branches
         tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length
         self._ahead = ahead
@@ -245,7 +259,7 @@ class ExpectedGain(Controller):
             if round_.offers and round_.offers[number].matches is not None:
                 state.limit = min(state.limit, round_.cut)
                 self._count(row, state.limit)
-        state.survival = 1.0
+        state.survival, state.chain = 1.0, None
         state.bins.clear()
         return state.limit
 
@@ -271,10 +285,41 @@ class ExpectedGain(Controller):
         round_.steps += goes_on
         return goes_on
 
+    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
+        bins, source = list(map(bin_of, confidences)), self._taken
+        self._rows[row].bins = bins  # with the last one's, after which nobody was asked to go on
+        chances = [source.acceptance.given_confidence[each] for each in bins]
+        return [
+            (chance, (1.0 - chance) * source.seconds.given_wrong(each))
+            for chance, each in zip(chances, bins, strict=True)
+        ]
+
+    def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
+        round_, source = self._round, self._taken
+        width = max(round_.steps, round_.known)
+        longest = max(chain + len(chances) for chain, chances in rows.values())
+        judged = [rows[row] for row in round_.judges if row in rows]
+        gain = best = 0.0
+        for wider in range(width + 1, min(longest, source.most) + 1):
+            more = (chances[wider - chain - 1 :][:1] for chain, chances in judged)
+            gain += sum(map(sum, more))
+            cost = source.step_costs[wider - 1] - source.step
+            gain -= len(round_.judges) * self.rate * cost
+            if gain > best:
+                best, round_.known = gain, wider
+        return max(width, round_.known)
+
+    def see_second(self, row: int, right: int, second: bool) -> None:
+        state = self._rows[row]
+        state.chain = len(state.bins), right
+        if right < len(state.bins):
+            self._taken.seconds.observe(state.bins[right], second)
+
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken
         round_.accepted[row] = accepted
-        self._count(row, drafted)
+        chain, right = state.chain or (drafted, accepted)
+        self._count(row, chain)
         cost = source.cost(round_.steps, round_.known)
         decay = _RATE_DECAY**cost
         state.tokens = state.tokens * decay + accepted + 1
@@ -285,9 +330,9 @@ class ExpectedGain(Controller):
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
         if round_.offers and round_.offers[number].matches is not None:
             return  # `learn` counts looked-up tokens
-        for position in range(min(drafted, accepted + 1)):
+        for position in range(min(chain, right + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
-            source.acceptance.observe(confidence_bin, position < accepted)
+            source.acceptance.observe(confidence_bin, position < right)
 
     def _count(self, row: int, drafted: int) -> None:
         """Count a row's draft of so many tokens in what the round costs."""

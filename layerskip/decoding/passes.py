@@ -323,10 +323,14 @@ class Passes:
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
-    def tell(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell the states which tokens a row has emitted in the prefill or a round."""
+    def tell(self, row: int, emitted: Sequence[int], steps: int = 0) -> None:
+        """Tell the states which tokens a row has emitted in the prefill or a round.
+
+        Args:
+            steps: those of the round's draft that were fed what these tokens are.
+        """
         for state in self.states:
-            state.commit(row, emitted, self._steps if state is self._drafting else 0)
+            state.commit(row, emitted, steps if state is self._drafting else 0)
 
     @property
     def reads_logits(self) -> bool:
@@ -351,8 +355,11 @@ class Passes:
         Args:
             path: where drafts have branches, the nodes that these tokens are.
         """
-        self._take(self.rows[row], self.lengths[row], path[: len(emitted) - 1])
-        self.tell(row, emitted)
+        path = path[: len(emitted) - 1]
+        self._take(self.rows[row], self.lengths[row], path)
+        # steps are fed the first nodes, one after the other
+        beside = next((i for i, node in enumerate(path) if node != i + 1), self._steps)
+        self.tell(row, emitted, min(self._steps, beside + 1))
         self.lengths[row] += len(emitted)
 
     @in_inference_mode

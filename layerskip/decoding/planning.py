@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.branches import along, trunk
+
+_LEAST = 0.02  # the least chance of a token beside a chain
 
 
 class Plan(NamedTuple):
@@ -126,9 +130,53 @@ def usable(
         if parent in kept and not (parent and tokens[parent - 1] in eos):
             kept.add(node)
     if parents is None:
-        count = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
-        kept &= {*range(count + 1)}
+        allowed = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
+        kept &= {*range(allowed + 1)}
     return proposal.some(sorted(kept)[1:])
+
+
+class Node(NamedTuple):
+    """A token that may be verified beside a chain: its chance, what it follows, and itself."""
+
+    chance: float
+    parent: int
+    token: int
+
+
+def beside(
+    places: Sequence[Sequence[tuple[int, float]]],
+    most: int,
+    *,
+    everywhere: bool = False,
+    ends: frozenset[int] = frozenset(),
+) -> list[Node]:
+    """The most promising tokens beside a chain, best first, numbered on behind it.
+
+    Args:
+        places: of the chain, from the root on, the best tokens and the chances of each if what is
+            before the place is right; the chain's own comes first.
+        everywhere: whether a place's tokens are the same behind any, not only behind the chain's.
+        ends: tokens behind which nothing follows.
+    """
+    found: list[Node] = []
+    waiting: list[tuple[float, int, int, int, int]] = []  # -chance, order, parent, token, depth
+    order = count()
+
+    def grow(node: int, chance: float, depth: int, some: Sequence[tuple[int, float]]) -> None:
+        for token, rate in some:
+            if token >= 0 and chance * rate >= _LEAST:
+                heappush(waiting, (-chance * rate, next(order), node, token, depth + 1))
+
+    chance = 1.0
+    for depth, ((_, rate), *others) in enumerate(places):
+        grow(depth, chance, depth, others)
+        chance *= rate
+    while waiting and len(found) < most:
+        less, _, parent, token, depth = heappop(waiting)
+        found.append(Node(-less, parent, token))
+        if everywhere and depth < len(places) and token not in ends:
+            grow(len(places) + len(found), -less, depth, places[depth])
+    return found
 
 
 def trunk_first(proposal: Proposal) -> Proposal:

@@ -30,6 +30,11 @@ def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
 
 
+def second(scores: Tensor, best: Tensor) -> Tensor:
+    """Token of the largest of scores (N, V) but for the best tokens (N,), (N,); -1 for none."""
+    return largest(scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf))
+
+
 def ahead(behind: Tensor) -> Tensor:
     """1 - exp(-m) from -m, the second-best scores minus the best, in place, (N,)."""
     return behind.expm1_().neg_()

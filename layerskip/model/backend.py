@@ -57,7 +57,7 @@ Block = Callable[[Tensor, Any], Tensor]
 """A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
 
 
-Draw = Callable[..., tuple[Tensor, Tensor]]
+Draw = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """See `Backend.drawn`."""
 
 
@@ -72,8 +72,8 @@ class Backend(ABC):
         trims: layers with a sliding window need not hold every slot (see `RowCache`).
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
             of a `laws.Warp`, and noise (N times (V,), or none) or the `starts` of its streams, it
-            returns the token with the largest score plus noise, (N,), -1 for none, and its
-            negative lead over the second, (N,).
+            returns the token with the largest score plus noise, (N,), -1 for none, its negative
+            lead over the second, (N,), and that one's token, (N,), -1 for none.
     """
 
     name: str

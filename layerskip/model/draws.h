@@ -28,6 +28,7 @@ constexpr int64_t PART = 512;  // numbers that are looked at together
 struct Best {
   float first = LEAST, second = LEAST;
   int64_t place = -1;  // of the first of the best; -1 where all are -inf
+  int64_t next = -1;   // of the second-best; -1 where there is none
   bool known = true;   // no number is NaN
 
   void see(const float* numbers, int64_t begin, int64_t count) {
@@ -45,9 +46,9 @@ struct Best {
 
   void see(float number, int64_t at) {
     if (number > first) {
-      second = first, first = number, place = at;
+      second = first, first = number, next = place, place = at;
     } else if (number > second) {
-      second = number;
+      second = number, next = at;
     }
   }
 };
@@ -165,14 +166,15 @@ inline float uniform(int64_t start, int64_t token) {
 }
 
 // Tokens of the largest of scores + noise, (N,), where scores are what the filter leaves of logits
-// (N, V) / temperature; -1 where there is none or a number is NaN. And by how much the second-best
-// is behind, (N,), 0 or less, NaN where a number is NaN.
+// (N, V) / temperature; -1 where there is none or a number is NaN. By how much the second-best is
+// behind, (N,), 0 or less, NaN where a number is NaN. And the second-best's token, (N,), or -1.
 // Noise: (V,) for every position; or where its stream begins, of which only the tokens that are
 // left are made; or nothing at all.
-inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
-                                                int64_t top_k, double top_p, int64_t least,
-                                                const std::vector<at::Tensor>& noise,
-                                                const std::vector<int64_t>& starts) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
+                                                            int64_t top_k, double top_p,
+                                                            int64_t least,
+                                                            const std::vector<at::Tensor>& noise,
+                                                            const std::vector<int64_t>& starts) {
   const auto fits = [](const at::Tensor& each) {
     return each.is_cpu() && each.scalar_type() == at::kFloat && each.is_contiguous();
   };
@@ -187,6 +189,7 @@ inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double
                     "starts must be of ", positions, " positions, got ", starts.size());
   at::Tensor tokens = at::empty({positions}, logits.options().dtype(at::kLong));
   at::Tensor behind = at::empty({positions}, logits.options());
+  at::Tensor next = at::empty({positions}, tokens.options());
   const float divisor = static_cast<float>(temperature);
   Filter filter;
   filter.top_k = top_k, filter.top_p = top_p, filter.least = least;
@@ -234,8 +237,9 @@ inline std::tuple<at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double
     const float none = std::numeric_limits<float>::quiet_NaN();
     tokens.data_ptr<int64_t>()[n] = best.known ? best.place : -1;
     behind.data_ptr<float>()[n] = best.known ? best.second - best.first : none;
+    next.data_ptr<int64_t>()[n] = best.known ? best.next : -1;
   }
-  return {tokens, behind};
+  return {tokens, behind, next};
 }
 
 }  // namespace draws

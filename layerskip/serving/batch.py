@@ -326,7 +326,7 @@ class Batch:
                 place, token, sure = at[text.seat], -1, 1.0
                 with text.alone():
                     own = raw[place : place + 1]  # (1, V)
-                    drawn, sures, _ = text.draws.draft(own, [(0, steps)], self.signal)
+                    drawn, sures, *_ = text.draws.draft(own, [(0, steps)], self.signal)
                     token, sure = int(drawn), 1.0 if sures is None else float(sures)
                 if token < 0:
                     continue

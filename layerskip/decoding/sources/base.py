@@ -260,7 +260,8 @@ class State:
         Called before the row's entry in `batch.lengths` changes; `batch.emitted` holds them.
 
         Args:
-            steps: how many of its own steps the round took, 0 where another source drafted.
+            steps: how many of its own steps the round took, as far as they were fed the row's text;
+                0 where another source drafted.
         """
 
     def begin(self, row: int) -> None:
