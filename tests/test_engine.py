@@ -552,9 +552,9 @@ def test_confidences_are_margins_where_they_are_asked_for(
     seen: list[tuple[Tensor, list[Position]]] = []
     draft = run.draws.draft
 
-    def watched(raw: Tensor, at: Any, signal: str | None) -> Any:
+    def watched(raw: Tensor, at: Any, *more: Any, **named: Any) -> Any:
         seen.append((raw.clone(), at))
-        return draft(raw, at, signal)
+        return draft(raw, at, *more, **named)
 
     monkeypatch.setattr(run.draws, "draft", watched)
     compared = 0
