@@ -188,7 +188,12 @@ class Drafter:
             places = [list(zip(*each, strict=False)) for each in zip(chain, ranks, strict=True)]
             # what is beside a chain comes behind all steps; without a prefix all is fed anew
             if len(chain) == steps or not state.prefix:
-                trees[row] = beside(places, self.longest - len(chain))
+                trees[row] = beside(
+                    places,
+                    self.longest - len(chain),
+                    everywhere=state.everywhere,
+                    ends=self.eos,
+                )
         if not any(trees.values()):
             return steps
         width = grower.widen(

@@ -246,6 +246,8 @@ class _StreamSteps(_FeatureSteps):
 
 
 class _Streams(_Features):
+    everywhere = True
+
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
         # places behind the longest draft have no slots, and are not needed
@@ -280,6 +282,8 @@ class _HeadSteps(_FedSteps):
 
 
 class _Heads(State):
+    everywhere = True
+
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
         self.block, self.longest = draft.block, draft.longest
