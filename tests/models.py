@@ -369,11 +369,21 @@ class Growing(Fickle):
     def reset(self, rows: int) -> None:
         super().reset(rows)
         self.lengths: dict[int, int] = {}
+        self.instead_right = False
         self.seconds = [0, 0]  # chains that were wrong, and how often the second token was not
 
     def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
         self.lengths[row] = len(confidences)
         return [(0.9, self.draws.uniform(0.2, 1.0)) for _ in confidences]
+
+    def copied(self, draft: int, row: int) -> Sequence[float]:
+        return [self.draws.random() for _ in range(20)]
+
+    def instead(self, draft: int) -> float:
+        return self.draws.random()
+
+    def see_instead(self, draft: int, right: bool) -> None:
+        self.instead_right = self.instead_right or right
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         return self.draws.randint(0, 1 + max(chain + len(more) for chain, more in rows.values()))

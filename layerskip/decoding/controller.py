@@ -169,6 +169,12 @@ class Grower(Protocol):
             confidences: of the drafted tokens.
         """
 
+    def copied(self, draft: int, row: int) -> Sequence[float]:
+        """How likely each token that a source knows is to be right if the one before it is."""
+
+    def instead(self, draft: int) -> float:
+        """How likely a token that a source knows is right where a chain has a wrong one instead."""
+
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         """How many tokens to verify of a row, at most, once the round's last step is done.
 
@@ -184,6 +190,9 @@ class Grower(Protocol):
             right: how many of its tokens were right.
             second: whether the second-best token was right where the first wrong one was.
         """
+
+    def see_instead(self, draft: int, right: bool) -> None:
+        """Reports whether a token that a source knew was right where the chain's was wrong."""
 
 
 def first_offer(offers: Sequence[Offer]) -> int | None:
@@ -213,7 +222,7 @@ def completed(value: Any) -> Controller:
                 f"{', '.join(CONTROLLERS)}"
             )
         more = ["signal", "choose", "learn", "see_draft", "see_target"]
-        more += ["branches", "ranks", "widen", "see_second"]
+        more += ["branches", "ranks", "copied", "instead", "widen", "see_second", "see_instead"]
         found = Controller()
         vars(found).update(own | {n: getattr(value, n) for n in more if hasattr(value, n)})
     if signal_of(found) not in SIGNALS:

@@ -14,7 +14,8 @@ from torch import Tensor
 from layerskip.decoding.controller import Controller, Grower, Observer
 from layerskip.decoding.draws import DraftedTokens, Draws, certainty
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.planning import Node, Plan, beside, in_common
+from layerskip.decoding.planning import Joined, Node, Plan, beside, conditional, in_common
+from layerskip.model.branches import along
 from layerskip.model.cache import on_device
 
 
@@ -79,7 +80,7 @@ class Drafter:
         for source, rows in drafting.items():
             steps = self._step(drafts, source, rows, plans)
             if self._grower is not None and steps:
-                steps = self._widen(self._grower, drafts, source, steps)
+                steps = self._widen(self._grower, drafts, plans, steps)
         count = 1 + max(drafts.lengths) - steps
         if count > 1:  # tokens that no step was fed
             drafts.fed = drafts.fed.repeat(1, count)  # (R, T)
@@ -175,22 +176,36 @@ class Drafter:
             drafting = going_on
         return steps
 
-    def _widen(self, grower: Grower, drafts: DraftedTokens, source: int, steps: int) -> int:
-        """Verify second-best tokens beside the rows' chains, where the controller says so.
+    def _widen(
+        self, grower: Grower, drafts: DraftedTokens, plans: Mapping[int, Plan], steps: int
+    ) -> int:
+        """Verify tokens beside the rows' chains, and behind them, where the controller says so.
+
+        These are the second-best ones, and what other sources know.
 
         Returns:
             How many of the tokens to verify steps have been fed.
         """
+        (source,) = {plans[row].source for row in drafts.chains}
+        assert source is not None
         state = self.passes.states[source]
         trees: dict[int, list[Node]] = {}
         for row, chain in drafts.chains.items():
             ranks = grower.ranks(row, drafts.confidences[row])
+            drafts.others[row] = plans[row].others
+            joined = [
+                Joined(
+                    each, conditional(each) or grower.copied(number, row), grower.instead(number)
+                )
+                for number, each in plans[row].others
+            ]
             places = [list(zip(*each, strict=False)) for each in zip(chain, ranks, strict=True)]
             # what is beside a chain comes behind all steps; without a prefix all is fed anew
             if len(chain) == steps or not state.prefix:
                 trees[row] = beside(
                     places,
                     self.longest - len(chain),
+                    joined,
                     everywhere=state.everywhere,
                     ends=self.eos,
                 )
@@ -211,13 +226,21 @@ class Drafter:
         return steps if state.prefix or not drafts.parents else 0
 
     def learn(self, drafts: DraftedTokens, row: int, tokens: Sequence[int]) -> None:
-        """Tell the controller how good a row's chain was, and what was second-best."""
+        """Tell the controller how good a row's chain was, and what was second-best or known."""
         if self._grower is None or row not in drafts.chains:
             return
         best, seconds = zip(*drafts.chains[row], strict=True)
         right = in_common(best, tokens)
         wrong = right < len(best)
         self._grower.see_second(row, right, wrong and seconds[right] == tokens[right])
+        for number, each in drafts.others[row] if wrong else ():
+            known, parents = each.tokens or (), each.parents or range(each.length)
+            path = along(parents, known, tokens[:right])
+            if len(path) == right:
+                at = path[-1] if path else 0
+                here = [token for token, own in zip(known, parents, strict=True) if own == at]
+                if here and best[right] not in here:
+                    self._grower.see_instead(number, tokens[right] in here)
 
 
 def on_host(*values: Tensor) -> list[list[float]]:

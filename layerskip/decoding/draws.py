@@ -35,6 +35,7 @@ from layerskip.decoding.rules import (
     with_margin,
     without,
 )
+from layerskip.decoding.sources.base import Proposal
 from layerskip.model.backend import Draw
 from layerskip.model.branches import path_to
 from layerskip.model.cache import on_device
@@ -54,6 +55,7 @@ class DraftedTokens:
         parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
         chains: of rows that took steps where branches may be, the tokens that these drew, and the
             second-best ones.
+        others: of these rows, the numbers of other sources, and what they propose.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
@@ -70,6 +72,7 @@ class DraftedTokens:
     known: set[int] = field(default_factory=set)
     parents: dict[int, Sequence[int]] = field(default_factory=dict)
     chains: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    others: dict[int, Sequence[tuple[int, Proposal]]] = field(default_factory=dict)
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""

@@ -67,6 +67,7 @@ class _Source:
         """Forget everything; `others` is the share of a batch that is not a row's own."""
         self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
         self.seconds = SecondAcceptance()
+        self.others = SecondAcceptance()  # of known tokens; their confidences do not matter
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
         # A probe is due at once, since only the prior could advise against the first draft.
         self.probe_interval = self.first_interval
@@ -294,6 +295,14 @@ class ExpectedGain(Controller):
             for chance, each in zip(chances, bins, strict=True)
         ]
 
+    def copied(self, draft: int, row: int) -> Sequence[float]:
+        offer, copies = (self._round.offers or ())[draft], self._sources[draft].copies
+        match = (offer.matches or {})[row]
+        return [copies.acceptance(match + depth) for depth in range(offer.lengths[row])]
+
+    def instead(self, draft: int) -> float:
+        return self._sources[draft].others.given_wrong(0)
+
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         round_, source = self._round, self._taken
         width = max(round_.steps, round_.known)
@@ -314,6 +323,9 @@ class ExpectedGain(Controller):
         state.chain = len(state.bins), right
         if right < len(state.bins):
             self._taken.seconds.observe(state.bins[right], second)
+
+    def see_instead(self, draft: int, right: bool) -> None:
+        self._sources[draft].others.observe(0, right)
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken
