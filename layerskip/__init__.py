@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.base import Proposal as Proposal
     from layerskip.decoding.sources.base import Source as Source
     from layerskip.decoding.sources.base import State as State
+    from layerskip.decoding.sources.kept_laws import Laws as Laws
     from layerskip.decoding.sources.lookup import Lookup as Lookup
-    from layerskip.decoding.sources.lookup_laws import Laws as Laws
     from layerskip.decoding.sources.lookup_laws import LookupLaws as LookupLaws
     from layerskip.generation import GenerationOutput as GenerationOutput
     from layerskip.generation import LayerSkipDecoding as LayerSkipDecoding
@@ -37,7 +37,7 @@ _HOME = {
     "DecodingOptions": "layerskip.config",
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
-    "Laws": "layerskip.decoding.sources.lookup_laws",
+    "Laws": "layerskip.decoding.sources.kept_laws",
     "LayerSkipDecoding": "layerskip.generation",
     "Lookup": "layerskip.decoding.sources.lookup",
     "LookupLaws": "layerskip.decoding.sources.lookup_laws",

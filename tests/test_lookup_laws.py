@@ -27,8 +27,9 @@ from layerskip.decoding.acceptance import BranchAcceptance
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
-from layerskip.decoding.sources.lookup_laws import largest_of
+from layerskip.decoding.sources.kept_laws import largest_of
 from layerskip.generation import generate
+from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 
 # ---------------------------------------------------------------------------------------------
@@ -66,11 +67,12 @@ def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_drop
 
 def test_laws_of_another_model_are_dropped() -> None:
     laws = Laws()
-    laws.check("one")
+    one, another = (Sublayers(kinds.model_of(family)) for family in ("llama", "qwen2"))
+    laws.check(one)
     laws.add([[1, 2]], torch.randn(1, 9))
-    laws.check("one")
+    laws.check(one)
     assert laws.find([1, 2])[0] == 2
-    laws.check("another")
+    laws.check(another)
     assert laws.find([1, 2]) == (0, -1)
 
 
@@ -280,7 +282,7 @@ class _AsBatch:
     """What a state reads of a batch of one row, whose text is token 1."""
 
     prompts = (torch.tensor([1]),)
-    model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"))
+    model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"), vocabulary=40)
 
     def scores(self, row: int, offset: int, tokens: list[int], raw: list[float]) -> list[float]:
         return raw

@@ -28,6 +28,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import second_model
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 
@@ -108,6 +109,7 @@ def check(
     skip: SkipConfig | None,
     *,
     lookup: bool | Lookup = False,
+    trees: LookupLaws | None = None,
     assistant: Sublayers | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.8,
@@ -120,7 +122,7 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip, lookup, assistant: what drafts come from, as for `LayerSkipDecoding`. Of a skip
+        skip, lookup, trees, assistant: what drafts come from, as for `LayerSkipDecoding`. Of a skip
             config's `decoding` block only the draft vocabulary counts: every round drafts a fixed
             length, so that drafts are checked also where they would not pay.
         max_new_tokens: tokens decoded from each prompt.
@@ -143,7 +145,7 @@ def check(
     sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
     note("greedy, against plain decoding and transformers")
     greedily = Task(max_new_tokens, execution=execution)
-    drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
+    drafts: dict[str, Any] = {"lookup": lookup, "trees": trees, "assistant": assistant}
     greedy = compare(model, prompts, skip, greedily, **drafts)
     note("coupled sampling, against plain decoding")
     coupled = compare(model, prompts, skip, sampled, **drafts)
@@ -160,6 +162,7 @@ def check(
     note("the cache")
     with torch.no_grad():
         every: list[DraftOrSkip] = [Lookup()] if lookup else []
+        every += [] if trees is None else [trees]
         every += [] if assistant is None else [second_model(opened, assistant)]
         every += [] if skip is None else [skip]
         cache_error = _cache_error(opened, prompts[0], every, max_new_tokens)
@@ -185,6 +188,7 @@ def compare(
     task: Task,
     *,
     lookup: bool | Lookup = False,
+    trees: LookupLaws | None = None,
     assistant: Sublayers | None = None,
 ) -> dict[str, Comparison]:
     """Decoding with drafts, prompts (1, T), against the texts that it must give.
@@ -194,7 +198,7 @@ def compare(
     drafts would not pay.
     """
     own = None if skip is None else skip.bare()
-    drafts: dict[str, Any] = {"lookup": lookup, "assistant": assistant}
+    drafts: dict[str, Any] = {"lookup": lookup, "trees": trees, "assistant": assistant}
     drafting = Engine(model, task, "self", own, controller="fixed", **drafts)
     references: list[Method] = [Engine(model, task)]
     references += [] if task.do_sample else [Peer(model, task)]

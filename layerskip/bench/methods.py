@@ -21,6 +21,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.files.records import costs_key
 from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
 from layerskip.model.sublayers import Sublayers
@@ -117,7 +118,7 @@ class Engine:
     """This engine: plain decoding, or self-speculation where there is something to draft from.
 
     Attributes:
-        skip, lookup, assistant: what drafts come from; without any it decodes plainly.
+        skip, lookup, trees, assistant: what drafts come from; without any it decodes plainly.
         controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
         draft: what the draft is called.
         named: what the assistant is called.
@@ -132,6 +133,7 @@ class Engine:
     skip: SkipConfig | None = None
     _: KW_ONLY
     lookup: bool | Lookup = False
+    trees: LookupLaws | None = None
     assistant: Any = None
     named: str | None = None
     controller: str | None = None
@@ -153,6 +155,7 @@ class Engine:
     def sources(self) -> list[str]:
         """What its drafts come from, in the order in which rounds number them."""
         found = ["lookup"] if self.lookup else []
+        found += ["laws"] if self.trees else []
         found += [] if self.assistant is None else ["assistant"]
         return found if self.skip is None else [*found, "sublayers"]
 
@@ -170,6 +173,7 @@ class Engine:
             "draft_vocabulary": None,
         }
         labels = ["lookup"] if self.lookup else []
+        labels += ["trees of laws"] if self.trees else []
         labels += [] if self.assistant is None else [f"assistant {self.named}"]
         if self.skip is not None:
             skip = self.skip.resolve(num_layers)
@@ -261,6 +265,7 @@ class Engine:
         return {
             "skip": self.skip,
             "lookup": self.lookup,
+            "sources": [self.trees] if self.trees else [],
             "assistant": self.assistant,
             # what is not named here does not draft, though the model may have a draft of its own
             "draft_memory": 0 if self.skip is None else None,

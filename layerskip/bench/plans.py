@@ -31,7 +31,9 @@ from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import WITH_THRESHOLD
+from layerskip.decoding.sources.kept_laws import Laws
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
@@ -128,6 +130,7 @@ class Plan:
         controllers: Sequence[str | None] = (None,),
         max_draft_length: int | None = None,
         threshold: float | None = None,
+        laws: Laws | None = None,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source, and controller.
 
@@ -139,6 +142,7 @@ class Plan:
             assistant: the second model of "self-assistant".
             controllers: None is the skip config's own, or the default.
             threshold: of those controllers that have one.
+            laws: of earlier texts, which every call of "self" and "self-laws" starts with.
         """
         sources: list[tuple[str, str, dict[str, Any]]] = []  # kind, label, what drafts
         for label, skip in given if "self" in kinds else ():
@@ -152,6 +156,13 @@ class Plan:
                 sources.append(("self", "default", {"skip": own_skip, "lookup": how}))
         if "self-lookup" in kinds:
             sources.append(("self-lookup", "lookup", {"lookup": lookup or True}))
+        joined = lookup if isinstance(lookup, Lookup) else Lookup()
+        trees = LookupLaws(known=laws, lookup=joined)
+        if laws is not None:
+            for _, _, own in sources:
+                own |= {"trees": trees}
+        if "self-laws" in kinds:
+            sources.append(("self-laws", "laws", {"trees": trees}))
         if "self-8bit" in kinds:
             sources.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
@@ -321,7 +332,8 @@ def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
     task = replace(method.task, acceptance="coupled")
     own = None if method.skip is None else method.skip.bare()
-    bare = Engine(method.model, task, skip=own, lookup=method.lookup, assistant=method.assistant)
+    drafts = {"lookup": method.lookup, "trees": method.trees, "assistant": method.assistant}
+    bare = Engine(method.model, task, skip=own, **drafts)
     for key, alike in itertools.groupby(
         batches, lambda batch: costs_key(batch.rows, batch.context)
     ):

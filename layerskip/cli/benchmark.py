@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
 ASSISTED = ("self-assistant", "generate-assistant")
-METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-exit", *ASSISTED)
+METHODS = (*DEFAULT_METHODS, "self-lookup", "self-laws", "self-8bit", "self-exit", *ASSISTED)
 
 
 def benchmark(
@@ -121,9 +121,11 @@ def benchmark(
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if "self" not in kinds:
-        idle = {} if "self-lookup" in kinds else sources.idle | {"assistant": None}
+        idle = {} if kinds & {"self-lookup", "self-laws"} else sources.idle | {"assistant": None}
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
-    text = sources.text()
+    if sources.keep_laws:
+        raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
+    text, laws = sources.text(), sources.kept_laws()
     sizes = sorted(set(batch_size or [1]))
     found = read_unfinished(output)
     if found is not None and not (found.records or found.traces or found.costs):
@@ -180,6 +182,7 @@ def benchmark(
             controllers,
             max_draft_length,
             threshold,
+            laws,
         )
         for each in engines[:: len(controllers)]:
             told = sources.words(each.skip, bool(each.lookup), each.assistant, opened, talk)

@@ -60,6 +60,7 @@ def check(
             [encode(loaded.tokenizer, each) for each in chosen],
             drafts.skip,
             lookup=drafts.lookup,
+            trees=drafts.trees,
             assistant=drafts.assistant,
             max_new_tokens=max_new_tokens,
             seed=seed,

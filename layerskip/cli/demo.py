@@ -54,6 +54,7 @@ def demo(
         print(textwrap.dedent(prompts[0].text or "").rstrip())
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
         own: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
+        own["trees"] = drafts.trees
         ours = Engine(model, sampled, "self", drafts.skip, **own)
         shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
         records: dict[Task, list[dict[str, Any]]] = {sampled: [], greedy: []}

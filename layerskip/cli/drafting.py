@@ -32,7 +32,9 @@ from layerskip.files.reading import read_text
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
+    from layerskip.decoding.sources.kept_laws import Laws
     from layerskip.decoding.sources.lookup import Lookup
+    from layerskip.decoding.sources.lookup_laws import LookupLaws
     from layerskip.model.sublayers import Sublayers
 
 _MEASURING = 0.5  # seconds, where costs are not known from earlier commands
@@ -89,6 +91,18 @@ class Sources:
         Path | None,
         typer.Option(metavar="FILE", help="Text to look drafts up in, too; UTF-8."),
     ] = None
+    laws: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draft trees of what the model said after the same tokens, there and in the text "
+            "so far; a file of `layerskip laws`.",
+        ),
+    ] = None
+    keep_laws: Annotated[
+        bool,
+        typer.Option("--keep-laws", help="Add what the model says now to the file of --laws."),
+    ] = False
     assistant: Annotated[
         str | None,
         typer.Option(
@@ -110,7 +124,7 @@ class Sources:
         """What is given, for `warn_idle`."""
         name = "no-lookup" if self.lookup is False else "lookup"
         given = {"low_precision": self.low_precision, "window": self.window, name: self.lookup}
-        files = {"lookup_file": self.lookup_file, "assistant": self.assistant}
+        files = {"lookup_file": self.lookup_file, "laws": self.laws, "assistant": self.assistant}
         return given | files | {"draft_memory": self.draft_memory}
 
     def text(self) -> str | None:
@@ -119,13 +133,7 @@ class Sources:
             return None
         if self.lookup is False:
             raise ValueError("give --lookup-file or --no-lookup, not both")
-        try:
-            text = read_text(self.lookup_file).decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--lookup-file {self.lookup_file} is not UTF-8: {error}") from error
-        if not text:
-            raise ValueError(f"--lookup-file {self.lookup_file} is empty; there is nothing in it")
-        return text
+        return text_in("--lookup-file", self.lookup_file)
 
     def asked(self, skip: SkipConfig) -> SkipConfig:
         """The skip config with the window and in the precision that are asked for."""
@@ -152,6 +160,48 @@ class Sources:
 
         talk.progress(f"indexing {self.lookup_file}")
         return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+    def refuse_laws(self, command: str) -> None:
+        """Raises ValueError where they are given to a command that decodes many texts at once."""
+        if self.laws is not None or self.keep_laws:
+            raise ValueError(
+                f"{command} drafts no trees: leave out --laws, or use generate, chat or benchmark"
+            )
+
+    def kept_laws(self) -> Laws | None:
+        """The laws of the file; with --keep-laws none at first, where there is no file yet."""
+        if self.laws is None:
+            if self.keep_laws:
+                raise ValueError("--keep-laws has nowhere to keep them; give --laws FILE, too")
+            return None
+        from layerskip.decoding.sources.kept_laws import Laws
+
+        if self.keep_laws and not self.laws.exists():
+            return Laws()
+        return Laws.load(self.laws)
+
+    def trees(
+        self, laws: Laws | None, lookup: bool | Lookup | None, opened: Sublayers
+    ) -> LookupLaws | None:
+        """What drafts from laws, joined by what is looked up."""
+        if laws is None:
+            return None
+        from layerskip.decoding.sources.lookup import Lookup
+        from layerskip.decoding.sources.lookup_laws import LookupLaws
+
+        laws.check(opened)
+        joined = Lookup() if lookup is True else lookup or None
+        own, known = (laws, None) if self.keep_laws else (None, laws)
+        return LookupLaws(own, lookup=joined, known=known)
+
+    @contextmanager
+    def keeping(self, laws: Laws | None) -> Iterator[None]:
+        """At the end, write laws back that are to be kept, unless there are none."""
+        try:
+            yield
+        finally:
+            if self.laws is not None and self.keep_laws and laws:
+                laws.save(self.laws)
 
     def second(self, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
         """The second model, if one is named.
@@ -209,6 +259,8 @@ class Sources:
         if lookup:
             also = "" if self.lookup_file is None else f" and in {self.lookup_file}"
             found.append(f"looked up in the text so far{also}")
+        if self.laws is not None:
+            found.append(f"trees of laws, those of {self.laws} too")
         if assistant is not None:
             official = is_assistant(assistant.model.config)
             what = "the model's official assistant" if official else "a second model"
@@ -224,18 +276,31 @@ class Sources:
         return ", or ".join(found) or "none"
 
 
+def text_in(flag: str, path: Path) -> str:
+    """The text of a file that a flag names."""
+    try:
+        text = read_text(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8: {error}") from error
+    if not text:
+        raise ValueError(f"{flag} {path} is empty; there is nothing in it")
+    return text
+
+
 @dataclass(frozen=True)
 class ChosenDrafts:
     """What drafts come from.
 
     Attributes:
         skip: the model's own draft, if it has one.
+        trees: what drafts from laws, if anything does.
         assistant: the second model, if there is one, opened.
         words: all of it, in words.
     """
 
     skip: SkipConfig | None
     lookup: bool | Lookup
+    trees: LookupLaws | None
     assistant: Sublayers | None
     words: str
 
@@ -250,13 +315,15 @@ class ChosenDrafts:
     @property
     def settings(self) -> dict[str, Any]:
         """For `LayerSkipDecoding`: these sources and no others."""
-        found = {"skip": self.skip, "lookup": self.lookup, "assistant": self.assistant}
+        found: dict[str, Any] = {"skip": self.skip, "lookup": self.lookup}
+        found |= {"assistant": self.assistant, "sources": [self.trees] if self.trees else []}
         return found if self.skip is not None else {**found, "draft_memory": 0}
 
     @property
     def names(self) -> list[str]:
         """What the sources are called, as rounds number them."""
-        found = {"lookup": self.lookup, "assistant": self.assistant, "sublayers": self.skip}
+        found: dict[str, Any] = {"lookup": self.lookup, "laws": self.trees}
+        found |= {"assistant": self.assistant, "sublayers": self.skip}
         return [name for name, each in found.items() if each not in (None, False)]
 
 
@@ -268,6 +335,7 @@ def choose(
     opened: Sublayers,
     talk: Talk,
     second: Sublayers | None = None,
+    laws: Laws | None = None,
 ) -> ChosenDrafts:
     """What drafts come from, copies of weights made.
 
@@ -275,6 +343,7 @@ def choose(
         given: the skip config that is named.
         text: to look drafts up in, if there is any.
         second: the second model, if there is one, opened.
+        laws: to draft from, if there are any.
     """
     from layerskip.decoding.sources import source_of
 
@@ -292,10 +361,11 @@ def choose(
         lookup = stored if lookup is None else lookup
         if sources.draft_memory is not None:
             warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
+    trees = sources.trees(laws, lookup, opened)
     words = sources.words(skip, bool(lookup), second, opened, talk)
     if reason is not None:
         words += f"; none of the model in 8 bits: {reason}"
-    return ChosenDrafts(skip, lookup or False, second, words)
+    return ChosenDrafts(skip, lookup or False, trees, second, words)
 
 
 def _turned_off(skip: SkipConfig | None) -> bool:
@@ -311,12 +381,12 @@ def open_drafts(
     Raises:
         ValueError: there are none.
     """
-    given, text = draft.given(), sources.text()
+    given, text, laws = draft.given(), sources.text(), sources.kept_laws()
     loaded = open_model(loading, talk)
     second = sources.second(loading, loaded, talk)
-    with open_passes(loaded, loading, talk) as opened:
+    with open_passes(loaded, loading, talk) as opened, sources.keeping(laws):
         other = None if second is None else second.opened(loading.execution)
-        drafts = choose(given, sources, text, loaded, opened, talk, other)
+        drafts = choose(given, sources, text, loaded, opened, talk, other, laws)
         if not drafts:
             raise ValueError(f"there are no drafts here: {drafts.words}; name a skip config")
         talk.say(f"drafts: {drafts.words}")
@@ -339,7 +409,7 @@ def open_decoding(
     Args:
         check: told the model before anything is measured: what it refuses is refused early.
     """
-    given, text = draft.given(), sources.text()
+    given, text, laws = draft.given(), sources.text(), sources.kept_laws()
     own = {**drafting.settings, "acceptance": sampling.acceptance}
     loaded = open_model(loading, talk)
     second = None
@@ -352,12 +422,12 @@ def open_decoding(
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     settings = {"enabled": False, "execution": loading.execution, **own}
     names: list[str] = []
-    with open_passes(loaded, loading, talk) as opened:
+    with open_passes(loaded, loading, talk) as opened, sources.keeping(laws):
         if not drafting.no_draft:
             from layerskip.generation import LayerSkipDecoding
 
             other = None if second is None else second.opened(loading.execution)
-            drafts = choose(given, sources, text, loaded, opened, talk, other)
+            drafts = choose(given, sources, text, loaded, opened, talk, other, laws)
             enabled = bool(drafts) and not drafts.turned_off
             off = "none, as the skip config says" if drafts.turned_off else ""
             talk.say(f"drafts: {off or drafts.words}")

@@ -4,128 +4,28 @@ It keeps the target's best scores at every place that it has computed, also behi
 rejected. A draft takes those behind the longest suffix that it has seen before, and draws from them
 by the law and the noise of its own place: what the target would draw now, not what it drew then.
 
-Letters: N positions, K tokens kept of each, V vocabulary, S places.
+Letters: N positions, K tokens kept of each, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from heapq import heappop, heappush, nlargest
 from itertools import count
+from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.decoding.acceptance import BranchAcceptance, CopyAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.kept_laws import SUFFIX, Laws, Numbers, Tokens, best_of
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
 
-_KEPT = 32  # K
-_SUFFIX = 4  # tokens of the longest suffix
-_BLOCK = 64  # neighbouring tokens
 _LONGEST = 16  # nodes of a tree
 _LEAST = 0.02  # the least chance of a node
-
-
-class Laws:
-    """The best raw logits of a model, by the tokens before them.
-
-    Args:
-        most: places that are kept, the latest ones. A place takes about a kilobyte, of which 256
-            bytes are tokens and logits.
-
-    Attributes:
-        tokens, logits: of every place, the likeliest first, (S, K).
-    """
-
-    def __init__(self, most: int = 2**14) -> None:
-        self.most = most
-        self._lock = threading.Lock()
-        self._of: str | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self._next = 0
-        self._contexts: list[tuple[int, ...]] = []
-        self._places: dict[tuple[int, ...], int] = {}
-
-    def check(self, fingerprint: str) -> None:
-        """Drop everything if it is of another model than the one of this fingerprint."""
-        with self._lock:
-            if self._of not in (None, fingerprint):
-                self._clear()
-            self._of = fingerprint
-
-    def add(self, contexts: Sequence[Sequence[int]], raw: Tensor) -> None:
-        """Keep raw logits (N, V) behind contexts, the last tokens of each."""
-        self.keep(contexts, *best_of(raw))
-
-    def keep(
-        self,
-        contexts: Sequence[Sequence[int]],
-        tokens: npt.NDArray[np.int32],
-        logits: npt.NDArray[np.float32],
-    ) -> None:
-        """Keep the best of raw logits behind contexts, as `best_of` has them, (N, K) each."""
-        with self._lock:
-            if not self._contexts:
-                shape = self.most, tokens.shape[1]  # (S, K)
-                self.tokens = np.empty(shape, np.int32)
-                self.logits = np.empty(shape, np.float32)
-            places = [(self._next + i) % self.most for i in range(len(contexts))]
-            for place, context in zip(places, contexts, strict=True):
-                own = tuple(context[-_SUFFIX:])
-                if self._next < self.most:
-                    self._contexts.append(own)
-                else:
-                    for key in suffixes(self._contexts[place]):
-                        if self._places[key] == place:
-                            del self._places[key]
-                    self._contexts[place] = own
-                self._places.update(dict.fromkeys(suffixes(own), place))
-                self._next += 1
-            self.tokens[places], self.logits[places] = tokens, logits
-
-    def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """The length of the longest suffix that is known, 0 for none, and its place."""
-        for key in suffixes(tuple(context[-_SUFFIX:])):
-            place = self._places.get(key)
-            if place is not None:
-                return len(key), place
-        return 0, -1
-
-
-def suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Those of a context, the longest first."""
-    return [context[first:] for first in range(len(context))]
-
-
-def best_of(raw: Tensor) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """The best tokens of raw logits (N, V), and their logits, the likeliest first, (N, K) each."""
-    logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))
-    return tokens.int().numpy(), logits.numpy()
-
-
-def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of values (N, V), in order, and their indices, (N, K) each: K = min(count, V).
-
-    As `topk`, which would take several times as long on a CPU.
-    """
-    count = min(count, values.shape[1])
-    if missing := -values.shape[1] % _BLOCK:
-        values = F.pad(values, (0, missing), value=-float("inf"))
-    blocks = values.unflatten(1, (-1, _BLOCK))  # (N, V / 64, 64)
-    # the blocks with the largest maxima hold them
-    best = blocks.amax(2).topk(min(count, blocks.shape[1])).indices  # (N, M)
-    few = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)  # (N, 64 M)
-    found, at = few.topk(count)  # (N, K) each
-    return found, best.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
 class LookupLaws(Source):
@@ -133,6 +33,7 @@ class LookupLaws(Source):
 
     Args:
         laws: where they are kept, also for later calls; by default every call begins with none.
+        known: of earlier texts, looked up, too, and left as they are; perhaps of a file.
         branches: the most tokens that are drafted behind one.
         lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
         longest: the most tokens of a tree.
@@ -148,16 +49,19 @@ class LookupLaws(Source):
         branches: int = 3,
         lookup: Lookup | None = None,
         *,
+        known: Laws | None = None,
         longest: int = _LONGEST,
         beside: bool = True,
     ) -> None:
         self.laws, self.branches, self.lookup = laws, branches, lookup
-        self.longest, self.beside = longest, beside
+        self.known_laws, self.longest, self.beside = known, longest, beside
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
-        laws.check(batch.model.weights.fingerprint())
-        return _State(batch, laws, self)
+        tables = [laws] if self.known_laws is None else [laws, self.known_laws]
+        for table in tables:
+            table.check(batch.model)
+        return _State(batch, tables, self)
 
     def timed(self) -> Source:
         return Lookup().timed()
@@ -178,20 +82,17 @@ class _Behind(NamedTuple):
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, laws: Laws, source: LookupLaws) -> None:
+    def __init__(self, batch: Batch, tables: Sequence[Laws], source: LookupLaws) -> None:
         super().__init__(batch)
-        self.laws, self.source, self.branches = laws, source, source.branches
+        self.tables, self.source, self.branches = tables, source, source.branches
+        self.laws = tables[0]  # which learn
         self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance = CopyAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, what was last looked up
-        self.ends = [prompt[-_SUFFIX:].tolist() for prompt in batch.prompts]
+        self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
         self.acceptance = BranchAcceptance()
         # of the round in progress: what was seen, and the best behind it, (N, K) each
-        self._read: tuple[
-            Sequence[tuple[int, Sequence[int]]],
-            npt.NDArray[np.int32],
-            npt.NDArray[np.float32],
-        ]
+        self._read: tuple[Sequence[tuple[int, Sequence[int]]], Tokens, Numbers]
         # by row, of the tree last offered: what each node follows, its token, what is behind it
         self._trees: dict[int, tuple[list[int], list[int], dict[int, _Behind]]] = {}
 
@@ -218,7 +119,7 @@ class _State(State):
                 rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
             for token, rate in rates.items():
                 if (own := chance * rate) >= _LEAST:
-                    after = [*context, token][-_SUFFIX:]
+                    after = [*context, token][-SUFFIX:]
                     heappush(waiting, (-own, next(order), node, token, after, depth + 1))
 
         order = count()
@@ -240,11 +141,12 @@ class _State(State):
         return Proposal.of(tokens, common, parents, chances)
 
     def _behind(self, row: int, depth: int, context: list[int]) -> _Behind | None:
-        suffix, place = self.laws.find(context)
+        found = [(*table.find(context), table) for table in self.tables]
+        suffix, place, table = max(found, key=itemgetter(0))  # of equals the first
         if not suffix:
             return None
-        tokens = self.laws.tokens[place].tolist()  # (K,)
-        scores = self.batch.scores(row, depth, tokens, self.laws.logits[place].tolist())
+        tokens = table.tokens[place].tolist()  # (K,)
+        scores = self.batch.scores(row, depth, tokens, table.logits[place].tolist())
         best = nlargest(max(2, self.branches), range(len(scores)), scores.__getitem__)
         if not best:
             return None
@@ -294,4 +196,4 @@ class _State(State):
         self._learn(row, emitted)
         if self.copies is not None:
             self.copies.commit(row, emitted, steps)
-        self.ends[row] = [*self.ends[row], *emitted][-_SUFFIX:]
+        self.ends[row] = [*self.ends[row], *emitted][-SUFFIX:]
