@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from kinds import BLOCKS, weights_of
-from models import VOCABULARY, Fickle, lively_model, pure
+from models import VOCABULARY, Fickle, lively_model, near, pure
+from test_whole import model_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
@@ -180,6 +181,31 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
     assert sum(each.nbytes for each in held) == serving.stats.used
 
 
+def test_a_second_model_drafts(model: Any) -> None:
+    """It catches up with texts that join beside others, and its keys are counted."""
+    second = near(model, 0.05)
+    for seed in range(4):
+        schedule(model, seed, assistant=second, memory=400_000)
+    serving = Serving(
+        model, controller="fixed", max_draft_length=4, assistant=second, execution="fused"
+    )
+    told = finished(serving, Task([3, 4, 5], 40))
+    assert told[-1].counts.accepted > 10
+    places = serving._batch.places
+    held = [
+        part for cache in places._caches for part in (*cache.keys.values(), *cache.values.values())
+    ]
+    assert sum(each.nbytes for each in held) == serving.stats.used
+
+
+def test_a_second_model_limits_texts_and_must_be_opened(model: Any) -> None:
+    second = lively_model("llama", max_position_embeddings=64)
+    assert Serving(model, assistant=second, execution="fused").max_tokens == 64
+    whole = model_of("phi", vocab_size=VOCABULARY)
+    with pytest.raises(ValueError, match="Assistant of a model that runs whole"):
+        Serving(model, assistant=whole)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_PIECE", 8)
@@ -238,7 +264,7 @@ def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("acceptance", "rejection"), ("assistant", object()), ("seed", 3)]
+    ("name", "value"), [("acceptance", "rejection"), ("sources", [object()]), ("seed", 3)]
 )
 def test_settings_that_cannot_be_served_name_themselves(model: Any, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"not support.*{name}"):

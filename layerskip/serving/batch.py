@@ -20,6 +20,7 @@ from layerskip.decoding.draws import certainty
 from layerskip.decoding.engine import Request
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.planning import Planner, in_common, usable
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.decoding.sources.sublayers import SublayerDraft
@@ -60,7 +61,7 @@ class Batch:
         known: KnownTexts,
         settings: Mapping[str, Any],
     ) -> None:
-        for name in ("seed", "seeds", "known", "progress", "clock", "assistant", "sources"):
+        for name in ("seed", "seeds", "known", "progress", "clock", "sources"):
             if settings.get(name):
                 raise ValueError(f"serving does not support the setting {name}; leave it out")
         decoding = LayerSkipDecoding(**settings)
@@ -76,13 +77,16 @@ class Batch:
         if decoding.enabled:
             opened, sources = decoding._sources(opened, rejection=False)
         for source in sources:
-            if not isinstance(source, Lookup | SublayerDraft | TrainedDraft):
+            whole = isinstance(source, Assistant) and isinstance(source.model, Whole)
+            if whole or not isinstance(source, Lookup | SublayerDraft | TrainedDraft | Assistant):
                 raise ValueError(
-                    f"serving does not support drafts by {type(source).__name__}; allowed are "
-                    "lookups, the model's own sublayers and its trained modules"
+                    f"serving does not support drafts by {type(source).__name__}"
+                    f"{' of a model that runs whole' if whole else ''}; allowed are lookups, the "
+                    "model's own sublayers, its trained modules, and second models of Llama's kind"
                 )
         self.model, self.seats, self.known = opened, seats, known
-        self.max_tokens = min(max_tokens or opened.max_positions, opened.max_positions)
+        limit, theirs = opened.max_positions, [each.max_positions for each in sources]
+        self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
         own = [source for source in sources if not isinstance(source, Lookup)]
         self.lookups = [source for source in sources if isinstance(source, Lookup)]
@@ -105,7 +109,7 @@ class Batch:
         elif isinstance(controller, str):
             timed = [Lookup(), *self._own]
             brought = decoding.costs
-            if brought is None and decoding.skip is not None:
+            if brought is None and decoding.skip is not None and decoding.assistant is None:
                 brought = stored(decoding.skip, self.model, self.seats)
             ids = torch.ones(self.seats, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
             law = law_of(self.model.model, self.seats, (), do_sample=False)
@@ -298,8 +302,8 @@ class Batch:
 
     def _proposal(self, text: Text, number: int, most: int) -> Proposal:
         """What a source offers a text."""
-        if number == len(text.rows):
-            return self.places.states[0].offer(text.seat, most)
+        if number >= len(text.rows):
+            return self.places.states[number - len(text.rows)].offer(text.seat, most)
         proposal, row = NOTHING, text.rows[number]
         if row is not None and most:
             with text.alone():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.passes import Filling, Passes, in_inference_mode
+from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.model.cache import LINE
 from layerskip.model.sublayers import Sublayers
@@ -29,7 +30,7 @@ class Places(Passes):
     a text may join at slot 0 at any time, whatever the others have come to.
 
     Args:
-        drafts: the model's own sublayers, or its trained modules.
+        drafts: the model's own sublayers, its trained modules, or second models.
         seats: the numbers of rows: 0 .. seats - 1.
         total: the most tokens of a row.
 
@@ -66,6 +67,12 @@ class Places(Passes):
         self.cache.roll(self._span, behind)
         self._caches = [self.cache, *(each for state in self.states for each in state.caches)]
         self.clear()
+        for cache in self._caches[1:]:
+            cache.trimmed.clear()
+        self._backends = [
+            model.backend,
+            *(each.model.backend for each in drafts if isinstance(each, Assistant)),
+        ]
         per_token = model.key_bytes(part.number for part in model.parts if part.writes)
         full = per_token.pop(None, 0.0) if window else math.fsum(per_token.values())
         self._window_bytes = math.fsum(per_token.values()) if window else 0.0
@@ -75,7 +82,7 @@ class Places(Passes):
 
     def nbytes(self, rows: int, slots: int) -> int:
         """Bytes of keys, values and states at taps of so many rows."""
-        slots = self.model.backend.capacity(slots)  # and one more at taps
+        slots = self._capacity(slots)  # and one more at taps
         inside = min(slots, self._span) * self._window_bytes
         return round(rows * (slots * self._slot_bytes + inside + self._tap_bytes))
 
@@ -92,7 +99,7 @@ class Places(Passes):
     @in_inference_mode
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Make so many places of so many slots; the first `kept` of them stay as they are."""
-        size = self.model.backend.capacity(slots)
+        size = self._capacity(slots)
         for cache in self._caches:
             cache.resize(rows, size, kept)
         for tap, old in self._tapped.items():
@@ -102,6 +109,11 @@ class Places(Passes):
             self._tapped[tap] = new
         self.rotary = self.model.rotary(slots, min(slots, self.total))
         self.slots = slots
+        for state in self.states:
+            state.resized()
+
+    def _capacity(self, slots: int) -> int:
+        return max(each.capacity(slots) for each in self._backends)
 
     def sit(self, row: int, prompt: Sequence[int]) -> None:
         """Begin to join."""

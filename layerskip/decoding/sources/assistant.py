@@ -7,6 +7,7 @@ Letters: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -51,6 +52,10 @@ class Assistant(Source):
     def key_bytes(self) -> Mapping[int | None, float]:
         return self.model.key_bytes()
 
+    def own_bytes(self) -> float:
+        own = (part.number for part in self.model.parts if part.writes)
+        return math.fsum(self.model.key_bytes(own).values())
+
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
         return _Steps(texts, self.model)
 
@@ -81,9 +86,13 @@ class _State(Following):
             raise ValueError(f"the assistant cannot draft here: {error}") from error
         self.model = model
         self.cache = model.new_cache(len(batch.prompts), batch.slots)
-        self.rotary = model.rotary(batch.slots, batch.total)
+        self.caches = [self.cache]
+        self.resized()
         self.head = model.weights.head()
         self.blocks = [*model.blocks, self.head]
+
+    def resized(self) -> None:
+        self.rotary = self.model.rotary(self.batch.slots, self.batch.total)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         batch, model = self.batch, self.model
@@ -125,7 +134,7 @@ class _State(Following):
     def _feed(
         self, tokens: Tensor, starts: Sequence[int], rows: range | None = None
     ) -> tuple[Tensor, Pass]:
-        self.cache.place(starts, tokens.shape[1], rows=rows)
+        self.cache.place(starts, tokens.shape[1], rows=rows or range(len(starts)))
         return self.model.feed(tokens, self.cache, self.rotary)
 
 

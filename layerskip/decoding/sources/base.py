@@ -269,6 +269,9 @@ class State:
     def begin(self, row: int) -> None:
         """Another text takes the row; only where rows join and leave."""
 
+    def resized(self) -> None:
+        """The batch has other `slots`; only where rows join and leave."""
+
     def keep(self, places: Sequence[int], length: int) -> int:
         """Drop all rows but those at these places of a pass, as `RowCache.keep`."""
         return 0
