@@ -17,13 +17,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_MANY, _SHARE = 4, 3
+_MANY, _SHARE = 4, 4
 _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of large matrices one in three runs by default; the others are thorough.
+    """Of the cases of large matrices one in four runs by default; the others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
