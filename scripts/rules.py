@@ -1,14 +1,17 @@
-r"""Compare rules by replay: those that accept one of several drafts, and those that stop a draft.
+r"""Compare rules by replay: what accepts one of several drafts, what stops one, how trees grow.
 
     python scripts/rules.py several smollm2 --prompts spec-bench --chat --temperature .8 \
         --output several.json
     python scripts/rules.py stops smollm2 --prompts spec-bench --chat --temperature .8 \
         --output stops.json
+    python scripts/rules.py trees smollm2 --prompts spec-bench --chat --decode --output trees.json
 
 `several`: how often one of 1, 2, 3, 4 drafts of a place is accepted, by accept rule. `stops`: the
 rounds of every stop rule on development prompts (the first half of each category) and held-out ones
 (the second), priced with one cost table, beside those of the fixed length that turned out best.
-What drafts is the model itself in 8 bits or in 4.
+What drafts is the model itself in 8 bits or in 4. `trees`: tokens a verify pass of trees of laws
+looked up, by size and by children of a node, replayed along the target's own answers; with --decode
+by decoding, too, where what is said beside the text is learnt as well.
 """
 
 from __future__ import annotations
@@ -19,19 +22,25 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, product
 from typing import Any
 
+import torch
 from compare import Setting, costs_of, main, setting, shared_arguments, with_costs
 
 from layerskip.cli.terminal import aligned
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Confidence, Controller, Fixed, make_controller
+from layerskip.decoding.engine import Decoder
 from layerskip.decoding.observers import Classifier, Entropy, Features, TargetConfidence
+from layerskip.decoding.sources.kept_laws import Laws
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.files.writing import write_text
 from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.live import Live
 from layerskip.replay.several import accepted_of_several
 from layerskip.replay.simulation import simulate, tokens_per_step
 from layerskip.replay.trace import Trace
-from layerskip.training.judging import answers
+from layerskip.training.judging import answers, request_of
 
 DRAFTS = {
     "8 bits": SkipConfig.low_precision(8),
@@ -86,6 +95,70 @@ def compare_several(args: Namespace) -> None:
     for row in rows:
         shares = zip(row["accepted"], row["errors"], strict=True)
         lines.append([row["draft"], row["rule"], *(f"{a:.4f} ({e:.4f})" for a, e in shares)])
+    print(aligned(lines))
+
+
+# ---------------------------------------------------------------------------------------------
+# Trees
+
+SIZES = ((4, 1), (8, 1), (4, 8), (8, 8), (16, 8), (32, 8))
+"""Of trees: tokens, and children of a node."""
+
+
+class All(Controller):
+    """Drafts all that is offered."""
+
+    needs_confidence = False
+
+
+def looked_up(args: Namespace, kept: bool, size: int, children: int, *, beside: bool) -> LookupLaws:
+    """A source of trees so large; kept: with laws that stay from text to text."""
+    laws, joined = Laws(1 << 20) if kept else None, Lookup() if args.lookups else None
+    return LookupLaws(laws, children, joined, longest=size, least=0.0, beside=beside)
+
+
+def decoded(at: Setting, source: LookupLaws, longest: int) -> float:
+    """Tokens a pass of all answers, behind their first ones."""
+    tokens = passes = 0
+    args = at.args
+    for number, each in enumerate(at.asked):
+        request = request_of(
+            at.opened, each.ids, args.temperature, new_tokens=args.new_tokens, seed=number
+        )
+        decoder = Decoder(at.opened, source, All(), request, max_draft_length=longest)
+        for round_ in decoder.rounds():
+            if round_.index:
+                tokens, passes = tokens + len(round_.tokens[0]), passes + 1
+    return tokens / passes
+
+
+@torch.no_grad()
+def compare_trees(args: Namespace) -> None:
+    """Trees of laws looked up: tokens a verify pass by size, with laws kept from text to text."""
+    rows: list[dict[str, Any]] = []
+    with setting(args) as at:
+        trace = texts_of(at, max(size for size, _ in SIZES))
+        costs = costs_of(at, Lookup())
+        for kept, (size, children) in product((False, True), SIZES):
+            known = "earlier texts" if kept else "nothing"
+            row: dict[str, Any] = {"known": known, "tokens": size, "children": children}
+            at.talk.progress(f"replay, {known} known, {size} tokens, {children} children")
+            live = Live(trace, looked_up(args, kept, size, children, beside=False))
+            texts = range(len(trace.texts))
+            rounds = [each for text in texts for each in simulate(live, All(), [text])]
+            row |= {"replayed": trace.starts / len(rounds), "gain": tokens_per_step(rounds, costs)}
+            for name, beside in (("decoded", False), ("beside", True)) if args.decode else ():
+                at.talk.progress(f"decode, {known} known, {size} tokens, {children} children")
+                source = looked_up(args, kept, size, children, beside=beside)
+                row[name] = decoded(at, source, size)
+            rows.append(row)
+        rows.append({"costs": costs.to_dict()})
+        finish(at, "trees", rows)
+    names = ("known", "tokens", "children", "replayed", "decoded", "beside", "gain")
+    lines = [[*names]]
+    for row in rows[:-1]:
+        found = [row.get(name, "-") for name in names]
+        lines.append([f"{x:.3f}" if isinstance(x, float) else str(x) for x in found])
     print(aligned(lines))
 
 
@@ -195,6 +268,11 @@ def arguments() -> ArgumentParser:
     several = commands.add_parser("several", parents=[asked], description=compare_several.__doc__)
     several.set_defaults(run=compare_several)
     several.add_argument("--most", type=int, default=4, help="drafts of a place")
+    trees = commands.add_parser("trees", parents=[asked], description=compare_trees.__doc__)
+    trees.set_defaults(run=compare_trees)
+    trees.add_argument("--decode", action="store_true", help="decode, too")
+    trees.add_argument("--lookups", action="store_true", help="let lookups join the trees")
+    with_costs(trees)
     stops = commands.add_parser("stops", parents=[asked], description=compare_stops.__doc__)
     stops.set_defaults(run=compare_stops)
     stops.add_argument("--bits", choices=("8", "4"), default="8", help="of the draft")

@@ -25,7 +25,6 @@ from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
 
 _LONGEST = 16  # nodes of a tree
-_LEAST = 0.02  # the least chance of a node
 
 
 class LookupLaws(Source):
@@ -34,9 +33,10 @@ class LookupLaws(Source):
     Args:
         laws: where they are kept, also for later calls; by default every call begins with none.
         known: of earlier texts, looked up, too, and left as they are; perhaps of a file.
-        branches: the most tokens that are drafted behind one.
+        branches: the most tokens that are drafted behind one, 8 at most.
         lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
         longest: the most tokens of a tree.
+        least: the least chance of a token to be accepted.
         beside: whether it also learns what the target said behind drafts that it rejected.
     """
 
@@ -51,10 +51,12 @@ class LookupLaws(Source):
         *,
         known: Laws | None = None,
         longest: int = _LONGEST,
+        least: float = 0.02,
         beside: bool = True,
     ) -> None:
         self.laws, self.branches, self.lookup = laws, branches, lookup
-        self.known_laws, self.longest, self.beside = known, longest, beside
+        self.known_laws, self.longest = known, longest
+        self.least, self.beside = least, beside
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
@@ -118,7 +120,7 @@ class _State(State):
                 rate = self.copy_acceptance.acceptance(match + depth)
                 rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
             for token, rate in rates.items():
-                if (own := chance * rate) >= _LEAST:
+                if (own := chance * rate) >= self.source.least:
                     after = [*context, token][-SUFFIX:]
                     heappush(waiting, (-own, next(order), node, token, after, depth + 1))
 
