@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kinds import BLOCKS, weights_of
-from models import VOCABULARY, Fickle, lively_model, near, pure
+from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
 from test_whole import model_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -82,7 +82,7 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
         max_rows=draw.randint(1, 5),
         session_memory=draw.choice([0, 100_000]),
         max_draft_length=4,
-        controller=Fickle(seed),
+        controller=draw.choice([Fickle, Growing])(seed),
         **{"memory": memory, **settings},
     )
     tasks, pieces, cancelled = [], [], []
@@ -237,6 +237,23 @@ def test_layers_with_windows_hold_little_in_every_row(monkeypatch: pytest.Monkey
         pass
     for task, pieces in zip(tasks, told, strict=True):
         assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+
+
+@pytest.mark.parametrize("execution", ["modules", "fused"])
+def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: str) -> None:
+    """Of texts side by side, sampled and greedy; each one's path is kept."""
+    how: dict[str, Any] = {"skip": SkipConfig.low_precision(4), "execution": execution}
+    controller = Growing(1)
+    serving = Serving(model, max_rows=3, controller=controller, max_draft_length=6, **how)
+    told: list[list[Piece]] = [[], [], []]
+    tasks = [Task([3, 4, seed], 40, do_sample=seed > 0, seed=seed) for seed in range(3)]
+    for task, pieces in zip(tasks, told, strict=True):
+        serving.submit(task, pieces.append)
+    while serving.step():
+        pass
+    for task, pieces in zip(tasks, told, strict=True):
+        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+    assert controller.seconds[1] > 2
 
 
 def finished(serving: Serving, task: Task) -> list[Piece]:

@@ -7,23 +7,44 @@ Letters: R rows of a pass, N positions, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.controller import Controller, Grower, Observer
-from layerskip.decoding.draws import DraftedTokens, Draws, certainty
-from layerskip.decoding.passes import Passes
+from layerskip.decoding.draws import DraftedTokens, Drawn, certainty
+from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.planning import Joined, Node, Plan, beside, conditional, in_common
 from layerskip.model.branches import along
 from layerskip.model.cache import on_device
+
+
+class Drawing(Protocol):
+    """What draws drafted tokens of several rows: `Draws`, or those of texts that join and leave."""
+
+    @property
+    def emitted(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def apart(self) -> bool: ...
+    @property
+    def reads_history(self) -> bool: ...
+    def remember(self, row: int, offset: int, token: int) -> None: ...
+    def draft(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        signal: str | None = None,
+        *,
+        seconds: bool = False,
+    ) -> Drawn: ...
 
 
 class Drafter:
     """Drafts what rows plan, for as long as the controller says.
 
     Args:
-        eos: tokens behind which nothing is drafted.
+        eos: of each row, tokens behind which nothing is drafted.
         signal: of the confidences that the controller is told (see `Draws.draft`).
         longest: the most tokens of a row that a round verifies.
     """
@@ -31,22 +52,30 @@ class Drafter:
     def __init__(
         self,
         passes: Passes,
-        draws: Draws,
+        draws: Drawing,
         controller: Controller,
         *,
-        eos: frozenset[int],
+        eos: Sequence[frozenset[int]],
         signal: str | None,
         longest: int,
     ) -> None:
         self.passes, self.draws, self.controller = passes, draws, controller
         self.eos, self.signal, self.longest = eos, signal, longest
         self._observer = controller if isinstance(controller, Observer) else None
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may have any."""
         # processors would have to read a text for every branch, and the rejection rule is of one
         # draft
-        self.branches = passes.model.branches and not draws.apart
-        self._grower: Grower | None = None
-        if self.branches and signal == "margin" and isinstance(controller, Grower):
-            self._grower = controller if controller.branches else None
+        return self.passes.model.branches and not self.draws.apart
+
+    @property
+    def _grower(self) -> Grower | None:
+        controller = self.controller
+        if self.branches and self.signal == "margin" and isinstance(controller, Grower):
+            return controller if controller.branches else None
+        return None
 
     def draft(self, plans: Mapping[int, Plan]) -> DraftedTokens:
         """Tokens that are known, up to each row's limit, and steps for the other rows."""
@@ -105,9 +134,9 @@ class Drafter:
         them, they are not read, so that the host does not wait for the device. A draft may then run
         on behind an end of text.
         """
-        law, controller = self.draws.law, self.controller
+        controller, grower = self.controller, self._grower
         device = self.passes.model.device
-        unread = not controller.needs_confidence and not law.reads_history
+        unread = not controller.needs_confidence and not self.draws.reads_history
         drafts.unread = unread
         places, known = self.passes.rows, sorted(drafts.known)
         steps = max(plans[row].limit for row in drafting)
@@ -127,7 +156,7 @@ class Drafter:
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
             drawn, confidences, seconds, laws = self.draws.draft(
-                raw, positions, self.signal, seconds=self._grower is not None
+                raw, positions, self.signal, seconds=grower is not None
             )
             drafts.steps.append((positions, drawn))
             drafts.laws.extend(laws)
@@ -142,7 +171,7 @@ class Drafter:
             others: Sequence[float] = [-1] * len(drafting)
             if confidences is not None:
                 more = [] if self._observer is None else [certainty(raw)[1]]
-                more += [] if seconds is None or self._grower is None else [seconds]
+                more += [] if seconds is None or grower is None else [seconds]
                 tokens, sure, *told = on_host(drawn, confidences, *more)
                 if self._observer is not None:
                     entropies = told.pop(0)
@@ -161,14 +190,14 @@ class Drafter:
                     drafts.tokens[row].append(int(token))
                     if confidences is not None:
                         drafts.confidences[row].append(chance)
-                        if self._grower is not None:
+                        if grower is not None:
                             both = int(token), int(other)
                             drafts.chains.setdefault(row, []).append(both)
                         if self._observer is not None:
                             self._observer.see_draft(row, chance, entropy)
                 drafts.lengths[row] += 1
                 if (
-                    token not in self.eos
+                    token not in self.eos[row]
                     and drafts.lengths[row] < plans[row].limit
                     and controller.keep_drafting(row, chance)
                 ):

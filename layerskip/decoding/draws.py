@@ -6,7 +6,7 @@ Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from layerskip.decoding.rules import (
 )
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.backend import Draw
-from layerskip.model.branches import path_to
+from layerskip.model.branches import ROOT, path_to
 from layerskip.model.cache import on_device
 
 
@@ -85,6 +85,16 @@ class DraftedTokens:
         if parents is None:
             return tokens[:offset]
         return [tokens[node - 1] for node in path_to(parents, offset)]
+
+    def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
+        """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
+        if not self.parents:
+            return None
+        found, most = [], max(self.lengths)
+        for row in rows:
+            own = self.parents.get(row, ())
+            found.append([ROOT, *own, *range(len(own), most)])
+        return found
 
     def at(self, positions: Sequence[Position]) -> list[int]:
         """The index of each position among those of all steps, -1 for none."""
@@ -162,6 +172,7 @@ class Draws:
         self.native = None if self.rejection or self.warp is None else native
         # whether what is drawn at a position depends on more than its logits and noise
         self.apart = self.rejection or law.reads_history
+        self.reads_history = law.reads_history
         self._remembers = remembers
 
     def remember(self, row: int, offset: int, token: int) -> None:

@@ -22,7 +22,7 @@ from layerskip.decoding.passes import Filling, Passes, Position
 from layerskip.decoding.planning import Plan, Planner, usable
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
 from layerskip.decoding.sources.base import Proposal, Source
-from layerskip.model.branches import ROOT, along, depths
+from layerskip.model.branches import along, depths
 from layerskip.model.cache import on_device
 from layerskip.model.handed import Encoded
 from layerskip.model.pictures import Pictures
@@ -149,7 +149,7 @@ class Decoder:
             self.passes,
             self.draws,
             controller,
-            eos=request.eos,
+            eos=[request.eos] * rows,
             signal=self.signal,
             longest=max_draft_length,
         )
@@ -230,7 +230,7 @@ class Decoder:
             if not self.finished[row]
             for offset in range(drafts.lengths[row] + 1)
         ]
-        raw = self.passes.verify(drafts.fed, positions, self._branches(drafts))  # (N, V)
+        raw = self.passes.verify(drafts.fed, positions, drafts.branches(self.passes.rows))  # (N, V)
         self._mark()
         if drafts.parents:  # draws go by depth
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
@@ -243,17 +243,6 @@ class Decoder:
         if self.passes.reads_logits:
             self.passes.read(raw, [(row, drafts.before(row, at)) for row, at in positions])
         return self._close(index, tokens, sources, drafts, read, verdict.scores, raw)
-
-    def _branches(self, drafts: DraftedTokens) -> list[list[int]] | None:
-        """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
-        if not drafts.parents:
-            return None
-        most = max(drafts.lengths)
-        found = []
-        for row in self.passes.rows:
-            own = list(drafts.parents.get(row, ()))
-            found.append([ROOT, *own, *range(len(own), most)])
-        return found
 
     def _compact(self) -> None:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,22 +17,23 @@ from torch import Tensor
 from layerskip.costs.speculation import CostTable, draft_limit
 from layerskip.decoding.controller import Observer, completed, signal_of
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.draws import certainty
+from layerskip.decoding.drafting import Drafter
+from layerskip.decoding.draws import DraftedTokens, certainty
 from layerskip.decoding.engine import Request
 from layerskip.decoding.known import KnownTexts
-from layerskip.decoding.planning import Planner, in_common, usable
+from layerskip.decoding.planning import Plan, Planner, usable
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Proposal, Source
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.generation import LayerSkipDecoding
-from layerskip.model.cache import on_device, rounded_up
+from layerskip.model.cache import rounded_up
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import Whole
 from layerskip.serving.places import Places
 from layerskip.serving.tasks import Task
-from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text
+from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text, Together
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
 from layerskip.timing.tables import cost_tables, stored
 
@@ -93,7 +95,8 @@ class Batch:
         self.places = Places(
             opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
         )
-        self._own = own
+        self._own, self._first = own, LOOKED_UP + len(self.lookups)
+        self._eos = [frozenset[int]()] * seats
         self._control(decoding)
         self._weights: object = None  # that keys and values are of
         self._seated: list[Text] = []  # in order of their places, those in rounds first
@@ -122,9 +125,8 @@ class Batch:
                 each or CostTable(1.0, (1.0,))
                 for each in decoding._tables(self.model, timed, request, brought)
             ]
-            known = LOOKED_UP + len(self.lookups)
-            costs = [tables[0]] * known + list(tables[1:])
-            priors = [timed[0].prior] * known + [source.prior for source in self._own]
+            costs = [tables[0]] * self._first + list(tables[1:])
+            priors = [timed[0].prior] * self._first + [source.prior for source in self._own]
             controller = make_controller(
                 controller,
                 max_draft_length=decoding.max_draft_length,
@@ -132,10 +134,20 @@ class Batch:
                 costs=costs,
                 priors=priors,
                 ahead=math.inf,
+                branches=decoding.branches,
             )
         self.controller = completed(controller)
         self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
         self._planner = Planner(self.controller)
+        self._together = Together(self.places.written)
+        self._drafter = Drafter(
+            self.places,
+            self._together,
+            self.controller,
+            eos=self._eos,
+            signal=self.signal,
+            longest=self.longest,
+        )
         self._observer = self.controller if isinstance(self.controller, Observer) else None
         self.controller.reset(self.seats)
 
@@ -145,6 +157,7 @@ class Batch:
             text.seat = -1
         self._seated.clear()
         self._begun = 0
+        self._number()
         self._free = list(range(self.seats))
         self.places.clear()
         self.controller.reset(self.seats)
@@ -188,6 +201,7 @@ class Batch:
             places.resize(*shape, len(self._seated))
         seat = self._free.pop()
         text.open(seat, places.written[seat], self.model.device, self.model.drawn)
+        self._eos[seat] = text.eos
         self._seated.append(text)
         places.sit(seat, text.task.prompt)
         self.controller.forget(seat)
@@ -214,6 +228,7 @@ class Batch:
             self.places.move(place, free, self.places.lengths[text.seat])
 
     def _number(self) -> None:
+        self._together.texts = {text.seat: text for text in self.texts}
         self.places.rows = {text.seat: place for place, text in enumerate(self.texts)}
 
     def _keep(self, text: Text, length: int | None = None) -> None:
@@ -265,25 +280,22 @@ class Batch:
         """One round of the texts that have begun."""
         self.rounds += 1
         with self.model.disturbed():
-            self._plan()
-            steps = self._draft()
-            going = [text for text in self.texts if text.reason is None]
-            if not going:
+            plans = self._plan()
+            drafts = self._drafter.draft(plans)
+            if all(text.reason is not None for text in self.texts):
                 return
-            longest = max(len(text.draft) for text in going)
-            first = min(steps, longest)
-            fed = [[text.at(i) for i in range(first, longest + 1)] for text in self.texts]
-            positions = [(text.seat, i) for text in going for i in range(len(text.draft) + 1)]
-            raw = self.places.verify(on_device(fed, self.model.device), positions)  # (N, V)
-            at = 0
-            for text in going:
-                count = len(text.draft) + 1
-                self._judge(text, raw[at : at + count])
-                at += count
+            seats = [text.seat for text in self.texts]
+            positions = [(seat, i) for seat in seats for i in range(drafts.lengths[seat] + 1)]
+            raw = self.places.verify(drafts.fed, positions, drafts.branches(seats))  # (N, V)
+            ends = accumulate(drafts.lengths[seat] + 1 for seat in seats)
+            for text, end in zip(self.texts, ends, strict=True):
+                if text.reason is None:
+                    own = raw[end - drafts.lengths[text.seat] - 1 : end]  # (1 + D, V)
+                    self._judge(text, own, drafts)
 
-    def _plan(self) -> None:
+    def _plan(self) -> dict[int, Plan]:
         lengths, slots = self.places.lengths, self.places.cache.slots
-        sources = range(LOOKED_UP + len(self.lookups) + len(self._own) if self.longest else 0)
+        sources = range(self._first + len(self._own) if self.longest else 0)
         proposals: list[dict[int, Proposal]] = [{} for _ in sources]
         for text in self.texts:
             left = text.task.max_new_tokens - len(text.emitted)
@@ -296,9 +308,11 @@ class Batch:
         plans = self._planner.plan(rows, proposals, context=context, size=size)
         for text in self.texts:
             text.plan = plans[text.seat]
-            text.draft = list(text.plan.tokens or ())
-            for offset, token in enumerate(text.draft):
-                text.write(offset, token)
+        # the places know only of the model's own drafts
+        return {
+            seat: plan if plan.source is None else plan._replace(source=plan.source - self._first)
+            for seat, plan in plans.items()
+        }
 
     def _proposal(self, text: Text, number: int, most: int) -> Proposal:
         """What a source offers a text."""
@@ -314,62 +328,31 @@ class Batch:
                     emitted=text.emitted,
                     eos=text.eos,
                     vocabulary=self.model.vocabulary,
+                    branches=self._drafter.branches,
                 )
         return proposal
 
-    def _draft(self) -> int:
-        """Steps of the model's own draft, in lockstep; how many."""
-        drafting = [text for text in self.texts if text.plan.limit and text.plan.tokens is None]
-        at = {text.seat: place for place, text in enumerate(self.texts)}
-        steps = 0
-        while drafting and self.controller.draft_together([text.seat for text in drafting]):
-            fed = on_device([text.at(steps) for text in self.texts], self.model.device)  # (R,)
-            raw = self.places.draft_step(fed, steps)  # (R, V)
-            going = []
-            for text in drafting:
-                place, token, sure = at[text.seat], -1, 1.0
-                with text.alone():
-                    own = raw[place : place + 1]  # (1, V)
-                    drawn, sures, *_ = text.draws.draft(own, [(0, steps)], self.signal)
-                    token, sure = int(drawn), 1.0 if sures is None else float(sures)
-                if token < 0:
-                    continue
-                text.write(steps, token)
-                text.draft.append(token)
-                if self._observer is not None and sures is not None:
-                    self._observer.see_draft(text.seat, sure, float(certainty(own)[1]))
-                if (
-                    token not in text.eos
-                    and len(text.draft) < text.plan.limit
-                    and self.controller.keep_drafting(text.seat, sure)
-                ):
-                    going.append(text)
-            drafting, steps = going, steps + 1
-        return steps
-
-    def _judge(self, text: Text, raw: Tensor) -> None:
-        """Emit a text's tokens from its raw logits (N, V)."""
-        seat, begun = text.seat, bool(text.emitted)
-        emitted = text.judge(raw)
-        if begun:
-            self._count(text, emitted)
-            if self._observer is not None and text.reason is None:
-                last = len(emitted) - 1
-                most, entropy = certainty(raw[last : last + 1])
-                self._observer.see_target(seat, float(most), float(entropy))
-        else:
-            self.places.tell(seat, emitted)
-
-    def _count(self, text: Text, emitted: list[int]) -> None:
-        """Commit a round of a text, and tell the controller and the counts."""
+    def _judge(self, text: Text, raw: Tensor, drafts: DraftedTokens | None = None) -> None:
+        """Emit a text's tokens from its raw logits (N, V), and commit the round."""
         seat, counts = text.seat, text.counts
-        self.places.commit(seat, emitted)
-        accepted = in_common(emitted, text.draft)
+        draft, parents = list[int](), None
+        if drafts is not None:
+            draft, parents = drafts.tokens[seat], drafts.parents.get(seat)
+        emitted, path = text.judge(raw, draft, parents)
+        if drafts is None:
+            self.places.tell(seat, emitted)
+            return
+        self.places.commit(seat, emitted, path if parents is not None else ())
         self._planner.learn(seat, emitted)
-        self.controller.update(seat, len(text.draft), accepted)
+        self._drafter.learn(drafts, seat, emitted)
+        self.controller.update(seat, len(draft), len(path))
         counts.rounds += 1
-        counts.drafted += len(text.draft)
-        counts.accepted += accepted
+        counts.drafted += len(draft)
+        counts.accepted += len(path)
         if text.plan.source == PREDICTED:
-            counts.predicted += len(text.draft)
-            counts.predicted_accepted += accepted
+            counts.predicted += len(draft)
+            counts.predicted_accepted += len(path)
+        if self._observer is not None and text.reason is None:
+            last = [0, *path][len(emitted) - 1]
+            most, entropy = certainty(raw[last : last + 1])
+            self._observer.see_target(seat, float(most), float(entropy))

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
-from layerskip.decoding.draws import DraftedTokens, Draws
+from layerskip.decoding.draws import DraftedTokens, Drawn, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.planning import Plan, in_common
+from layerskip.decoding.passes import Position
+from layerskip.decoding.planning import Plan
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import Lookup, LookupRow
+from layerskip.model.branches import along, depths
 from layerskip.requests import check_tokens, end_tokens
 from layerskip.serving.tasks import Counts, Reason, Task, in_a_line
 from layerskip.settings import law_of
@@ -37,7 +39,7 @@ class Text:
         slots: that it needs at most.
         same: tokens of its prompt that were known, though perhaps not where it can go on.
         rows: what it has forced, predicted and looked up, by number of the source.
-        plan, draft: of this round, and the tokens drafted.
+        plan: of this round.
         news, logprobs: tokens since it was last told, see `Piece`.
         reason: why it has ended; None while it goes on.
     """
@@ -49,7 +51,7 @@ class Text:
         self.same = 0
         self.weights: object = None  # that its keys and values are of
         self.rows: list[ForcedRow | LookupRow | None] = []
-        self.plan, self.draft = Plan(), list[int]()
+        self.plan = Plan()
         self.news: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.reason: Reason | None = None
@@ -113,10 +115,6 @@ class Text:
         """Tokens of prompt and text."""
         return len(self.task.prompt) + len(self.emitted)
 
-    def at(self, offset: int) -> int:
-        """The token to feed at a place behind the last one; the draft's last again behind all."""
-        return (self.emitted[-1:] + self.draft)[min(offset, len(self.draft))]
-
     def write(self, offset: int, token: int) -> None:
         """Write a token into the history, so many places behind the text."""
         self.history[0, self.length + offset] = token
@@ -140,15 +138,23 @@ class Text:
             *(lookup.row(task.prompt) for lookup in lookups),
         ]
 
-    def judge(self, raw: Tensor) -> list[int]:
-        """Emit tokens from its raw logits (N, V) behind its last one and its draft."""
-        draft, length, emitted = self.draft, self.length, list[int]()
-        positions = [(0, offset) for offset in range(len(draft) + 1)]
+    def judge(
+        self, raw: Tensor, draft: Sequence[int], parents: Sequence[int] | None
+    ) -> tuple[list[int], list[int]]:
+        """Emit tokens from its raw logits (N, V) behind its last one and what it has drafted.
+
+        Returns:
+            The tokens, and the nodes of the draft that they are.
+        """
+        length, emitted, path, node = self.length, list[int](), list[int](), 0
+        follows = range(len(draft)) if parents is None else parents
         known = set[int]() if self.plan.tokens is None else {0}
-        drafts = DraftedTokens([draft], [[]], [len(draft)], raw, known=known)
+        drafts = DraftedTokens([[*draft]], [[]], [len(draft)], raw, known=known)
         with self.alone():
+            positions = [(0, depth) for depth in depths(follows)]
             target = self.draws.judge(raw, positions, drafts).drawn.tolist()
-            for token in target[: in_common(draft, target) + 1]:
+            while True:
+                token = target[node]
                 if token < 0:
                     raise ValueError(
                         f"no token to draw after {len(self.emitted)} new tokens: the scores are "
@@ -157,6 +163,7 @@ class Text:
                 self.write(0, token)
                 self.emitted.append(token)
                 emitted.append(token)
+                path += (own := along(follows, draft, [token], node))
                 self.draws.forget(0, finished=False)
                 if self.task.stop is not None and self.task.stop(0, self.history[:, : self.length]):
                     self.reason = "stop"
@@ -164,15 +171,16 @@ class Text:
                     self.reason = "stop"
                 elif self.reason is None and len(self.emitted) >= self.task.max_new_tokens:
                     self.reason = "length"
-                if self.reason is not None:
+                if self.reason is not None or not own:
                     break
+                (node,) = own
             if self.task.top_logprobs is not None:
-                self._tell_logprobs(raw[: len(emitted)], length, emitted)
+                self._tell_logprobs(raw[[0, *path][: len(emitted)]], length, emitted)
             for row in self.rows:
                 if row is not None:
                     row.extend(emitted)
         self.news += emitted
-        return emitted
+        return emitted, path
 
     def _tell_logprobs(self, raw: Tensor, length: int, emitted: Sequence[int]) -> None:
         """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
@@ -183,3 +191,52 @@ class Text:
             top = row.topk(min(self.task.top_logprobs or 0, len(row)))
             each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             self.logprobs.append({token: float(row[token])} | each)
+
+
+class Together:
+    """The draws of a batch's texts, by seat, for drafts; what one raises ends that one only.
+
+    Attributes:
+        texts: by seat.
+        emitted: by seat.
+    """
+
+    reads_history = True  # perhaps
+
+    def __init__(self, emitted: Sequence[Sequence[int]]) -> None:
+        self.emitted = emitted
+        self.texts: dict[int, Text] = {}
+
+    @property
+    def apart(self) -> bool:
+        """Whether what any of them draws depends on more than logits and noise."""
+        return any(text.draws.apart for text in self.texts.values())
+
+    def remember(self, row: int, offset: int, token: int) -> None:
+        """Write a drafted token into a text's history."""
+        self.texts[row].write(offset, token)
+
+    def draft(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        signal: str | None = None,
+        *,
+        seconds: bool = False,
+    ) -> Drawn:
+        """As `Draws.draft`; a text that fails has no token."""
+        found = []
+        for own, (row, offset) in zip(raw.split(1), positions, strict=True):  # (1, V)
+            text = self.texts[row]
+            nothing = torch.full((1,), -1, device=raw.device)
+            drawn = Drawn(nothing, nothing.float(), nothing, [])
+            with text.alone():
+                drawn = text.draws.draft(own, [(0, offset)], signal, seconds=seconds)
+            found.append(drawn)
+        tokens, sure, others, _ = zip(*found, strict=True)
+        return Drawn(
+            torch.cat(tokens),
+            torch.cat(sure) if signal else None,
+            torch.cat(others) if seconds else None,
+            [],
+        )
