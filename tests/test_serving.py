@@ -245,8 +245,8 @@ def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: st
     how: dict[str, Any] = {"skip": SkipConfig.low_precision(4), "execution": execution}
     controller = Growing(1)
     serving = Serving(model, max_rows=3, controller=controller, max_draft_length=6, **how)
-    told: list[list[Piece]] = [[], [], []]
-    tasks = [Task([3, 4, seed], 40, do_sample=seed > 0, seed=seed) for seed in range(3)]
+    told: list[list[Piece]] = [[] for _ in range(5)]
+    tasks = [Task([3, 4, seed], 60, do_sample=seed > 0, seed=seed) for seed in range(5)]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
     while serving.step():
