@@ -7,6 +7,7 @@ import torch
 
 import layerskip
 from layerskip.checkpoints import load, load_official
+from layerskip.costs.speculation import CostTable
 from layerskip.model.assistants import build_assistant, load_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
@@ -207,7 +208,13 @@ def test_the_shipped_assistant_drafts_for_its_model():
             how = {"max_new_tokens": 48, **law}
             plain = layerskip.generate(loaded.model, ids, enabled=False, **how)
             found = layerskip.generate(
-                loaded.model, ids, assistant=official.model, lookup=False, draft_memory=0, **how
+                loaded.model,
+                ids,
+                assistant=official.model,
+                lookup=False,
+                draft_memory=0,
+                costs=CostTable(0.2, (1.0, 1.1)),
+                **how,
             )
             assert found.sequences.tolist() == plain.sequences.tolist()
             drafted += found.stats.num_draft_tokens

@@ -236,7 +236,7 @@ class Drafter:
                     self.longest - len(chain),
                     joined,
                     everywhere=state.everywhere,
-                    ends=self.eos,
+                    ends=self.eos[row],
                 )
         if not any(trees.values()):
             return steps
