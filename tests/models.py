@@ -368,13 +368,15 @@ class Growing(Fickle):
 
     def reset(self, rows: int) -> None:
         super().reset(rows)
-        self.lengths: dict[int, int] = {}
+        self.seconds = [0, 0]  # places where the best token was wrong, and the second one not
         self.instead_right = False
-        self.seconds = [0, 0]  # chains that were wrong, and how often the second token was not
+        self.trees = 0
 
-    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
-        self.lengths[row] = len(confidences)
-        return [(0.9, self.draws.uniform(0.2, 1.0)) for _ in confidences]
+    def rates(self, confidence: float) -> Sequence[float]:
+        return 0.9, self.draws.uniform(0.2, 1.0) / 10
+
+    def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
+        return self.draws.randint(0, 2)
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
         return [self.draws.random() for _ in range(20)]
@@ -386,11 +388,13 @@ class Growing(Fickle):
         self.instead_right = self.instead_right or right
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
-        return self.draws.randint(0, 1 + max(chain + len(more) for chain, more in rows.values()))
+        width = self.draws.randint(0, 1 + max(len(chances) for _, chances in rows.values()))
+        self.trees += width > max(chain for chain, _ in rows.values())
+        return width
 
-    def see_second(self, row: int, right: int, second: bool) -> None:
-        self.seconds[0] += right < self.lengths[row]
-        self.seconds[1] += second
+    def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
+        self.seconds[0] += rank != 0
+        self.seconds[1] += rank == 1
 
 
 class LowRank(nn.Module):

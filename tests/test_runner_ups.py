@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,14 +20,16 @@ from layerskip.decoding.acceptance import SecondAcceptance
 from layerskip.decoding.controller import Grower
 from layerskip.decoding.draws import Drawn, Draws
 from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
 from layerskip.decoding.passes import Position
-from layerskip.decoding.planning import Node, beside
+from layerskip.decoding.sources.base import Proposal
 from layerskip.generation import generate
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
 SKIPS = {
     "no prefix": SkipConfig.low_precision(4),
+    "a window": replace(SkipConfig.low_precision(8), window=5),
     "a prefix": SkipConfig.layers((3,)),
     "an exit": SkipConfig.early_exit(4),
 }
@@ -51,15 +55,14 @@ def decoded(skip: SkipConfig | None, controller: Any = None, **more: Any) -> Any
 @pytest.mark.parametrize("skip", SKIPS)
 def test_texts_are_the_targets(family: str, skip: str) -> None:
     """Rows end their chains apart; behind a shared prefix some of them stay chains."""
-    grown = 0
+    trees = 0
     for execution, sample, rows in (("modules", False, 1), ("fused", True, 3)):
         how: dict[str, Any] = {"family": family, "execution": execution, "do_sample": sample}
-        out = decoded(SKIPS[skip], Growing(rows), rows=rows, **how)
+        controller = Growing(rows)
+        out = decoded(SKIPS[skip], controller, rows=rows, **how)
         assert out.sequences.tolist() == decoded(None, rows=rows, **how).sequences.tolist()
-        grown += out.stats.num_draft_tokens - sum(
-            len(each) for round_ in out.rounds for each in round_.confidences
-        )
-    assert grown > 15
+        trees += controller.trees
+    assert trees > 10
 
 
 def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,18 +137,52 @@ def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more: dict[st
         assert list(round_.drafted) == list(map(len, round_.confidences))
 
 
-def test_the_best_tokens_beside_a_chain() -> None:
-    places = [[(5, 0.5), (6, 0.4)], [(7, 0.8), (8, 0.2)], [(9, 0.9), (-1, 0.1)]]
-    assert beside(places, 9) == [Node(0.4, 0, 6), Node(0.5 * 0.2, 1, 8)]
-    assert beside(places, 1) == [Node(0.4, 0, 6)]
-    everywhere = beside(places, 9, everywhere=True)
-    by_path = {(node.parent, node.token): node.chance for node in everywhere}
-    # the other token is node 4, and what follows it at the second place node 5, and so on
-    assert list(by_path)[:3] == [(0, 6), (4, 7), (5, 9)]
-    assert by_path[5, 9] == pytest.approx(0.4 * 0.8 * 0.9)
-    assert [node.chance for node in everywhere] == sorted(by_path.values(), reverse=True)
-    ended = beside(places, 9, everywhere=True, ends=frozenset({6}))
-    assert all(node.parent != 4 for node in ended)
+def places(everywhere: bool = False) -> Place:
+    """What a draft says of three places, one behind the other."""
+    said = [
+        Place(0.5, (5, 6), (0.5, 0.38)),
+        Place(0.5, (7, 8), (0.8, 0.2)),
+        Place(0.5, (9, -1), (0.9, 0.1)),
+    ]
+    for place, after in pairwise(said):
+        place.behind.update(dict.fromkeys(place.tokens[: 2 if everywhere else 1], after))
+    return said[0]
+
+
+def nodes(found: Sequence[Node]) -> list[tuple[int, int, float]]:
+    return [(parent, token, pytest.approx(chance)) for chance, parent, token in found]
+
+
+def test_the_best_tokens_of_a_tree() -> None:
+    best = [(0, 5, 0.5), (1, 7, 0.4), (0, 6, 0.38), (2, 9, 0.36), (1, 8, 0.1)]
+    assert nodes(grown(places(), 9)) == best
+    assert nodes(grown(places(), 3)) == best[:3]
+    chain = [(0, 5, 0.5), (1, 7, 0.4), (2, 9, 0.36), (0, 6, 0.38), (1, 8, 0.1)]
+    assert nodes(grown(places(), 9, chain=3)) == chain
+    everywhere = nodes(grown(places(everywhere=True), 9))
+    assert (3, 7, 0.304) in everywhere
+    assert len(everywhere) == 9
+    ended = grown(places(everywhere=True), 9, ends=frozenset({6}))
+    assert all(node.parent != 3 for node in ended)
+
+
+def test_what_others_know_joins_a_tree() -> None:
+    """Where both have a token it is one node; what is known goes on where a draft has ended."""
+    agrees = Joined(Proposal.of([5, 7, 9, 3, 4], 2), [0.9] * 5, 0.3)
+    found = nodes(grown(places(), 9, [agrees], chain=3))
+    assert found[:3] == [(0, 5, 0.5), (1, 7, 0.4), (2, 9, 0.36)]
+    assert (3, 3, 0.36 * 0.9) in found
+    assert any(token == 4 and chance == 0.36 * 0.81 for _, token, chance in found)
+    differs = Joined(Proposal.of([5, 2, 3], 2, [0, 1, 2], [0.9, 0.81, 0.405]), [0.9, 0.9, 0.5], 0.3)
+    found = nodes(grown(places(), 9, [differs]))
+    assert (1, 2, 0.5 * 0.2 * 0.3) in found
+    assert conditional(differs.proposal) == pytest.approx([0.9, 0.9, 0.5])
+    tree = Proposal.of([5, 6, 3], 2, [0, 0, 2], [0.5, 0.4, 0.2])
+    assert conditional(tree) == pytest.approx([0.5, 0.4, 0.5])
+    found = nodes(grown(places(), 9, [Joined(tree, conditional(tree), 0.9)]))
+    assert (0, 6, 0.45) in found  # of two chances the higher one
+    at = found.index((0, 6, 0.45)) + 1
+    assert (at, 3, 0.45 * 0.5) in found
 
 
 def test_chances_of_second_tokens_are_learnt_by_confidence() -> None:
@@ -170,7 +207,7 @@ def test_as_many_tokens_are_verified_as_pay() -> None:
         for row in range(rows):
             controller.limit(row, 3)
         assert controller.draft_together(range(rows))
-        more = {0: (1, chances)} | {row: (1, [0.0]) for row in range(1, rows)}
+        more = {0: (1, [0.9, *chances])} | {row: (1, [0.9]) for row in range(1, rows)}
         return controller.widen(more)
 
     assert width(0.0, [0.5, 0.3, 0.02]) == 4

@@ -118,10 +118,14 @@ class SecondAcceptance:
 
     def given_wrong(self, confidence_bin: int) -> float:
         """The chance of the second-best token there."""
-        won, seen = sum(self._won), sum(self._seen)
-        mean = (won + _SECOND_WEIGHT * _SECOND_PRIOR) / (seen + _SECOND_WEIGHT)
         own, of = self._won[confidence_bin], self._seen[confidence_bin]
-        return (own + _SECOND_WEIGHT * mean) / (of + _SECOND_WEIGHT)
+        return (own + _SECOND_WEIGHT * self.mean) / (of + _SECOND_WEIGHT)
+
+    @property
+    def mean(self) -> float:
+        """Its chance at any place."""
+        won, seen = sum(self._won), sum(self._seen)
+        return (won + _SECOND_WEIGHT * _SECOND_PRIOR) / (seen + _SECOND_WEIGHT)
 
     def observe(self, confidence_bin: int, right: bool) -> None:
         self._won[confidence_bin] += right

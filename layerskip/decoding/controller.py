@@ -160,13 +160,17 @@ class Grower(Protocol):
 
     branches: bool
 
-    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
-        """For each place of a row's chain, how likely each of its best tokens is to be right.
+    def rates(self, confidence: float) -> Sequence[float]:
+        """How likely the best and the second-best token of a place are to be right.
 
-        The drafted one's chance comes first. All are given that what is before the place is right.
+        Given that what is before the place is right, and the confidence of the best one.
+        """
+
+    def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
+        """How many tokens of each row the next draft step takes, 0 to 2; for steps of several.
 
         Args:
-            confidences: of the drafted tokens.
+            rows: by row, the chances of up to two tokens to draft on.
         """
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
@@ -179,16 +183,15 @@ class Grower(Protocol):
         """How many tokens to verify of a row, at most, once the round's last step is done.
 
         Args:
-            rows: by row the length of its chain, and the chances of what may be verified beside
-                it, the most likely first.
+            rows: by row, how many are verified in any case, and the chances of all, these first,
+                then the most likely.
         """
 
-    def see_second(self, row: int, right: int, second: bool) -> None:
-        """Reports a row's chain, before its `update`, which counts what is beside it, too.
+    def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
+        """Reports which token was right at a place that steps have drafted, before `update`.
 
         Args:
-            right: how many of its tokens were right.
-            second: whether the second-best token was right where the first wrong one was.
+            rank: 0 for the best one, 1 for the second-best, None for neither.
         """
 
     def see_instead(self, draft: int, right: bool) -> None:
@@ -222,7 +225,16 @@ def completed(value: Any) -> Controller:
                 f"{', '.join(CONTROLLERS)}"
             )
         more = ["signal", "choose", "learn", "see_draft", "see_target"]
-        more += ["branches", "ranks", "copied", "instead", "widen", "see_second", "see_instead"]
+        more += [
+            "branches",
+            "rates",
+            "expand",
+            "copied",
+            "instead",
+            "widen",
+            "see_rank",
+            "see_instead",
+        ]
         found = Controller()
         vars(found).update(own | {n: getattr(value, n) for n in more if hasattr(value, n)})
     if signal_of(found) not in SIGNALS:

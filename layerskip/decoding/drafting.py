@@ -6,17 +6,21 @@ Letters: R rows of a pass, N positions, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from heapq import heappop, heappush, nsmallest
+from itertools import count
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.controller import Controller, Grower, Observer
 from layerskip.decoding.draws import DraftedTokens, Drawn, certainty
+from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
 from layerskip.decoding.passes import Passes, Position
-from layerskip.decoding.planning import Joined, Node, Plan, beside, conditional, in_common
-from layerskip.model.branches import along
+from layerskip.decoding.planning import Plan
+from layerskip.model.branches import ROOT, along
 from layerskip.model.cache import on_device
 
 
@@ -107,13 +111,24 @@ class Drafter:
             )
         steps = 0
         for source, rows in drafting.items():
+            grower, state = self._grower, self.passes.states[source]
+            if grower is not None and state.wide and not (drafts.known or self._observer):
+                self._spread(grower, drafts, source, rows, plans)
+                self._choose(grower, drafts, plans, dict.fromkeys(rows, 0))
+                continue
             steps = self._step(drafts, source, rows, plans)
-            if self._grower is not None and steps:
-                steps = self._widen(self._grower, drafts, plans, steps)
+            if grower is not None and drafts.said:
+                # what is beside a chain comes behind all steps; without a prefix all is fed anew
+                chains = {row: len(drafts.tokens[row]) for row in drafts.said}
+                anew = not state.prefix
+                fit = {row: n for row, n in chains.items() if anew or n == steps}
+                self._choose(grower, drafts, plans, fit)
+                more = any(drafts.lengths[row] > n for row, n in chains.items())
+                steps = 0 if anew and more else steps
         count = 1 + max(drafts.lengths) - steps
         if count > 1:  # tokens that no step was fed
             drafts.fed = drafts.fed.repeat(1, count)  # (R, T)
-            known = drafts.known | drafts.parents.keys()
+            known = drafts.known | drafts.said.keys()
             some = [row for row in places if not steps or row in known]
             fed = [self._known(drafts, row, range(steps, steps + count)) for row in some]
             at = on_device([places[row] for row in some], device)  # (N,)
@@ -140,6 +155,8 @@ class Drafter:
         drafts.unread = unread
         places, known = self.passes.rows, sorted(drafts.known)
         steps = max(plans[row].limit for row in drafting)
+        ends: dict[int, Place] = {}  # by row, what was said last
+        everywhere = self.passes.states[source].everywhere
         if known:
             ahead = [self._known(drafts, row, range(1, steps + 1)) for row in known]
             ahead_of = on_device(ahead, device)  # (N, steps)
@@ -192,7 +209,14 @@ class Drafter:
                         drafts.confidences[row].append(chance)
                         if grower is not None:
                             both = int(token), int(other)
-                            drafts.chains.setdefault(row, []).append(both)
+                            said = Place(chance, both, grower.rates(chance))
+                            before = ends.get(row)
+                            if before is None:
+                                drafts.said[row] = said
+                            else:
+                                behind = before.tokens if everywhere else before.tokens[:1]
+                                before.behind.update(dict.fromkeys(behind, said))
+                            ends[row] = said
                         if self._observer is not None:
                             self._observer.see_draft(row, chance, entropy)
                 drafts.lengths[row] += 1
@@ -205,71 +229,141 @@ class Drafter:
             drafting = going_on
         return steps
 
-    def _widen(
-        self, grower: Grower, drafts: DraftedTokens, plans: Mapping[int, Plan], steps: int
-    ) -> int:
-        """Verify tokens beside the rows' chains, and behind them, where the controller says so.
-
-        These are the second-best ones, and what other sources know.
-
-        Returns:
-            How many of the tokens to verify steps have been fed.
-        """
-        (source,) = {plans[row].source for row in drafts.chains}
-        assert source is not None
-        state = self.passes.states[source]
-        trees: dict[int, list[Node]] = {}
-        for row, chain in drafts.chains.items():
-            ranks = grower.ranks(row, drafts.confidences[row])
-            drafts.others[row] = plans[row].others
-            joined = [
-                Joined(
-                    each, conditional(each) or grower.copied(number, row), grower.instead(number)
+    def _spread(
+        self,
+        grower: Grower,
+        drafts: DraftedTokens,
+        source: int,
+        rows: Sequence[int],
+        plans: Mapping[int, Plan],
+    ) -> None:
+        """Draft trees: every pass takes the likeliest tokens that have not been drafted on."""
+        places, device = self.passes.rows, self.passes.model.device
+        order = count()
+        waiting: dict[int, list[_Live]] = {row: [] for row in rows}
+        front = {row: [_Live(-1.0, 0, 0, ROOT, self.draws.emitted[row][-1], None)] for row in rows}
+        parents: list[list[int]] = [[] for _ in places]  # of what has been fed
+        going = self.controller.draft_together(rows)
+        while going:
+            size, fed = max(map(len, front.values())), len(parents[0])
+            tokens = []  # rows with fewer feed something that nothing follows
+            for row, place in places.items():
+                own = front.get(row, [])
+                idle = size - len(own)
+                parents[place] += [*(each.parent for each in own), *[0 if fed else ROOT] * idle]
+                tokens.append(
+                    [*(each.token for each in own), *[self.draws.emitted[row][-1]] * idle]
                 )
-                for number, each in plans[row].others
-            ]
-            places = [list(zip(*each, strict=False)) for each in zip(chain, ranks, strict=True)]
-            # what is beside a chain comes behind all steps; without a prefix all is fed anew
-            if len(chain) == steps or not state.prefix:
-                trees[row] = beside(
-                    places,
-                    self.longest - len(chain),
-                    joined,
-                    everywhere=state.everywhere,
-                    ends=self.eos[row],
-                )
-        if not any(trees.values()):
-            return steps
-        width = grower.widen(
-            {
-                row: (len(drafts.chains[row]), [node.chance for node in nodes])
-                for row, nodes in trees.items()
+            raw = self.passes.draft_step(on_device(tokens, device), fed, source, parents)
+            asked = [(row, i, each) for row, own in front.items() for i, each in enumerate(own)]
+            at = on_device([places[row] * size + i for row, i, _ in asked], device)  # (N,)
+            drawn, confidences, seconds, _ = self.draws.draft(
+                raw.flatten(0, 1)[at],
+                [(row, each.depth) for row, _, each in asked],
+                self.signal,
+                seconds=True,
+            )
+            assert confidences is not None
+            assert seconds is not None
+            told = zip(asked, *on_host(drawn, confidences, seconds), strict=True)
+            for (row, i, each), token, sure, other in told:
+                if token < 0 or math.isnan(sure):
+                    continue
+                said = Place(sure, (int(token), int(other)), grower.rates(sure))
+                drafts.confidences[row].append(sure)
+                if each.onto is None:
+                    drafts.said[row] = said
+                else:
+                    each.onto.behind[each.token] = said
+                for next_one, rate in zip(said.tokens, said.rates, strict=True):
+                    after = each.depth + 1
+                    if next_one >= 0 and next_one not in self.eos[row] and after < plans[row].limit:
+                        less = each.less * rate
+                        live = _Live(less, next(order), after, fed + i, next_one, said)
+                        heappush(waiting[row], live)
+            left = self.longest + 1 - len(parents[0])
+            likely = {
+                row: [-each.less for each in nsmallest(2, own)] for row, own in waiting.items()
             }
+            size = min(grower.expand(likely), left)
+            front = {
+                row: [heappop(own) for _ in range(min(size, len(own)))]
+                for row, own in waiting.items()
+            }
+            going = any(front.values())
+
+    def _choose(
+        self,
+        grower: Grower,
+        drafts: DraftedTokens,
+        plans: Mapping[int, Plan],
+        chains: Mapping[int, int],
+    ) -> None:
+        """Choose what to verify of rows: what steps said, and what other sources know.
+
+        Args:
+            chains: of each row, how many of its drafted tokens are verified in any case.
+        """
+        trees: dict[int, list[Node]] = {}
+        for row, chain in chains.items():
+            if row in drafts.said:
+                drafts.others[row] = plans[row].others
+                joined = [
+                    Joined(
+                        each,
+                        conditional(each) or grower.copied(number, row),
+                        grower.instead(number),
+                    )
+                    for number, each in plans[row].others
+                ]
+                root, most = drafts.said[row], self.longest
+                trees[row] = grown(root, most, joined, chain=chain, ends=self.eos[row])
+        if not trees:
+            return
+        width = grower.widen(
+            {row: (chains[row], [node.chance for node in nodes]) for row, nodes in trees.items()}
         )
         for row, nodes in trees.items():
-            tokens = drafts.tokens[row]
-            if kept := nodes[: max(0, width - len(tokens))]:
-                drafts.parents[row] = [*range(len(tokens)), *(node.parent for node in kept)]
-                tokens += [node.token for node in kept]
-                drafts.lengths[row] = len(tokens)
-        return steps if state.prefix or not drafts.parents else 0
+            kept = nodes[: max(width, chains[row])]
+            drafts.tokens[row] = [node.token for node in kept]
+            drafts.lengths[row] = len(kept)
+            parents = [node.parent for node in kept]
+            if parents != [*range(len(kept))]:
+                drafts.parents[row] = parents
 
     def learn(self, drafts: DraftedTokens, row: int, tokens: Sequence[int]) -> None:
-        """Tell the controller how good a row's chain was, and what was second-best or known."""
-        if self._grower is None or row not in drafts.chains:
-            return
-        best, seconds = zip(*drafts.chains[row], strict=True)
-        right = in_common(best, tokens)
-        wrong = right < len(best)
-        self._grower.see_second(row, right, wrong and seconds[right] == tokens[right])
-        for number, each in drafts.others[row] if wrong else ():
-            known, parents = each.tokens or (), each.parents or range(each.length)
-            path = along(parents, known, tokens[:right])
-            if len(path) == right:
+        """Tell the controller how good was what a draft said along a row's new tokens."""
+        said = drafts.said.get(row)
+        for depth, token in enumerate(tokens):
+            if said is None or self._grower is None:
+                return
+            rank = said.tokens.index(token) if token in said.tokens else None
+            self._grower.see_rank(row, said.confidence, rank)
+            for number, each in drafts.others.get(row, ()) if rank != 0 else ():
+                known, parents = each.tokens or (), each.parents or range(each.length)
+                path = along(parents, known, tokens[:depth])
                 at = path[-1] if path else 0
-                here = [token for token, own in zip(known, parents, strict=True) if own == at]
-                if here and best[right] not in here:
-                    self._grower.see_instead(number, tokens[right] in here)
+                here = [one for one, own in zip(known, parents, strict=True) if own == at]
+                if len(path) == depth and here and said.tokens[0] not in here:
+                    self._grower.see_instead(number, token in here)
+            said = said.behind.get(token)
+
+
+class _Live(NamedTuple):
+    """A token that a pass may draft on.
+
+    Attributes:
+        less: its chance, less than 0, so that the likeliest come first.
+        parent: the number of what it follows among all that has been fed.
+        onto: what was said of its place.
+    """
+
+    less: float
+    order: int
+    depth: int
+    parent: int
+    token: int
+    onto: Place | None
 
 
 def on_host(*values: Tensor) -> list[list[float]]:

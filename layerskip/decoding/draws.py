@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerskip.decoding.growing import Place
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import (
     DRAFT,
@@ -53,8 +54,7 @@ class DraftedTokens:
             token, drafted or emitted, and what more is known; short rows are padded.
         known: the rows whose drafted tokens were known without a step.
         parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
-        chains: of rows that took steps where branches may be, the tokens that these drew, and the
-            second-best ones.
+        said: of rows that took steps where branches may be, what these said, from the root on.
         others: of these rows, the numbers of other sources, and what they propose.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens.
@@ -71,7 +71,7 @@ class DraftedTokens:
     unread: bool = False
     known: set[int] = field(default_factory=set)
     parents: dict[int, Sequence[int]] = field(default_factory=dict)
-    chains: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    said: dict[int, Place] = field(default_factory=dict)
     others: dict[int, Sequence[tuple[int, Proposal]]] = field(default_factory=dict)
 
     def token(self, position: Position) -> int:

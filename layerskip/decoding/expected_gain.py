@@ -31,6 +31,7 @@ _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
+_LEAST_SECOND = 0.05  # the least chance of a second token that a step takes
 AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
@@ -53,6 +54,7 @@ class _Source:
         self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
         self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
         self.step = costs.draft
+        self.wider = costs.verify_cost(2) - 1.0
         length = optimal_draft_length(_HOPE, costs, self.most)
         hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self.longest = self.most if hope >= _LEAST_GAIN else 0
@@ -91,9 +93,8 @@ class _Row:
     """P(all tokens drafted in this round are accepted)."""
     bins: list[int] = field(default_factory=list)
     """Bins of the confidences of this round's tokens."""
-    chain: tuple[int, int] | None = None
-    """The length of this round's chain, and how many of its tokens were right, where others were
-    beside it."""
+    told: bool = False
+    """Whether `see_rank` was called."""
 
 
 @dataclass(slots=True)
@@ -113,6 +114,8 @@ class _Round:
     judges: list[int] = field(default_factory=list)
     """The rows whose gains and costs decide."""
     steps: int = 0
+    wide: int = 0
+    """How many of them took two tokens of a row."""
     probing: bool = False
     accepted: dict[int, int] = field(default_factory=dict)
     """By row, for the rows that have reported."""
@@ -155,8 +158,8 @@ class ExpectedGain(Controller):
         priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
         ahead: how many tokens a row may be before the slowest one and still count; where rows join
             and leave, all do.
-        branches: whether second-best tokens are verified beside a chain where they are expected to
-            pay, each by its chance and what another token in a pass costs.
+        branches: whether trees are drafted, with second-best tokens, where these are expected to
+            pay: each by its chance and what another token in a pass costs.
 
     Raises:
         ValueError: not as many priors as costs.
@@ -260,7 +263,7 @@ class ExpectedGain(Controller):
             if round_.offers and round_.offers[number].matches is not None:
                 state.limit = min(state.limit, round_.cut)
                 self._count(row, state.limit)
-        state.survival, state.chain = 1.0, None
+        state.survival, state.told = 1.0, False
         state.bins.clear()
         return state.limit
 
@@ -286,14 +289,35 @@ class ExpectedGain(Controller):
         round_.steps += goes_on
         return goes_on
 
-    def ranks(self, row: int, confidences: Sequence[float]) -> Sequence[Sequence[float]]:
-        bins, source = list(map(bin_of, confidences)), self._taken
-        self._rows[row].bins = bins  # with the last one's, after which nobody was asked to go on
-        chances = [source.acceptance.given_confidence[each] for each in bins]
-        return [
-            (chance, (1.0 - chance) * source.seconds.given_wrong(each))
-            for chance, each in zip(chances, bins, strict=True)
-        ]
+    def rates(self, confidence: float) -> Sequence[float]:
+        confidence_bin, source = bin_of(confidence), self._taken
+        best = source.acceptance.given_confidence[confidence_bin]
+        return best, (1.0 - best) * source.seconds.given_wrong(confidence_bin)
+
+    def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
+        round_, source = self._round, self._taken
+        judged = [rows[row] for row in round_.judges if row in rows]
+        price = len(round_.judges) * self.rate
+        right = source.acceptance.next
+        beside = (1.0 - right) * source.seconds.mean
+        likely = sum(chances[0] for chances in judged if chances)
+        second = right * sum(chances[1] for chances in judged if len(chances) > 1)
+        # another token in a step is taken to cost what it does in a pass of the target
+        wider = source.step * source.wider
+        nodes = min(round_.steps + round_.wide, source.most - 1)
+        least = price * (wider + source.step_costs[nodes] - source.step)
+        both = second > max(least, _LEAST_SECOND * len(judged))
+        gain, alive = (second - price * wider) if both else 0.0, likely
+        for steps in range(round_.steps, source.most):
+            cost = source.step_costs[min(steps + round_.wide, source.most - 1)]
+            gain += alive * right - price * cost
+            gain += max(0.0, alive * beside - price * (cost - source.step))
+            alive *= right
+            if gain > 0.0:
+                round_.steps += 1
+                round_.wide += both
+                return 1 + both
+        return 0
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
         offer, copies = (self._round.offers or ())[draft], self._sources[draft].copies
@@ -305,24 +329,24 @@ class ExpectedGain(Controller):
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         round_, source = self._round, self._taken
-        width = max(round_.steps, round_.known)
-        longest = max(chain + len(chances) for chain, chances in rows.values())
-        judged = [rows[row] for row in round_.judges if row in rows]
+        width = max(round_.known, *(chain for chain, _ in rows.values()))
+        longest = max(len(chances) for _, chances in rows.values())
+        judged = [chances for row, (_, chances) in rows.items() if row in round_.judges]
         gain = best = 0.0
         for wider in range(width + 1, min(longest, source.most) + 1):
-            more = (chances[wider - chain - 1 :][:1] for chain, chances in judged)
-            gain += sum(map(sum, more))
+            gain += sum(chances[wider - 1] for chances in judged if len(chances) >= wider)
             cost = source.step_costs[wider - 1] - source.step
             gain -= len(round_.judges) * self.rate * cost
             if gain > best:
                 best, round_.known = gain, wider
         return max(width, round_.known)
 
-    def see_second(self, row: int, right: int, second: bool) -> None:
-        state = self._rows[row]
-        state.chain = len(state.bins), right
-        if right < len(state.bins):
-            self._taken.seconds.observe(state.bins[right], second)
+    def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
+        confidence_bin, source = bin_of(confidence), self._taken
+        self._rows[row].told = True
+        source.acceptance.observe(confidence_bin, rank == 0)
+        if rank != 0:
+            source.seconds.observe(confidence_bin, rank == 1)
 
     def see_instead(self, draft: int, right: bool) -> None:
         self._sources[draft].others.observe(0, right)
@@ -330,9 +354,9 @@ class ExpectedGain(Controller):
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken
         round_.accepted[row] = accepted
-        chain, right = state.chain or (drafted, accepted)
-        self._count(row, chain)
-        cost = source.cost(round_.steps, round_.known)
+        if not state.told:
+            self._count(row, drafted)
+        cost = source.cost(round_.steps, round_.known) + round_.wide * source.step * source.wider
         decay = _RATE_DECAY**cost
         state.tokens = state.tokens * decay + accepted + 1
         state.cost = state.cost * decay + cost
@@ -340,11 +364,11 @@ class ExpectedGain(Controller):
         number = round_.lookups.get(row, round_.source or 0)
         state.losses[number] += cost - accepted - 1
         state.loss_allowed += _LOSS_SHARE * (accepted + 1)
-        if round_.offers and round_.offers[number].matches is not None:
-            return  # `learn` counts looked-up tokens
-        for position in range(min(chain, right + 1)):
+        if state.told or (round_.offers and round_.offers[number].matches is not None):
+            return  # `see_rank` has counted its places; `learn` counts looked-up tokens
+        for position in range(min(drafted, accepted + 1)):
             confidence_bin = state.bins[position] if position < len(state.bins) else None
-            source.acceptance.observe(confidence_bin, position < right)
+            source.acceptance.observe(confidence_bin, position < accepted)
 
     def _count(self, row: int, drafted: int) -> None:
         """Count a row's draft of so many tokens in what the round costs."""
@@ -472,7 +496,9 @@ class ExpectedGain(Controller):
         taken.acceptance.estimate()
         taken.unused = 0.0
         won = sum(round_.accepted.get(row, 0) for row in round_.judges)
-        extra = taken.cost(round_.steps, round_.known) - 1.0
+        extra = (
+            taken.cost(round_.steps, round_.known) - 1.0
+        )  # steps of two tokens counted as of one
         if not round_.probing:
             taken.probe_interval = taken.first_interval
         elif won > len(round_.judges) * self.rate * extra:

@@ -268,15 +268,22 @@ class Passes:
         return states[places, slots.clamp(max=states.shape[1] - 1)]
 
     @in_inference_mode
-    def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
+    def draft_step(
+        self,
+        tokens: Tensor,
+        offset: int,
+        draft: int = 0,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
         Tokens outside the draft vocabulary have -inf. A round takes one source, and its offsets
-        are 0, 1, 2, ... without gaps.
+        are 0, 1, 2, ... without gaps. Or several tokens of each row, (R, T), with what every token
+        of the round follows; then logits are (R, T, V) (see `State.wide`).
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
-        hidden, step = self._feed(tokens[:, None], offset)
+        hidden, step = self._feed(tokens[:, None] if parents is None else tokens, offset, parents)
         return state.step(tokens, hidden, step, offset)
 
     @in_inference_mode

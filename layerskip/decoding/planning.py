@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
-from itertools import count
 from typing import NamedTuple
 
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.branches import along, trunk
-
-_LEAST = 0.02  # the least chance of a token beside a chain
 
 
 class Plan(NamedTuple):
@@ -139,109 +135,6 @@ def usable(
         allowed = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
         kept &= {*range(allowed + 1)}
     return proposal.some(sorted(kept)[1:])
-
-
-class Node(NamedTuple):
-    """A token that may be verified beside a chain: its chance, what it follows, and itself."""
-
-    chance: float
-    parent: int
-    token: int
-
-
-class Joined(NamedTuple):
-    """A proposal that joins a chain.
-
-    Attributes:
-        rates: how likely each of its tokens is to be right where what it follows is.
-        instead: that likely is one where the chain's token is another one, and wrong.
-    """
-
-    proposal: Proposal
-    rates: Sequence[float]
-    instead: float
-
-    def behind(self, node: int) -> list[int]:
-        """The nodes that follow one."""
-        parents = self.proposal.parents
-        if parents is None:
-            return [node + 1] if node < self.proposal.length else []
-        return [each for each, parent in enumerate(parents, 1) if parent == node]
-
-    def token(self, node: int) -> int:
-        return (self.proposal.tokens or ())[node - 1]
-
-
-def conditional(proposal: Proposal) -> list[float]:
-    """How likely each of a proposal's tokens is to be right if what it follows is, if it tells."""
-    chances, parents = proposal.chances or (), proposal.parents or range(proposal.length)
-    before = [1.0, *chances]
-    return [own / before[parent] for own, parent in zip(chances, parents, strict=False)]
-
-
-def beside(
-    places: Sequence[Sequence[tuple[int, float]]],
-    most: int,
-    joined: Sequence[Joined] = (),
-    *,
-    everywhere: bool = False,
-    ends: frozenset[int] = frozenset(),
-) -> list[Node]:
-    """The most promising tokens beside a chain and behind it, best first, numbered on behind it.
-
-    Args:
-        places: of the chain, from the root on, the best tokens and the chances of each if what is
-            before the place is right; the chain's own comes first.
-        joined: what others propose.
-        everywhere: whether a place's tokens are the same behind any, not only behind the chain's.
-        ends: tokens behind which nothing follows.
-    """
-    found: list[Node] = []
-    waiting: list[tuple[float, int, int, int, int]] = []  # -chance, order, parent, token, depth
-    order = count()
-    # by what they follow and themselves, where tokens are in the joined proposals
-    stand: dict[tuple[int, int], list[tuple[Joined, int]]] = {}
-
-    def grow(
-        node: int, chance: float, depth: int, here: Sequence[tuple[Joined, int]], own: bool
-    ) -> list[tuple[Joined, int]]:
-        """Let what may follow a node wait; for those of the chain, where it goes on in the joined.
-
-        Args:
-            here: where the node is in the joined.
-            own: whether the place's own tokens may follow.
-        """
-        (next_one, sure), *others = places[depth] if own else [(-1, 0.0)]
-        rates = dict(others)
-        on_chain = own and node == depth
-        if own and not on_chain:
-            rates[next_one] = sure
-        for each, at in here:
-            for child in each.behind(at):
-                token, rate = each.token(child), each.rates[child - 1]
-                stand.setdefault((node, token), []).append((each, child))
-                if on_chain:
-                    rate = (1.0 - sure) * each.instead
-                if not on_chain or token != next_one:
-                    rates[token] = max(rate, rates.get(token, 0.0))
-        for token, rate in rates.items():
-            if token >= 0 and chance * rate >= _LEAST:
-                heappush(waiting, (-chance * rate, next(order), node, token, depth + 1))
-        return stand.get((node, next_one), [])
-
-    chance, here = 1.0, [(each, 0) for each in joined]
-    for depth, ((_, rate), *_) in enumerate(places):
-        here = grow(depth, chance, depth, here, own=True)
-        chance *= rate
-    grow(len(places), chance, len(places), here, own=False)
-    while waiting and len(found) < most:
-        less, _, parent, token, depth = heappop(waiting)
-        found.append(Node(-less, parent, token))
-        if token not in ends:
-            own = everywhere and depth < len(places)
-            here = stand.get((parent, token), [])
-            grow(len(places) + len(found), -less, depth, here, own)
-    return found
 
 
 def trunk_first(proposal: Proposal) -> Proposal:

@@ -206,6 +206,8 @@ class State:
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
         longest: as in `Source`, for this batch.
+        wide: whether `step` takes several tokens of a row at once, with branches: then they are
+            (R, T), and so are its logits, (R, T, V). Without a prefix only.
         everywhere: whether what it says of a place is the same, whatever was drafted before it.
         reads_logits: whether `read` is called.
         caches: keys and values of its own, whose rows lie where the batch's do.
@@ -216,6 +218,7 @@ class State:
     tap: int | None = None
     whole_prompts = True
     longest: int | None = None
+    wide = False
     everywhere = False
     reads_logits = False
     caches: Sequence[RowCache] = ()

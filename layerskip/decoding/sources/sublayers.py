@@ -64,10 +64,12 @@ class _State(State):
     def __init__(self, batch: Batch, source: SublayerDraft, blocks: Sequence[Block]) -> None:
         super().__init__(batch)
         self.prefix, self.kept = source.prefix, len(source.skip.kept())
+        self.wide = not self.prefix
         self.blocks = blocks
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        return self.batch.model.backend.run(hidden, step, self.blocks)[:, 0]
+        raw = self.batch.model.backend.run(hidden, step, self.blocks)  # (R, T, V)
+        return raw[:, 0] if tokens.dim() == 1 else raw
 
 
 class SharedSteps(Steps):
