@@ -181,6 +181,32 @@ class _Xgrammar(Grammar):
         return bool(self.matcher.is_completed())
 
 
+def response_format(
+    given: Mapping[str, Any], tokenizer: Any, *, eos: Sequence[int] | None = None
+) -> list[Grammar]:
+    """What a `response_format` of OpenAI's interface asks for, as logits processors; text: none.
+
+    Raises:
+        ValueError: it is none, or as for `json_schema`.
+    """
+    match given:
+        case {"type": "text", **more} if not more:
+            return []
+        case {"type": "json_object", **more} if not more:
+            schema: dict[str, Any] = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **about}, **more} if (
+            not more and about.keys() <= {"name", "description", "strict"}
+        ):
+            pass
+        case _:
+            raise ValueError(
+                'response_format must be {"type": "json_schema", "json_schema": {"schema": ...}} '
+                "(there with a name, a description and strict, if you like), "
+                '{"type": "json_object"} or {"type": "text"}'
+            )
+    return [json_schema(schema, tokenizer, eos=eos)]
+
+
 def json_schema(
     schema: Mapping[str, Any] | str,
     tokenizer: Any,

@@ -265,11 +265,12 @@ class TestAnswers:
         age = json.loads(got.choices[0].message.content or "")
         assert list(age) == ["age"]
         assert 0 <= age["age"] <= 99
-        form["json_schema"]["schema"] = {"type": "colour"}
-        with pytest.raises(openai.BadRequestError, match="response_format"):
-            place.client.completions.create(
-                prompt=STORY, extra_body={"response_format": form}, **GREEDY
-            )
+        wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
+        for form in wrong, {"type": "json_object", "colour": 1}:
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                place.client.completions.create(
+                    prompt=STORY, extra_body={"response_format": form}, **GREEDY
+                )
 
     def test_eight_clients_at_once_get_their_lone_texts(self, place: Place) -> None:
         async def one(client: openai.AsyncOpenAI, seed: int) -> str:

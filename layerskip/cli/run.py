@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -217,6 +217,8 @@ def _open(
     opening = open_decoding(draft, sources, drafting, sampling, loading, talk, check)
     with opening as (loaded, _, settings, _):
         from layerskip.checkpoints import encode
+        from layerskip.grammars import response_format
+        from layerskip.requests import end_tokens
         from layerskip.serving.files import Answering
         from layerskip.serving.scheduler import Serving
         from layerskip.session import share
@@ -234,7 +236,11 @@ def _open(
             max_queue=2 * _AHEAD * max_rows,
             **settings,
         )
-        kept = lru_cache(16)(partial(_kept_to, loaded))
+        ends = sorted(end_tokens(loaded.model)) or None
+
+        @lru_cache(16)
+        def kept(form: str) -> Sequence[Any]:
+            return response_format(json.loads(form), loaded.tokenizer, eos=ends)
 
         def task_of(number: int, prompt: Prompt) -> Task:
             from transformers import RepetitionPenaltyLogitsProcessor
@@ -268,26 +274,6 @@ def _device(name: str) -> str:
         if torch.cuda.is_available():
             return f"cuda:{int(own) % torch.cuda.device_count()}"
     return name
-
-
-def _kept_to(loaded: Loaded, response_format: str) -> list[Any]:
-    """What a prompt's own `response_format`, as JSON, asks for, as a logits processor."""
-    from layerskip.grammars import json_schema
-    from layerskip.requests import end_tokens
-
-    match json.loads(response_format):
-        case {"type": "text"}:
-            return []
-        case {"type": "json_object"}:
-            schema: dict[str, Any] = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
-        case _:
-            raise ValueError(
-                'response_format must be {"type": "json_schema", "json_schema": {"schema": ...}}, '
-                '{"type": "json_object"} or {"type": "text"}'
-            )
-    return [json_schema(schema, loaded.tokenizer, eos=sorted(end_tokens(loaded.model)) or None)]
 
 
 class _Told:

@@ -9,14 +9,13 @@ from typing import Any
 
 from transformers import SequenceBiasLogitsProcessor
 
-from layerskip.grammars import json_schema
+from layerskip.grammars import response_format
 from layerskip.requests import end_tokens
 from layerskip.serving.fields import (
     Asked,
     ChatAsked,
     CompletionAsked,
     Content,
-    Json,
     Message,
     Refusal,
 )
@@ -189,11 +188,9 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
     """`response_format` as a processor; it serves any number of texts."""
     if asked.response_format is None:
         return []
-    schema: dict[str, Any] = {"type": "object"}
-    if isinstance(asked.response_format, Json):
-        schema = asked.response_format.json_schema.given
+    ends = sorted(served.ends) or None
     try:
-        return [json_schema(schema, served.tokenizer, eos=sorted(served.ends) or None)]
+        return [*response_format(asked.response_format, served.tokenizer, eos=ends)]
     except ValueError as error:
         raise Refusal(400, f"response_format: {error}", param="response_format") from error
 

@@ -22,7 +22,6 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -95,22 +94,6 @@ class Prediction(_Fields):
     content: Content
 
 
-class Schema(_Fields):
-    name: str = ""
-    description: str = ""
-    strict: bool = True
-    given: dict[str, Any] = Field(alias="schema")
-
-
-class Json(_Fields):
-    type: Literal["json_schema"]
-    json_schema: Schema
-
-
-class AnyJson(_Fields):
-    type: Literal["json_object"]
-
-
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -134,7 +117,7 @@ class Asked(_Fields):
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     prediction: Prediction | None = None
-    response_format: Json | AnyJson | None = Field(None, discriminator="type")
+    response_format: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
