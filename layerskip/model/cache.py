@@ -4,7 +4,8 @@ There is one buffer per attention layer, written by position. To roll back, the 
 row's length; the slots behind it are overwritten before anything reads them. Keys and values are
 copied when the buffers grow and when `keep` drops rows. They never hold more than the longest text
 asked for, and until then a sixteenth or 256 slots more than are in use: what a copy reads is little
-beside what that many tokens read. One layer's buffers are there twice while they are copied. Where
+beside what that many tokens read. While they are copied, what lies on one chunk of memory (see
+`pages`) is there twice. Where
 kernels are compiled for a size they grow by half, to one of few sizes.
 Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
 full, the base moves up to what the shortest row still sees. So they hold its window, what other
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from layerskip.model.branches import Branches
+from layerskip.model.pages import Pages
 
 _MORE = 256  # slots that buffers grow by, at least
 LINE = 16  # bases are a multiple: native passes sum slots by so many
@@ -77,6 +79,7 @@ class RowCache:
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self._pages = Pages()
         self.firsts: list[int] = []  # of each row of the pass, its first slot
         self.active: range | None = None  # the rows of the pass; None: all
         self.start = 0  # the same, where all rows share it
@@ -157,11 +160,11 @@ class RowCache:
             first, count: the slots to be moved, of those that the buffers hold.
         """
         copied = 0
-        for buffers in (self.keys, self.values):
-            for layer in layers:
+        for layer in layers:
+            for buffers in (self.keys, self.values):
                 old = buffers[layer]
                 shape = (self.rows, old.shape[1], self.held(layer)[1], old.shape[3])
-                new = old.new_zeros(shape)  # (B, H, S, D)
+                new = self._pages.zeros(shape, old)  # (B, H, S, D)
                 moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
                 new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
@@ -298,7 +301,7 @@ class RowCache:
     ) -> None:
         # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
         shape = (self.rows, heads, self.held(layer)[1], width)
-        buffers[layer] = like.new_zeros(shape)  # (B, H, S, D)
+        buffers[layer] = self._pages.zeros(shape, like)  # (B, H, S, D)
 
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
         """What a row has in slots first .. end - 1: keys and values by layer, views (H, n, D).

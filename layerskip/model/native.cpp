@@ -30,6 +30,7 @@
 #include "draws.h"
 #include "integers.h"
 #include "matrix.h"
+#include "pages.h"
 #include "pointwise.h"
 #include "products.h"
 #include "stamps.h"
@@ -844,6 +845,8 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disturbed", [] { return crew.disturbed(); });
   module.def("limit_threads", &limit_threads);
+  module.def("move_to_huge_pages", &move_to_huge_pages,
+             py::call_guard<py::gil_scoped_release>());
   module.def("stamps", &taken_stamps);
   module.def("tiles_refusal", &tiles::refusal);
   module.def("wide_products", &wide_products);

@@ -116,6 +116,7 @@ class Native(Fused):
         self.extension = extension()
         self.drawn = self.extension.drawn
         self.plan = self.extension.Plan()
+        self._fresh: list[Tensor] = []  # weights whose pages no pass has looked at
         self.blocks = tuple(
             self._native(model.parts[sublayer // 2], bool(sublayer % 2), fused, self._exact)
             for sublayer, fused in enumerate(self.blocks)
@@ -232,6 +233,9 @@ class Native(Fused):
         angles: list[Any] = []
         bases: list[int] = []
         inputs = None
+        if self._fresh:
+            fresh, self._fresh = self._fresh, []
+            self.extension.move_to_huge_pages(fresh)
         if step is not None:
             cache, inputs = step.cache, step.inputs
             firsts, angles = cache.firsts, step.rotary.angles
@@ -358,6 +362,7 @@ class Native(Fused):
         return self.extension.Norm(weight, epsilon, self.model.family.norm)
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
+        self._fresh.append(module.weight)
         return self.extension.Matrix(module.weight, module.bias)
 
     def _low(self, module: nn.Linear | TrimmedHead, bits: int, deltas: Deltas | None = None) -> Any:
@@ -367,6 +372,7 @@ class Native(Fused):
         self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
     ) -> Any:
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
+        self._fresh.append(copy.numbers)
         delta = None if deltas is None else deltas.added_to(weight, bits)
         inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
