@@ -33,11 +33,32 @@ constexpr int64_t BLOCK = 96;           // queries that go through a text togeth
 constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
 constexpr int WEIGHING = 6;                     // and whose values are
 constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value
+constexpr int64_t FEW = LANES / 4;              // queries of which a vector has a piece each
+constexpr int64_t DISTANCE = 8 << 10;           // bytes between a few queries' reads and fetches
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // The slots from first to last that a query sees, besides those below the layer's sink.
 struct Query {
   int64_t first, last;
+};
+
+// What is fetched while the keys or values (slots, width) of a segment are read: what lies so many
+// slots further on; behind the last one what is read then.
+template <typename S>
+struct Ahead {
+  const S *rows, *then;
+  int64_t left, width;
+
+  Ahead(const S* rows, int64_t slots, int64_t width, int64_t distance, const S* then)
+      : rows(rows + distance * width), then(then), left(slots - distance), width(width) {}
+  Ahead behind(int64_t numbers) const {
+    Ahead moved = *this;
+    moved.rows += numbers, moved.then += numbers;
+    return moved;
+  }
+  const S* at(int64_t slot) const {
+    return slot < left ? rows + slot * width : then + (slot - left) * width;
+  }
 };
 
 inline int64_t up_to(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -127,6 +148,21 @@ inline Vec piece_sums(const Vec (&x)[GROUPS]) {
       all[r + g] = (some[r] + some[r + 2]) + (some[r + 1] + some[r + 3]);
   }
   return Vec::loadu(all);
+#endif
+}
+
+// A vector's first `count` pieces, one every SEGMENT numbers.
+inline void store_pieces(const Vec& x, int64_t count, float* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_storeu_ps(to, _mm512_castps512_ps128(x));
+  if (count > 1) _mm_storeu_ps(to + SEGMENT, _mm512_extractf32x4_ps(x, 1));
+  if (count > 2) _mm_storeu_ps(to + 2 * SEGMENT, _mm512_extractf32x4_ps(x, 2));
+  if (count > 3) _mm_storeu_ps(to + 3 * SEGMENT, _mm512_extractf32x4_ps(x, 3));
+#else
+  float some[LANES];
+  x.store(some);
+  for (int64_t r = 0; r < std::min(count, LANES / 4); ++r)
+    std::copy_n(some + 4 * r, 4, to + r * SEGMENT);
 #endif
 }
 
@@ -240,11 +276,67 @@ struct Kernel {
     for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
   }
 
-  // Values of some slots, weighed for COUNT queries: WIDE vectors of each. AHEAD: as many numbers
-  // from `next` on are fetched meanwhile. `more`: they are added to what is there.
-  template <int COUNT, int WIDE, bool AHEAD>
+  // Whether keys can be multiplied as they lie.
+  static bool as_they_lie(int64_t width) {
+    return (PAIRS || std::is_same_v<S, float>) && width % (LANES * PACK) == 0;
+  }
+
+  // At most FEW packed queries piece by piece: a vector has the same one of each.
+  static void pack_few(const float* q, int64_t count, int64_t deep, float* to) {
+    const float* rows[FEW];
+    for (int64_t i = 0; i < deep; i += LANES) {
+      for (int64_t r = 0; r < FEW; ++r) rows[r] = q + std::min(r, count - 1) * deep + i;
+      pieces(rows, to + i * FEW, LANES);
+    }
+  }
+
+  // Scores of at most FEW queries at a line of slots, in the order of `ask`. Keys are read where
+  // they lie, each piece for all queries at once: for so few packing keys costs more than it saves.
+  // As many bytes from `next` on are fetched meanwhile.
+  static void ask_few(const float* keys, int64_t deep, const float* q, int64_t count, float scale,
+                      const S* next, float* out) {
+    constexpr int64_t SLOTS = 2 * GROUPS;
+    const char* fetched = reinterpret_cast<const char*>(next);
+    for (int64_t s = 0; s < LINE; s += SLOTS, keys += SLOTS * deep) {
+      Vec sums[2][GROUPS];
+#pragma GCC unroll 8
+      for (int k = 0; k < SLOTS; ++k) sums[k / GROUPS][k % GROUPS] = Vec(0.0f);
+      for (int64_t i = 0; i < deep; i += 4, fetched += 128) {
+        __builtin_prefetch(fetched, 0, 2);
+        __builtin_prefetch(fetched + 64, 0, 2);
+        const Vec x = held(Vec::loadu(q + i * FEW));
+#pragma GCC unroll 8
+        for (int k = 0; k < SLOTS; ++k) {
+          Vec& sum = sums[k / GROUPS][k % GROUPS];
+          sum = add(sum, repeated(keys + k * deep + i), x);
+        }
+      }
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; ++g)
+        store_pieces(piece_sums(sums[g]) * Vec(scale), count, out + s + GROUPS * g);
+    }
+  }
+
+  // What `pack_values` makes of two slots' values, WIDE vectors of it.
+  template <int WIDE>
+  static void paired(const S* values, int64_t width, Vec* out) {
+#if defined(CPU_CAPABILITY_AVX512)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; v += 2) {
+      const __m512i a = _mm512_loadu_si512(values + v * LANES);
+      const __m512i b = _mm512_loadu_si512(values + width + v * LANES);
+      out[v] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
+      out[v + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b));
+    }
+#endif
+  }
+
+  // Values of some slots, weighed for COUNT queries: WIDE vectors of each. LIE: they are pairs that
+  // nobody has packed. AHEAD: as many numbers are fetched meanwhile. `more`: they are added to what
+  // is there.
+  template <int COUNT, int WIDE, bool LIE, bool AHEAD>
   static void weigh(const float* values, int64_t stride, int64_t steps, const float* powers,
-                    float* out, int64_t out_stride, const S* next, bool more) {
+                    float* out, int64_t out_stride, Ahead<S> ahead, bool more) {
     Vec sums[COUNT][WIDE];
 #pragma GCC unroll 6
     for (int j = 0; j < COUNT; ++j)
@@ -253,12 +345,17 @@ struct Kernel {
         sums[j][v] = more ? Vec::loadu(out + j * out_stride + v * LANES) : Vec(0.0f);
     for (int64_t s = 0; s < steps; ++s) {
       Vec some[WIDE];
-      if constexpr (AHEAD)
+      if constexpr (AHEAD) {
+        const S* next = ahead.at(s * PACK);
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDE; ++v)
-          __builtin_prefetch(next + (s * stride + v * LANES) * PACK, 0, 2);
+        for (int v = 0; v < WIDE; ++v) __builtin_prefetch(next + v * LANES * PACK, 0, 2);
+      }
+      if constexpr (LIE) {
+        paired<WIDE>(reinterpret_cast<const S*>(values + s * stride), stride, some);
+      } else {
 #pragma GCC unroll 4
-      for (int v = 0; v < WIDE; ++v) some[v] = held(Vec::loadu(values + s * stride + v * LANES));
+        for (int v = 0; v < WIDE; ++v) some[v] = held(Vec::loadu(values + s * stride + v * LANES));
+      }
 #pragma GCC unroll 6
       for (int j = 0; j < COUNT; ++j) {
         const Vec by(powers[j * SEGMENT + s]);
@@ -272,13 +369,15 @@ struct Kernel {
       for (int v = 0; v < WIDE; ++v) sums[j][v].store(out + j * out_stride + v * LANES);
   }
 
-  template <int WIDE, bool AHEAD>
+  template <int WIDE, bool LIE, bool AHEAD>
   static void weigh_all(int count, const float* values, int64_t stride, int64_t steps,
-                        const float* powers, float* out, int64_t out_stride, const S* next,
+                        const float* powers, float* out, int64_t out_stride, Ahead<S> ahead,
                         bool more) {
     switch (count) {
-#define SOME(N) \
-  case N: weigh<N, WIDE, AHEAD>(values, stride, steps, powers, out, out_stride, next, more); break;
+#define SOME(N)                                                                                 \
+  case N:                                                                                       \
+    weigh<N, WIDE, LIE, AHEAD>(values, stride, steps, powers, out, out_stride, ahead, more);    \
+    break;
       SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #undef SOME
     }
@@ -335,6 +434,8 @@ struct Kernel {
   static void store_rounded(const Vec& x, S* to) {
     if constexpr (std::is_same_v<S, float>) {
       x.store(to);
+    } else if constexpr (PAIRS) {
+      store_rounded_pairs(x, to);
     } else {
       at::vec::convert_from_float<S>(x, x).store(to, static_cast<int>(LANES));
     }
@@ -359,12 +460,23 @@ struct Kernel {
     float* scores = others + SEGMENT * wide;
     S* gathered = reinterpret_cast<S*>(scores + BLOCK * SEGMENT);
     const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
+    const bool few = MANY_REGISTERS && count <= FEW && as_they_lie(width);
+    if (few) pack_few(q, count, deep, others);
+    // many queries compute for longer than memory takes for a segment: it is fetched whole
+    const int64_t near = up_to(DISTANCE / (width * static_cast<int64_t>(sizeof(S))), LINE);
+    const int64_t distance = count <= WEIGHING ? std::min(slots, near) : slots;
     // scores of queries from .. to at some slots, which lie `place` behind the first one
     const auto ask_all = [&](const S* keys, const S* values, int64_t slots, int64_t place,
                              int64_t from, int64_t to) {
+      const Ahead<S> ahead(keys, slots, width, distance, values);
       for (int64_t s = 0; s < slots; s += LINE) {
         // memory is kept busy: while keys are read their values are fetched, and then the next keys
-        if (values) fetch(values + s * width, LINE * width);
+        if (few && values && s + LINE <= slots) {
+          ask_few(reinterpret_cast<const float*>(keys + s * width), deep, others, count, scale,
+                  ahead.at(s), scores + s);
+          continue;
+        }
+        if (values) fetch(ahead.at(s), LINE * width);
         pack_keys(keys + s * width, std::min(LINE, slots - s), width, rest, line);
         for (int64_t j = from; j < to; j += ASKING) {
           const float* x = q + j * deep;
@@ -403,22 +515,34 @@ struct Kernel {
     const auto weigh_some = [&](const S* values, int64_t slots, int64_t place, int64_t from,
                                 int64_t to, const S* next) {
       const float* rows = reinterpret_cast<const float*>(values);
+      const Ahead<S> ahead(values, slots, width, distance, next);
+      int64_t lying = 0;  // slots whose values are read once, where they lie
+      if (PAIRS && MANY_REGISTERS && next && to - from <= WEIGHING && width % (SPAN * LANES) == 0)
+        lying = slots / PACK * PACK;
+      for (int64_t i = 0; lying && i < wide; i += SPAN * LANES)
+        weigh_all<SPAN, true, true>(to - from, reinterpret_cast<const float*>(values + i), wide,
+                                    lying / PACK, scores + from * SEGMENT + place / PACK,
+                                    parts + from * size + 2 + i, size, ahead.behind(i * PACK),
+                                    place > 0);
+      if (lying == slots) return;
       if (!std::is_same_v<S, float> || width != wide) {
-        pack_values(values, slots, width, others);
+        pack_values(values + lying * width, slots - lying, width, others);
         rows = others;
       }
-      const int64_t steps = (slots + PACK - 1) / PACK;
+      const int64_t steps = (slots - lying + PACK - 1) / PACK;
       for (int64_t j = from; j < to; j += WEIGHING) {
         const int some = static_cast<int>(std::min<int64_t>(WEIGHING, to - j));
-        const float* powers = scores + j * SEGMENT + place / PACK;
+        const float* powers = scores + j * SEGMENT + (place + lying) / PACK;
         if (j > from) next = nullptr;  // of the segment behind, once
         for (int64_t i = 0; i < wide;) {
           float* out = parts + j * size + 2 + i;
           const bool span = i + SPAN * LANES <= wide;
-          const auto weigh = span ? (next ? weigh_all<SPAN, true> : weigh_all<SPAN, false>)
-                                  : (next ? weigh_all<1, true> : weigh_all<1, false>);
-          const S* ahead = next ? next + i * PACK : nullptr;
-          weigh(some, rows + i, wide, steps, powers, out, size, ahead, place > 0);
+          const bool fetches = next && !lying;
+          const auto weigh =
+              span ? (fetches ? weigh_all<SPAN, false, true> : weigh_all<SPAN, false, false>)
+                   : (fetches ? weigh_all<1, false, true> : weigh_all<1, false, false>);
+          weigh(some, rows + i, wide, steps, powers, out, size, ahead.behind(i * PACK),
+                place + lying > 0);
           i += (span ? SPAN : 1) * LANES;
         }
       }
@@ -436,7 +560,9 @@ struct Kernel {
 // multiplied.
 inline std::pair<float, float> join_sums(float* all, const float* part) {
   const float most = std::max(all[0], part[0]);
-  const float before = std::exp(all[0] - most), now = std::exp(part[0] - most);
+  // one of both is 1
+  const float before = all[0] == most ? 1.0f : std::exp(all[0] - most);
+  const float now = part[0] == most ? 1.0f : std::exp(part[0] - most);
   all[0] = most;
   all[1] = std::fma(all[1], before, part[1] * now);
   return {before, now};

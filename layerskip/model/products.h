@@ -129,8 +129,14 @@ inline Vec add_pairs(Vec sums, Vec a, Vec b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(out) : "v"(__m512(a)), "v"(__m512(b)));
   return Vec(out);
 }
+inline void store_rounded_pairs(Vec x, BFloat16* to) {
+  __m256i out;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(out) : "v"(__m512(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), out);
+}
 #else
 inline bool has_pairs() { return false; }
+inline void store_rounded_pairs(Vec, BFloat16*) {}
 inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
