@@ -115,7 +115,7 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         return None
     methods, categories = (list(table[name].unique()) for name in ("method", "category"))
     lanes = len(categories) + 1
-    figure, axes = _new_figure(1.3 + 0.16 * lanes * len(methods))
+    figure, axes = new_figure(1.3 + 0.16 * lanes * len(methods))
     for place, category in enumerate(categories):
         rows = table[table["category"] == category]
         colour = _colour_of(place)
@@ -141,12 +141,12 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         _note_at_the_side(axes, text, number * lanes)
     axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
-    labels = [textwrap.fill(_clipped(name, 80), 22) for name in methods]
+    labels = [textwrap.fill(clipped(name, 80), 22) for name in methods]
     axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"times as fast as {run.baseline} (95% interval over prompts)")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     where = f", batch size {batch_size}" if len(run.batch_sizes) > 1 else ""
     by_group = table.groupby("category", sort=False)
     said = "; ".join(f"{name}: {_listed(rows, '{method} {words}')}" for name, rows in by_group)
@@ -167,7 +167,7 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
     table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
     if table["context"].nunique() < 2:
         return None
-    figure, axes = _new_figure(4.2)
+    figure, axes = new_figure(4.2)
     words = []
     for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
         rows = rows.sort_values("context")
@@ -190,7 +190,7 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of context")
     axes.set_ylabel("tokens a second")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     where = f", batch size {batch_size}" if len(run.batch_sizes) > 1 else ""
     return Plot(
         f"contexts-batch-{batch_size}" if where else "contexts",
@@ -206,16 +206,16 @@ def positions(run: Run) -> Plot | None:
     table = table[table["tried"] > 0] if len(table) else table
     if not len(table):
         return None
-    figure, axes = _new_figure(3.6)
+    figure, axes = new_figure(3.6)
     words = []
     for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
-        _add_line(axes, number, rows["position"], rows["acceptance"], str(method))
+        add_line(axes, number, rows["position"], rows["acceptance"], str(method))
         words.append(f"{method} {_listed(rows.head(4), '{acceptance:.2f}')}")
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("place in the draft")
     axes.set_ylabel("accepted, if all before it were")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     alt = f"Acceptance of the first, second, ... drafted token: {'; '.join(words)}."
     return Plot("positions", "Acceptance by position", alt, figure)
 
@@ -224,7 +224,7 @@ def phases(run: Run) -> Plot:
     """Where a token's time goes, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
-    figure, axes = _new_figure(1.3 + 0.38 * len(table))
+    figure, axes = new_figure(1.3 + 0.38 * len(table))
     places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
     for phase, (word, colour, hatch) in PHASES.items():
@@ -235,11 +235,11 @@ def phases(run: Run) -> Plot:
                 linewidth=0.5,
             )  # fmt: skip
         left += values
-    axes.set_yticks(places, [_clipped(method, 30) for method in table["method"]])
+    axes.set_yticks(places, [clipped(method, 30) for method in table["method"]])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("milliseconds per new token")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     parts = []
     for _, row in table.iterrows():
         known = [
@@ -322,7 +322,7 @@ _KINDS = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 
 def skip_map(name: str, rows: Sequence[SkipMapRow], layers: int) -> Plot:
     """What drafts leave out, and what they run in low precision, a row each."""
-    figure, axes = _new_figure(1.3 + 0.21 * (len(rows) + 1))
+    figure, axes = new_figure(1.3 + 0.21 * (len(rows) + 1))
     any_low = any(row.low for row in rows)
     head = 2 * layers + 0.025 * layers  # where its column begins
     column = max(1.0, 0.04 * layers)
@@ -356,11 +356,11 @@ def skip_map(name: str, rows: Sequence[SkipMapRow], layers: int) -> Plot:
     axes.set_xlim(0, head + column if any_low else 2 * layers)
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_yticks(range(len(rows)), [_clipped(row.name, 28) for row in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [clipped(row.name, 28) for row in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set_xlabel("layer (right: speedup, measured where it was)")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     alt = f"{len(rows)} drafts, among them: {'; '.join(row.words() for row in rows[:5])}."
     return Plot(name, "What the drafts leave out" + " or round" * any_low, alt, figure)
 
@@ -372,7 +372,7 @@ def search_front(search: Search) -> Plot | None:
         return None
     known = searches.finalists(search)
     known = known.dropna(subset=["alpha"]) if len(known) else known
-    figure, axes = _new_figure(4.6)
+    figure, axes = new_figure(4.6)
     points = axes.scatter(
         table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
         c=table["score"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
@@ -391,7 +391,7 @@ def search_front(search: Search) -> Plot | None:
     axes.set_xlim(left=0)
     axes.set_xlabel("c: draft step / target step")
     axes.set_ylabel("alpha: a draft token is accepted")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     names = _listed(known, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
@@ -410,11 +410,11 @@ def training_curve(of: Trainings) -> Plot:
     """Overlap of the first step with the target's law against tokens, a line each."""
     table = trainings.curves(of).query("step == 1")
     names = list(table["draft"].unique())
-    figure, axes = _new_figure(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
+    figure, axes = new_figure(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
     words = []
     for number, name in enumerate(names):
         rows = table[table["draft"] == name]
-        _add_line(axes, number, rows["tokens"], rows["overlap"], name)
+        add_line(axes, number, rows["tokens"], rows["overlap"], name)
         ends = rows.iloc[[0, -1]]
         said = _listed(ends, "{overlap:.3f}", " to ")
         words.append(f"{name} {said} after {ends['tokens'].iloc[-1]:,} tokens")
@@ -423,7 +423,7 @@ def training_curve(of: Trainings) -> Plot:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     axes.set_xlabel("tokens trained on")
     axes.set_ylabel("overlap with the target's law")
-    _add_legend(figure, axes)
+    add_legend(figure, axes)
     alt = f"Overlap of the first drafted token by tokens of training. {'; '.join(words)}."
     return Plot("training-curve", "Overlap against tokens of training", alt, figure)
 
@@ -436,17 +436,17 @@ def short(count: float) -> str:
     return f"{count:g}"
 
 
-def _new_figure(height: float) -> tuple[Figure, Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
+def add_legend(figure: Figure, axes: Axes) -> None:
     """Below the plot, where it hides no data; not for a single series."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
-        labels = [textwrap.fill(_clipped(label, 120), 56) for label in labels]
+        labels = [textwrap.fill(clipped(label, 120), 56) for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
 
 
@@ -469,11 +469,11 @@ def _listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:
     return between.join(form.format_map(row) for row in rows.to_dict("records"))
 
 
-def _clipped(text: str, length: int) -> str:
+def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _add_line(axes: Axes, number: int, x: pd.Series, y: pd.Series, label: str) -> None:
+def add_line(axes: Axes, number: int, x: pd.Series, y: pd.Series, label: str) -> None:
     """A line through measured points, in the colour and with the marker of its number."""
     axes.plot(
         x, y, marker=_marker_of(number), markersize=5, linewidth=1.6, color=_colour_of(number),

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import plots, searches, tables, trainings, verdict
+from layerskip.analysis import plots, searches, tables, trainings, trees, verdict
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
@@ -47,13 +47,14 @@ def kinds() -> dict[str, Kind]:
             load_runs,
             verdict.judge_run,
             _run_facts,
-            plots.run_plots,
+            lambda run: [*plots.run_plots(run), *trees.tree_plots(run)],
             {
                 "speedup": tables.speedup,
                 "losslessness": tables.losslessness,
                 "acceptance": tables.acceptance,
                 "sources": tables.sources,
                 "positions": tables.positions,
+                "sizes": tables.sizes,
                 "phases": tables.phases,
                 "decoding": tables.decoding,
                 "predictions": tables.predictions,

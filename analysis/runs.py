@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,36 @@ from layerskip.files.records import costs_key, read_run
 
 ALL = "all"
 PHASES = ("draft", "verify", "other")
-LOOKUP = "lookup"  # the source whose drafts cost nothing
+KNOWN = frozenset({"lookup", "laws"})
+"""The sources whose drafts cost nothing."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafted tokens with branches, numbered from 1 on.
+
+    Attributes:
+        parents: which one each follows; 0: the last token of the text.
+        taken: those that were accepted, in order.
+        words: each one's text, where the record has it.
+    """
+
+    parents: Sequence[int]
+    taken: Sequence[int]
+    words: Sequence[str] | None = None
+
+    @property
+    def end(self) -> int:
+        """The last one that was accepted; 0: none was."""
+        return self.taken[-1] if self.taken else 0
+
+    @property
+    def depths(self) -> list[int]:
+        """How far the text's last token and each of these are from it."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return found
 
 
 @dataclass(frozen=True)
@@ -34,10 +64,19 @@ class Round:
     emitted: int
     source: int | None = None
     """The number of the method's source that it drafted from; None: it drafted nothing."""
+    tree: Tree | None = None
+    """What it drafted, where that had branches."""
+
+    @property
+    def depth(self) -> int:
+        """How many of the drafted tokens could be accepted, at most."""
+        return self.drafted if self.tree is None else max(self.tree.depths)
 
     @property
     def rejected(self) -> bool:
         """Whether a drafted token was refused; a round that an end of text cut tells nothing."""
+        if self.tree is not None and self.tree.end not in self.tree.parents:
+            return False  # nothing was drafted behind what was accepted
         return self.accepted < self.drafted and self.emitted > self.accepted
 
 
@@ -76,7 +115,7 @@ class Run:
 
     def looks_up(self, method: str) -> bool:
         """Whether drafts of a method may be looked up, which no cost of a draft step bounds."""
-        return LOOKUP in self.sources(method)
+        return not KNOWN.isdisjoint(self.sources(method))
 
     @property
     def baseline(self) -> str:
@@ -127,6 +166,11 @@ class Run:
                 rounds = rounds_of(record)
                 if rounds:
                     yield record, rounds
+
+    def all_rounds(self, method: str) -> list[Round]:
+        """A method's rounds, of all batch sizes."""
+        found = chain.from_iterable(self.rounds(method, size) for size in self.batch_sizes)
+        return [each for _, rounds in found for each in rounds]
 
 
 def load_runs(files: Sequence[Path]) -> list[Run]:
@@ -213,13 +257,22 @@ def rounds_of(record: dict[str, Any]) -> list[Round]:
         return []
     counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
     rows = (
-        Round(drafted, accepted, emitted, source)
-        for round_, found in zip(counts, rounds["sources"], strict=True)
-        for drafted, accepted, emitted, source in zip(
-            *round_, _by_row(found, len(round_[0])), strict=True
+        Round(drafted, accepted, emitted, source, _tree(rounds, number, row))
+        for number, (round_, found) in enumerate(zip(counts, rounds["sources"], strict=True))
+        for row, (drafted, accepted, emitted, source) in enumerate(
+            zip(*round_, _by_row(found, len(round_[0])), strict=True)
         )
     )
     return [row for row in rows if row.emitted > 0]
+
+
+def _tree(rounds: dict[str, Any], number: int, row: int) -> Tree | None:
+    """What a row drafted in a round, if that had branches."""
+    if rounds.get("parents") is None or rounds["parents"][number][row] is None:
+        return None
+    words = rounds.get("drafts")
+    parents, taken = (rounds[name][number][row] for name in ("parents", "taken"))
+    return Tree(parents, taken, None if words is None else words[number][row])
 
 
 def _by_row(source: int | list[int | None] | None, rows: int) -> list[int | None]:
@@ -240,7 +293,7 @@ def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple
         steps = [
             count
             for count, source in by_row
-            if source is None or names is None or names[source] != LOOKUP
+            if source is None or names is None or names[source] not in KNOWN
         ]
         found.append((max(drafted), max(steps, default=0)))
     return found

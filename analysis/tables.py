@@ -147,6 +147,33 @@ def sources(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def sizes(run: Run) -> pd.DataFrame:
+    """Tokens a pass by how many were drafted, of methods that draft trees; all batch sizes.
+
+    `branching`: the share of the rounds whose tokens had branches; `depth`: how many could be
+    accepted, on average; `accepted` of them; `tokens_per_pass` emitted.
+    """
+    rows = []
+    for method in run.drafting:
+        rounds = run.all_rounds(method)
+        if not any(each.tree for each in rounds):
+            continue
+        for size in sorted({each.drafted for each in rounds}):
+            own = [each for each in rounds if each.drafted == size]
+            rows.append(
+                {
+                    "method": method,
+                    "drafted": size,
+                    "rounds": len(own),
+                    "branching": _share(sum(each.tree is not None for each in own), len(own)),
+                    "depth": _share(sum(each.depth for each in own), len(own)),
+                    "accepted": _share(sum(each.accepted for each in own), len(own)),
+                    "tokens_per_pass": _share(sum(each.emitted for each in own), len(own)),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
 def positions(run: Run) -> pd.DataFrame:
     """Acceptance by place in the draft, all batch sizes together.
 
@@ -156,12 +183,9 @@ def positions(run: Run) -> pd.DataFrame:
     """
     rows = []
     for method in run.drafting:
-        rounds: list[Round] = []
-        for batch_size in run.batch_sizes:
-            for _, found in run.rounds(method, batch_size):
-                rounds += found
-        for position in range(1, max((r.drafted for r in rounds), default=0) + 1):
-            reached = [r for r in rounds if r.drafted >= position]
+        rounds = run.all_rounds(method)
+        for position in range(1, max((r.depth for r in rounds), default=0) + 1):
+            reached = [r for r in rounds if r.depth >= position]
             accepted = sum(r.accepted >= position for r in reached)
             tried = accepted + sum(r.accepted == position - 1 and r.rejected for r in reached)
             rows.append(
