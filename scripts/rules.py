@@ -28,7 +28,8 @@ from compare import Setting, costs_of, main, setting, shared_arguments, with_cos
 from layerskip.cli.terminal import aligned
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import Confidence, Controller, Fixed, make_controller
+from layerskip.decoding.controller import Choice, Controller, Offer
+from layerskip.decoding.controllers import Confidence, Fixed, make_controller
 from layerskip.decoding.engine import Decoder
 from layerskip.decoding.observers import Classifier, Entropy, Features, TargetConfidence
 from layerskip.decoding.sources.kept_laws import Laws
@@ -106,9 +107,15 @@ SIZES = ((4, 1), (8, 1), (4, 8), (8, 8), (16, 8), (32, 8))
 
 
 class All(Controller):
-    """Drafts all that is offered."""
+    """Drafts all that the first source offers."""
 
     needs_confidence = False
+
+    def choose(self, offers: Sequence[Offer]) -> Choice:
+        return 0
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        pass
 
 
 def looked_up(args: Namespace, kept: bool, size: int, children: int, *, beside: bool) -> LookupLaws:

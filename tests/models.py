@@ -397,6 +397,18 @@ class Growing(Fickle):
         self.seconds[1] += rank == 1
 
 
+class All(Controller):
+    """Drafts all that the first source offers."""
+
+    needs_confidence = False
+
+    def choose(self, offers: Sequence[Offer]) -> Choice:
+        return 0
+
+    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+        pass
+
+
 class LowRank(nn.Module):
     """What an adapter library puts in a linear layer's place."""
 

@@ -9,21 +9,14 @@ import numpy as np
 import pytest
 import test_every_kind as kinds
 import torch
-from models import lively_model
+from models import All, lively_model
 from safetensors.numpy import load, save
 from typer.testing import CliRunner
 
 from layerskip import Laws, LookupLaws
 from layerskip.cli.main import app
-from layerskip.decoding.controller import Controller
 from layerskip.generation import generate
 from layerskip.model.sublayers import Sublayers
-
-
-class All(Controller):
-    """Drafts all that is offered."""
-
-    needs_confidence = False
 
 
 def learnt(most: int = 100, tokens: int = 60) -> tuple[Laws, list[int]]:

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import EVERY, Erratic, Fickle, lively_model, near, ragged
+from models import EVERY, All, Erratic, Fickle, lively_model, near, ragged
 from test_branches import Guesses
 
 from layerskip import Laws, Lookup, LookupLaws, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import Controller
 from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.sources.base import Source
 from layerskip.generation import generate
@@ -35,12 +34,6 @@ PASSES = (
     (torch.bfloat16, "native"),
 )
 seen: Counter[Any] = Counter()
-
-
-class All(Controller):
-    """Drafts all that the first source offers."""
-
-    needs_confidence = False
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import pytest
 import test_every_kind as kinds
 import torch
 from covering import covering
-from models import Erratic, Fickle
+from models import All, Erratic, Fickle
 
 from layerskip import Lookup, LookupLaws, SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -36,12 +36,6 @@ BESIDE: dict[str, tuple[Any, ...]] = {
     "beside an exit": (SkipConfig.early_exit(2),),
     "beside both": (Lookup(), SkipConfig.early_exit(2)),
 }
-
-
-class All(Controller):
-    """Drafts all that is offered."""
-
-    needs_confidence = False
 
 
 CONTROLLERS: dict[str, Any] = {
