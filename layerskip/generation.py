@@ -96,6 +96,8 @@ class LayerSkipDecoding(Settings):
         max_draft_length: the most tokens a round drafts.
         threshold: for the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
+        branches: whether "expected-gain" has trees verified: the second-best tokens of drafts, and
+            what other sources know, where these are expected to pay.
         enabled: False decodes plainly.
         draft_memory: bytes that copies of weights for drafts may take if no skip config is given;
             by default half of what is free. Under the rejection rule the text must not depend on

@@ -40,6 +40,7 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension
@@ -61,6 +62,7 @@ BESIDE: dict[str, tuple[Any, ...]] = {
         SkipConfig.early_exit(2),
         SkipConfig.low_precision(8),
     ),
+    "laws looked up, 8 bits": (LookupLaws(), SkipConfig.low_precision(8)),
     "two lookups, streams, an assistant, layers left out": (
         *(Lookup([[*range(2, 12), 4, 6, 8, 3, 5]]), Lookup()),
         *("streams", "assistant", SkipConfig(attention=(0, 3), mlp=(2,))),

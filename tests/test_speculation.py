@@ -126,6 +126,8 @@ def test_round_sublayer_tokens_of_a_scattered_set_and_of_a_plain_step() -> None:
     # 8 sublayers of which 3 and 5 are left out, 2 drafts: 2 * 6 + 3 * (8 - 3) + 3.
     assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8) == 30
     assert round_sublayer_tokens(0, kept=6, prefix=3, sublayers=8) == 8
+    # one step and two tokens behind it: 6 + 2 * 3 + 3 * (8 - 3)
+    assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8, steps=1) == 27
     with pytest.raises(ValueError, match="prefix <= kept"):
         round_sublayer_tokens(2, kept=3, prefix=4, sublayers=8)
 

@@ -78,19 +78,26 @@ def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> i
     return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
 
 
-def round_sublayer_tokens(drafted: int, kept: int, prefix: int, sublayers: int) -> int:
+def round_sublayer_tokens(
+    drafted: int, kept: int, prefix: int, sublayers: int, steps: int | None = None
+) -> int:
     """Sublayer evaluations of one row's round, in tokens: d n_kept + (d + 1) (2L - k) + k.
 
     `drafted` tokens (d) each run the `kept` sublayers (n_kept) of the draft; verification runs the
     `sublayers` (2L) minus the shared `prefix` (k) over d + 1 positions, and carries the last
     position through the prefix. A plain step (d = 0) costs 2L. Padding is not counted.
+
+    Args:
+        steps: the tokens that draft steps were fed, where not all verified ones were.
     """
+    steps = drafted if steps is None else steps
     if drafted < 0 or not 0 <= prefix <= kept <= sublayers:
         raise ValueError(
             "drafted must be at least 0 and 0 <= prefix <= kept <= sublayers, "
             f"got drafted={drafted}, kept={kept}, prefix={prefix}, sublayers={sublayers}"
         )
-    return drafted * kept + (drafted + 1) * (sublayers - prefix) + prefix
+    anew = max(0, drafted + 1 - steps)
+    return steps * kept + (drafted + 1) * (sublayers - prefix) + anew * prefix
 
 
 def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:

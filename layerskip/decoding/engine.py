@@ -405,7 +405,7 @@ class Decoder:
             drafts=tuple(map(tuple, found)),
             parents=tuple(branches.get(row) for row in self.rows),
         )
-        self.stats.add(round_, self._sublayer_tokens)
+        self.stats.add(round_, lambda row: self._sublayer_tokens(round_, row, drafts))
         return round_
 
     def _show(
@@ -424,12 +424,16 @@ class Decoder:
             for (_, row), *seen in zip(last, *on_host(*certainty(raw[at])), strict=True):
                 self._observer.see_target(row, *seen)
 
-    def _sublayer_tokens(self, source: int | None, drafted: int) -> int:
+    def _sublayer_tokens(self, round_: Round, row: int, drafts: DraftedTokens | None) -> int:
         """Of a row's round."""
+        source = round_.source_of(row)
         state = None if source is None else self.passes.states[source]
         prefix, kept = (0, 0) if state is None else (state.prefix, state.kept)
+        steps = None  # as many as tokens
+        if drafts is not None and row in drafts.said:
+            steps = len(drafts.confidences[row])
         sublayers = self.passes.model.num_sublayers
-        return round_sublayer_tokens(drafted, kept, prefix, sublayers)
+        return round_sublayer_tokens(round_.drafted[row], kept, prefix, sublayers, steps)
 
     def _ends(self, row: int, token: int) -> bool:
         request, emitted = self.request, self.emitted[row]

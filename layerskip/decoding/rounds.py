@@ -130,8 +130,8 @@ class DecodingStats:
         emitted = self.num_new_tokens - self.num_sequences
         return emitted / self.num_rounds if self.num_rounds else 0.0
 
-    def add(self, round_: Round, cost: Callable[[int | None, int], int]) -> None:
-        """Count a round; `cost` gives a row's sublayer-tokens by its source and drafted tokens."""
+    def add(self, round_: Round, cost: Callable[[int], int]) -> None:
+        """Count a round; `cost` gives the sublayer-tokens of a row."""
         self.num_new_tokens += sum(map(len, round_.tokens))
         if round_.index == 0:
             self.num_sequences += len(round_.tokens)
@@ -145,7 +145,7 @@ class DecodingStats:
             self.num_draft_tokens += drafted
             self.num_accepted_tokens += accepted
             source = round_.source_of(row)
-            self.sublayer_tokens += cost(source, drafted)
+            self.sublayer_tokens += cost(row)
             if source is not None and drafted:
                 missing = source + 1 - len(self.sources)
                 self.sources += [SourceCounts() for _ in range(missing)]
