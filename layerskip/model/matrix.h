@@ -5,7 +5,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
@@ -168,7 +167,6 @@ Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
 }
 
 Tensor wide_products(const Matrix& matrix, const Tensor& given) {
-  const pybind11::gil_scoped_release released;
   require(matrix.bits, "only rounded weights have products of their own in wide passes");
   require(given.dim() > 0 && given.size(-1) == matrix.columns() && given.device().is_cpu(),
           "inputs must be (..., ", matrix.columns(), ") on the CPU, got ", given.sizes());
