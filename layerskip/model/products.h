@@ -61,7 +61,7 @@ inline float sum(const Vec& x) {
 // the fetching of the next group, so that memory is never idle.
 
 constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
-constexpr int64_t AHEAD = 32 << 10;  // bytes of weights between a load and its prefetch
+constexpr int64_t AHEAD = 16 << 10;  // bytes of weights between a load and its prefetch
 constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
 constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
 
