@@ -40,6 +40,7 @@ from models import (
 )
 from ties import partings
 from torch import Tensor
+from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
@@ -1019,6 +1020,30 @@ def test_other_vectors_give_the_same_numbers(capability: str, file: str) -> None
     )
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
+def test_sanitizers_find_nothing_in_attention(
+    capability: str, sanitizers: str, tmp_path: Path
+) -> None:
+    known = torch.backends.cpu.get_cpu_capability()
+    if capability != "DEFAULT" and known not in (capability, "AVX512"):
+        pytest.skip(f"no {capability}")
+    source, binary = Path(__file__).with_name("attention.cpp"), tmp_path / "attention"
+    library = Path(torch.__file__).with_name("lib")
+    vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    vectors += extension._FLAGS.get(capability, ())
+    folders = [Path(extension.__file__).parent, *cpp_extension.include_paths()]
+    checks = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
+    flags = ["-std=c++20", "-O1", "-g", "-w", "-fopenmp", *checks, *vectors]
+    places = [f"-I{each}" for each in folders] + [f"-L{library}", f"-Wl,-rpath,{library}"]
+    compiler = [cpp_extension.get_cxx_compiler(), *flags, str(source), "-o", str(binary), *places]
+    subprocess.run([*compiler, "-ltorch_cpu", "-lc10", "-pthread"], check=True)
+    done = subprocess.run([str(binary), "150", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_usual_build_stamps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
