@@ -107,6 +107,7 @@ def picture(run: Run) -> Plot | None:
     axes.set_ylim(max(heights) + 0.5, -0.9)
     axes.set_xlim(-0.5, max(depths) + 0.5)
     axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False)
     axes.set_xlabel("place behind the text so far (bold: what the text took)")
@@ -126,7 +127,7 @@ def _name(tree: Tree, node: int) -> str:
         return "text"
     if tree.words is None:
         return str(node)
-    return tree.words[node - 1].replace(" ", "\N{OPEN BOX}") or "(special)"
+    return tree.words[node - 1].strip() or "\N{OPEN BOX}"
 
 
 def _heights(tree: Tree) -> list[int]:

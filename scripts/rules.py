@@ -143,10 +143,11 @@ def decoded(at: Setting, source: LookupLaws, longest: int) -> float:
 def compare_trees(args: Namespace) -> None:
     """Trees of laws looked up: tokens a verify pass by size, with laws kept from text to text."""
     rows: list[dict[str, Any]] = []
+    sizes = args.size or SIZES
     with setting(args) as at:
-        trace = texts_of(at, max(size for size, _ in SIZES))
+        trace = texts_of(at, max(size for size, _ in sizes))
         costs = costs_of(at, Lookup())
-        for kept, (size, children) in product((False, True), SIZES):
+        for kept, (size, children) in product((False, True), sizes):
             known = "earlier texts" if kept else "nothing"
             row: dict[str, Any] = {"known": known, "tokens": size, "children": children}
             at.talk.progress(f"replay, {known} known, {size} tokens, {children} children")
@@ -277,6 +278,10 @@ def arguments() -> ArgumentParser:
     several.add_argument("--most", type=int, default=4, help="drafts of a place")
     trees = commands.add_parser("trees", parents=[asked], description=compare_trees.__doc__)
     trees.set_defaults(run=compare_trees)
+    trees.add_argument(
+        "--size", type=int, nargs=2, action="append", metavar=("TOKENS", "CHILDREN"),
+        help="of trees; repeatable",
+    )  # fmt: skip
     trees.add_argument("--decode", action="store_true", help="decode, too")
     trees.add_argument("--lookups", action="store_true", help="let lookups join the trees")
     with_costs(trees)

@@ -44,6 +44,11 @@ def changed(line, **values):
     return line
 
 
+def tree(parents, taken):
+    """Changes of the record: its first round drafted a tree."""
+    return {"rounds__parents": [[parents], [None]], "rounds__taken": [[taken], [[]]]}
+
+
 def save(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -121,6 +126,14 @@ def test_headers_that_are_refused(path, values, words):
         ({"rounds__sources": [None, 1]}, "one of the method's 1 sources, got 1"),
         ({"rounds__sources": [None, [1]]}, "one of the method's 1 sources, got 1"),
         ({"rounds__sources": [None, [0, 0]]}, "rounds.sources[1] must have 1 items, got 2"),
+        ({"rounds__drafts": [[["a"]], [["b"]]]}, "drafts[0][0] must hold the 2 tokens drafted"),
+        ({"rounds__drafts": [[["a", "b"]]]}, "rounds.drafts must have 2 items, got 1"),
+        ({"rounds__parents": [[[0, 0]], [None]]}, "rounds.taken belong together; one of them is"),
+        (tree([0, 2], [1]), "parents[0][0] must hold an earlier token for each of 2"),
+        (tree([0], [1]), "parents[0][0] must hold an earlier token for each of 2"),
+        (tree([0, 1], [2]), "taken[0][0] must hold the 1 accepted tokens, each behind the one"),
+        (tree([0, 0], [3]), "taken[0][0] must hold the 1 accepted tokens"),
+        (tree([0, 0], []), "taken[0][0] must hold the 1 accepted tokens"),
     ],
 )
 def test_records_that_are_refused(path, values, words):

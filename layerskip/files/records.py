@@ -266,12 +266,49 @@ def _rounds(line: Line, sources: int) -> None:
                 f"first_tokens and rounds.emitted must add up to new_tokens, "
                 f"{line['new_tokens'][row]}; got {told}"
             )
+    _trees(line["rounds"])
     for number, found in enumerate(drafts_of):
         for source in found if isinstance(found, list) else [found]:
             if source is not None and source >= sources:
                 raise ValueError(
                     f"rounds.sources[{number}] must be the number of one of the method's {sources} "
                     f"sources, got {source}"
+                )
+
+
+def _trees(rounds: Line) -> None:
+    """What rounds drafted and took, where some drafts had branches; and their tokens' texts."""
+    whole = items(anything, len(rounds["drafted"]))
+    given = {
+        name: whole(rounds[name], f"rounds.{name}")
+        for name in ("drafts", "parents", "taken")
+        if rounds.get(name) is not None
+    }
+    if ("parents" in given) != ("taken" in given):
+        raise ValueError("rounds.parents and rounds.taken belong together; one of them is missing")
+    counts = zip(rounds["drafted"], rounds["accepted"], strict=True)
+    for number, both in enumerate(counts):
+        for row, (count, accepted) in enumerate(zip(*both, strict=True)):
+            words, parents, taken = (
+                given[name][number][row] if name in given else None
+                for name in ("drafts", "parents", "taken")
+            )
+            where = f"[{number}][{row}]"
+            if words is not None and len(words) != count:
+                raise ValueError(f"rounds.drafts{where} must hold the {count} tokens drafted")
+            if parents is None or taken is None:
+                continue
+            if len(parents) != count or any(each > node for node, each in enumerate(parents)):
+                raise ValueError(
+                    f"rounds.parents{where} must hold an earlier token for each of {count}"
+                )
+            behind = zip(taken, [0, *taken], strict=False)
+            if len(taken) != accepted or any(
+                node > count or parents[node - 1] != last for node, last in behind
+            ):
+                raise ValueError(
+                    f"rounds.taken{where} must hold the {accepted} accepted tokens, each behind "
+                    "the one before"
                 )
 
 
