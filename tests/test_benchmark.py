@@ -10,6 +10,7 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
+from layerskip import LookupLaws
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.methods import (
     Decoded,
@@ -239,6 +240,34 @@ def test_records_are_what_readers_take(model, tmp_path):
         assert (record["rounds"] is None) == (not ours)
         assert (record["seconds"]["draft"] is None) == (not ours)
         assert len(record["texts"]) == len(record["prompt_texts"]) == record["batch_size"]
+
+
+def test_records_hold_trees_and_what_was_taken_of_them(tmp_path):
+    """Of every row by itself; their tokens are texts, and stand there where texts do."""
+    model, task = lively_model("llama", vocab_size=24), Task(40, do_sample=True, seed=3, top_k=0)
+    method = Engine(model, task, "laws", trees=LookupLaws(), controller="fixed")
+    found = [PromptBatch(("1", "2"), (0, 1), "kind", *ragged((6, 4)))]
+    found[0].input_ids.remainder_(24)
+    header = run_files.header(
+        law=task.law, batch_sizes=[2], methods=[Engine(model, task).describe(), method.describe()]
+    )
+    for text in (None, str):
+        path = tmp_path / f"run-{text}.jsonl"
+        with RunWriter(path, header, None) as writer:
+            methods = [Engine(model, task), method]
+            measure(model, task, methods, found, write=writer.write, text=text)
+        (record,) = [each for each in read_run(path).records if each["method"] == "laws"]
+        assert record["equal"] == [True, True]
+        rounds = record["rounds"]
+        shapes = [row for each in rounds["parents"] for row in each]
+        counts = [row for each in rounds["drafted"] for row in each]
+        taken = [len(row) for each in rounds["taken"] for row in each]
+        assert [len(each) for each in shapes if each] == [
+            count for count, each in zip(counts, shapes, strict=True) if each
+        ]
+        assert taken == [row for each in rounds["accepted"] for row in each]
+        assert any(each and set(range(len(each))) - set(each) for each in shapes)
+        assert ("drafts" in rounds) == (text is not None)
 
 
 def test_counts_are_those_of_the_engine(model):

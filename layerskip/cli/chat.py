@@ -42,10 +42,12 @@ COMMANDS = {
     "/help": "this",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
 }
-_COLOURS = {"forced": "yellow", "lookup": "green", "sublayers": "cyan", "assistant": "magenta"}
+_COLOURS = {"forced": "yellow", "lookup": "green", "laws": "blue", "sublayers": "cyan"}
+_COLOURS |= {"assistant": "magenta"}
 _MEANING = {
     "forced": "left no choice about",
     "lookup": "looked up",
+    "laws": "drawn from laws that were looked up",
     "sublayers": "drafted by the model itself",
     "assistant": "drafted by the second model",
 }
