@@ -250,11 +250,15 @@ class Drafter:
             for row, place in places.items():
                 own = front.get(row, [])
                 idle = size - len(own)
-                parents[place] += [*(each.parent for each in own), *[0 if fed else ROOT] * idle]
+                parents[place] += [*(each.parent for each in own), *[fed - 1] * idle]
                 tokens.append(
                     [*(each.token for each in own), *[self.draws.emitted[row][-1]] * idle]
                 )
-            raw = self.passes.draft_step(on_device(tokens, device), fed, source, parents)
+            feed = on_device(tokens, device)  # (R, T)
+            if all(row == [*range(-1, fed)] for row in parents):  # no branches yet: a plain step
+                raw = self.passes.draft_step(feed[:, 0], fed, source)[:, None]  # (R, 1, V)
+            else:
+                raw = self.passes.draft_step(feed, fed, source, parents)  # (R, T, V)
             asked = [(row, i, each) for row, own in front.items() for i, each in enumerate(own)]
             at = on_device([places[row] * size + i for row, i, _ in asked], device)  # (N,)
             drawn, confidences, seconds, _ = self.draws.draft(
