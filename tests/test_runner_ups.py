@@ -18,6 +18,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding import engine
 from layerskip.decoding.acceptance import SecondAcceptance
 from layerskip.decoding.controller import Grower
+from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Drawn, Draws
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
@@ -215,3 +216,8 @@ def test_as_many_tokens_are_verified_as_pay() -> None:
     assert width(0.2, [0.5, 0.2, 0.02]) == 2
     assert width(0.3, [0.2]) == 1
     assert width(0.2, [0.5, 0.45], rows=3) == 1  # the others wait
+
+
+def test_other_controllers_say_that_branches_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match="branches has no effect on the controller 'fixed'"):
+        make_controller("fixed", costs=FLAT, branches=True)

@@ -167,6 +167,8 @@ def make_controller(
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
     if threshold is not None and name not in WITH_THRESHOLD:
         warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
+    if branches and name != "expected-gain":
+        warnings.warn(f"branches has no effect on the controller {name!r}", stacklevel=2)
     length = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
     if name == "adaptive-threshold" and threshold is None:
         threshold = 0.5 if sampling else 0.8

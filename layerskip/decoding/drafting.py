@@ -260,9 +260,10 @@ class Drafter:
             else:
                 raw = self.passes.draft_step(feed, fed, source, parents)  # (R, T, V)
             asked = [(row, i, each) for row, own in front.items() for i, each in enumerate(own)]
-            at = on_device([places[row] * size + i for row, i, _ in asked], device)  # (N,)
+            raw = raw.flatten(0, 1)  # (R * T, V)
+            at = [places[row] * size + i for row, i, _ in asked]
             drawn, confidences, seconds, _ = self.draws.draft(
-                raw.flatten(0, 1)[at],
+                raw if at == [*range(len(raw))] else raw[on_device(at, device)],  # (N, V)
                 [(row, each.depth) for row, _, each in asked],
                 self.signal,
                 seconds=True,
