@@ -101,7 +101,7 @@ def gumbel_noise(
     return noise
 
 
-TILE = 2**18  # elements of noise that a CPU makes at once
+TILE = 2**17  # elements of noise that a CPU makes at once
 _AHEAD, _BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: at most
 
 
