@@ -59,7 +59,7 @@ class Places(Passes):
         model.check_lengths([1], total)
         self.total = total
         window = self.cache.window
-        self.most = max(_PIECE, window // 2) if window else sys.maxsize
+        self.most = min(max(_PIECE, window // 2), 2 * _PIECE) if window else sys.maxsize
         behind = window + max_draft_length + 1
         # and a pass may begin a line behind its base
         span = behind + max(self.most, max_draft_length + 1) + LINE if window else 0
