@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import EVERY, All, Erratic, Fickle, lively_model, near, ragged
+from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
 from test_branches import Guesses
 
 from layerskip import Laws, Lookup, LookupLaws, SkipConfig
@@ -116,8 +116,8 @@ def check(number: int, native: bool) -> None:
             drafting = {"skip": SkipConfig.early_exit(2) if beside == "exit" else low}
         drafting["branches"] = draw.random() < 0.7  # second-best tokens beside its chain
     drafting["lookup"] = draw.random() < 0.3
-    name = draw.choice(("all", "all", "fickle", "erratic", *CONTROLLERS))
-    unruly = {"all": All, "fickle": Fickle, "erratic": Erratic}
+    name = draw.choice((*("all", "growing") * 2, "fickle", "erratic", *CONTROLLERS))
+    unruly = {"all": All, "growing": Growing, "fickle": Fickle, "erratic": Erratic}
     controller = unruly[name]() if name in unruly else name
     out = generate(
         model,
