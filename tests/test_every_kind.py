@@ -289,16 +289,17 @@ def test_texts_follow_the_targets_law(
     assert fits > LEVEL
 
 
-def peeking(self: Any, raw: Tensor, positions: Any, signal: Any = None) -> Any:
+def peeking(self: Any, raw: Tensor, positions: Any, *more: Any, **named: Any) -> Any:
     """A known mistake: a draft knows the numbers that accept it, and tells its law honestly."""
     small = accept_uniform(*self._stream(positions)) < 0.5  # (N,)
-    return DRAFT(self, torch.where(small[:, None], 3 * raw, -3 * raw), positions, signal)
+    other = torch.where(small[:, None], 3 * raw, -3 * raw)  # (N, V)
+    return DRAFT(self, other, positions, *more, **named)
 
 
-def lying(self: Any, raw: Tensor, positions: Any, signal: Any = None) -> Any:
+def lying(self: Any, raw: Tensor, positions: Any, *more: Any, **named: Any) -> Any:
     """A known mistake: what the rule is told is another law than the drafts'."""
-    tokens, sure, laws = DRAFT(self, raw, positions, signal)
-    return tokens, sure, [softmax_law(law.log() * 3) for law in laws]
+    drawn = DRAFT(self, raw, positions, *more, **named)
+    return drawn._replace(laws=[softmax_law(law.log() * 3) for law in drawn.laws])
 
 
 DRAFT = Draws.draft

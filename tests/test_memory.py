@@ -185,7 +185,7 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool)
     positions = [(row, 0) for row in range(rows)]
     with Largest() as made:
         for signal in SIGNALS:
-            drawn, _, laws = draws.draft(raw, positions, signal)
+            drawn, _, _, laws = draws.draft(raw, positions, signal)
         drafts = DraftedTokens([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
         verdict = draws.judge(raw, positions, drafts)
     if not (sample and rejection):
