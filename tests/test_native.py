@@ -54,6 +54,7 @@ from layerskip.model.joined import joined
 from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.requests import warpers
+from layerskip.timing.threads import cpu_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in MODULES_ONLY]
@@ -296,6 +297,17 @@ def test_a_cast_in_another_place_would_be_seen() -> None:
     wrong.blocks = (*wrong.blocks[:9], late_cast, *wrong.blocks[10:])
     shares = [(got != want).float().mean().item() for want, got in pairs(modules, wrong)]
     assert max(shares) > DIFFERING[torch.bfloat16]
+
+
+@pytest.mark.usefixtures("built")
+def test_costs_are_those_of_all_threads_while_a_round_takes_one() -> None:
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
+    limit = extension.extension().limit_threads
+    opened.backend.extension = SimpleNamespace(disturbed=lambda: True, limit_threads=limit)
+    with cpu_threads(2):
+        with opened.disturbed(), opened.disturbed():
+            assert (torch.get_num_threads(), opened.threads, opened.limited) == (1, 2, True)
+        assert (torch.get_num_threads(), opened.threads, opened.limited) == (2, 2, False)
 
 
 @pytest.mark.usefixtures("built")

@@ -11,6 +11,7 @@ rotary width.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import ROWS
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_limited = threading.local()
+
+
+def limited_from() -> int | None:
+    """How many threads torch had here, where a round takes one because others need the cores."""
+    return getattr(_limited, "before", None)
 
 
 def refusal(model: Architecture) -> str | None:
@@ -203,12 +210,15 @@ class Native(Fused):
     @contextmanager
     def disturbed(self) -> Iterator[None]:
         # torch's own work between the passes would wait for a second thread, too
-        before = self.extension.limit_threads(1) if self.extension.disturbed() else None
+        if limited_from() is not None or not self.extension.disturbed():
+            yield
+            return
+        _limited.before = self.extension.limit_threads(1)
         try:
             yield
         finally:
-            if before is not None:
-                self.extension.limit_threads(before)
+            self.extension.limit_threads(_limited.before)
+            _limited.before = None
 
     def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
         # there are no native gradients, and no native way to see other slots than earlier ones

@@ -160,8 +160,18 @@ class Sublayers(Architecture):
 
     @property
     def threads(self) -> int | None:
-        """How many threads of the CPU passes take, torch's own number; None on other devices."""
-        return torch.get_num_threads() if self.device.type == "cpu" else None
+        """How many threads of the CPU passes take, torch's own number; None on other devices.
+
+        Rounds of which other processes keep all but one take fewer for a while (`disturbed`).
+        """
+        if self.device.type != "cpu":
+            return None
+        return native.limited_from() or torch.get_num_threads()
+
+    @property
+    def limited(self) -> bool:
+        """Whether passes take one thread for the moment, in a context of `disturbed`."""
+        return native.limited_from() is not None
 
     def disturbed(self) -> AbstractContextManager[None]:
         """A context for a round: it uses one thread where other processes need the cores."""

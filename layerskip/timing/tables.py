@@ -541,7 +541,7 @@ def cost_tables(
                 costs.times[known], costs.calls[known] = _Times(**saved), _CALLS
         wanted = [each for each in _kinds(model, rows, context) if costs.wants(each)]
         if seconds is None:  # who asked for costs before wants no call to take its time for them
-            wanted = [each for each in wanted if each not in costs.asked]
+            wanted = [each for each in wanted if each not in costs.asked and not model.limited]
         budget, started = _BUDGET if seconds is None else seconds, time.perf_counter()
         for number, each in enumerate(wanted):
             left = budget + started - time.perf_counter()
