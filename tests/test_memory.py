@@ -135,9 +135,8 @@ def test_a_prompt_in_one_piece_would_be_seen(model: Any, monkeypatch: pytest.Mon
 
 
 def test_nothing_is_held_afterwards(model: Any) -> None:
-    held = Held(model)
-    with held:
-        out = layerskip.generate(
+    def call() -> None:
+        layerskip.generate(
             model,
             prompt(9),
             skip=SkipConfig.early_exit(4),
@@ -146,7 +145,11 @@ def test_nothing_is_held_afterwards(model: Any) -> None:
             do_sample=True,
             seed=0,
         )
-        del out
+
+    call()  # native passes keep a little room to work in
+    held = Held(model)
+    with held:
+        call()
     assert held.now < 1.001 * held.model
 
 
