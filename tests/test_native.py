@@ -1143,3 +1143,20 @@ def test_native_draws_refuse_what_does_not_fit() -> None:
     for noise in ([torch.zeros(5)], [torch.zeros(4)] * 2):
         with pytest.raises(ValueError, match="noise must be"):
             drawn(torch.zeros(2, 5), *Warp(), noise)
+
+
+@torch.no_grad()
+def test_weights_that_are_moved_give_the_same_bits(built: None) -> None:
+    model = lively_model("llama", dtype=torch.float32, hidden_size=1024, intermediate_size=2048)
+    ids = torch.arange(3, 12)[None]  # (1, T)
+    opened = Sublayers(model, "native")
+
+    def logits() -> Tensor:
+        hidden, step = opened.first_pass(ids)
+        return opened.finish(hidden, step, range(opened.num_sublayers))  # (1, T, V)
+
+    before = logits()
+    assert opened.backend._fresh
+    opened.backend.settled = True
+    assert torch.equal(logits(), before)
+    assert not opened.backend._fresh

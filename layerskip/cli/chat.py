@@ -75,7 +75,8 @@ def chat(
     form.check()
     talk = Talk(quiet)
     with open_decoding(draft, sources, drafting, sampling, loading, talk, _check, form) as found:
-        loaded, _, settings, names = found
+        loaded, opened, settings, names = found
+        opened.backend.settled = True
         from layerskip.session import Session
 
         session = Session(loaded.model, **settings | wording.settings(loaded.tokenizer))

@@ -70,6 +70,8 @@ class Backend(ABC):
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
         trims: layers with a sliding window need not hold every slot (see `RowCache`).
+        settled: whoever sets it says that many passes follow, for which weights may be moved to
+            where they are read faster.
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
             of a `laws.Warp`, and noise (N times (V,), or none) or the `starts` of its streams, it
             returns the token with the largest score plus noise, (N,), -1 for none, its negative
@@ -80,6 +82,7 @@ class Backend(ABC):
     bool_masks = False
     packed = False
     trims = True
+    settled = False
     blocks: Sequence[Block]
     drawn: Draw | None = None
 

@@ -97,6 +97,7 @@ class Batch:
         )
         self._own, self._first = own, LOOKED_UP + len(self.lookups)
         self._eos = [frozenset[int]()] * seats
+        self.model.backend.settled = True
         self._control(decoding)
         self._weights: object = None  # that keys and values are of
         self._seated: list[Text] = []  # in order of their places, those in rounds first
