@@ -119,6 +119,8 @@ def check(number: int, native: bool) -> None:
     name = draw.choice((*("all", "growing") * 2, "fickle", "erratic", *CONTROLLERS))
     unruly = {"all": All, "growing": Growing, "fickle": Fickle, "erratic": Erratic}
     controller = unruly[name]() if name in unruly else name
+    if drafting.get("branches") and name in CONTROLLERS:
+        drafting["branches"] = name == "expected-gain"  # the others have no use for it
     out = generate(
         model,
         ids,

@@ -93,6 +93,7 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
     assert settled(parts) == settled(whole)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_behind_a_torn_line_and_tries_errors_when_told(given, tmp_path):
     output, whole = tmp_path / "out", tmp_path / "whole"
     assert run(given, whole).exit_code == 0

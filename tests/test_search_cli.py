@@ -214,6 +214,7 @@ def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Sear
     assert [row["skipped"]["attention"] for row in rows] == [[2], [3], []]
 
 
+@pytest.mark.thorough
 def test_what_is_found_around_healed_weights_can_be_healed_further(
     folder: Path, prompts: Path, tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:

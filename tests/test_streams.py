@@ -61,6 +61,7 @@ def second_tokens() -> list[int]:
     ]
 
 
+@pytest.mark.thorough
 def test_what_was_thrown_away_tells_nothing_of_what_comes():
     tokens = second_tokens()
     assert len(tokens) > ROWS / 4

@@ -192,6 +192,7 @@ def test_each_text_may_have_a_vocabulary_of_its_own() -> None:
             assert {token % 3 for token in played.tokens[rows].unique().tolist()} == {text}
 
 
+@pytest.mark.thorough
 def test_the_cases_accept_some_and_reject_some() -> None:
     rates = [replayed(case, skip)[1].survival[0] for case in range(len(CASES)) for skip in SKIPS]
     assert sum(0.05 < rate < 0.95 for rate in rates) > len(rates) / 2

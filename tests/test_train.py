@@ -250,6 +250,7 @@ def apart(*folders: Path) -> float:
     return sum((one[name].float() - two[name].float()).square().sum().item() for name in one)
 
 
+@pytest.mark.thorough
 def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for rounding; the negative control is one that has half of the rows."""
     monkeypatch.setattr("layerskip.training.drafts.half_is_fast", lambda _: False)
@@ -398,6 +399,7 @@ def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(
     assert skip.rounded(6) == ()
 
 
+@pytest.mark.thorough
 def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     model = lively_model("llama", dtype=torch.float32)
     given = source(model)
