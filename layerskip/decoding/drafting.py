@@ -1,5 +1,4 @@
-"""Drafts a round's tokens: those that are known, steps in lockstep for the other rows, and what
-may be right where these are wrong.
+"""Drafts a round's tokens: those that are known, steps for the other rows, and trees of both.
 
 Letters: R rows of a pass, N positions, T tokens, V vocabulary.
 """

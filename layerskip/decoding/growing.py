@@ -1,7 +1,4 @@
-"""What a round verifies: the most promising tokens of what a draft says, and of what is known.
-
-Letters: N tokens.
-"""
+"""What a round verifies: the most promising tokens of what a draft says, and of what is known."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ row's length; the slots behind it are overwritten before anything reads them. Ke
 copied when the buffers grow and when `keep` drops rows. They never hold more than the longest text
 asked for, and until then a sixteenth or 256 slots more than are in use: what a copy reads is little
 beside what that many tokens read. While they are copied, what lies on one chunk of memory (see
-`pages`) is there twice. Where
-kernels are compiled for a size they grow by half, to one of few sizes.
+`pages`) is there twice. Where kernels are compiled for a size they grow by half, to one of few
+sizes.
 Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
 full, the base moves up to what the shortest row still sees. So they hold its window, what other
 rows are ahead of it, and an eighth of that or 64 slots more. Where rows join and leave, each has a
