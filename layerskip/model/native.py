@@ -255,7 +255,8 @@ class Native(Fused):
                     k, v = cache.buffers(block.layer, block.heads, hidden)
                     keys.append(k)
                     values.append(v)
-                    bases += cache.first_slots(block.layer)
+                    if cache.trimmed:  # else all rows of all layers begin at slot 0
+                        bases += cache.first_slots(block.layer)
         branches = cache.branches.flat if keys and cache.branches is not None else []
         numbers = [block.number for block in blocks]
         out: Tensor = self.plan.run(
