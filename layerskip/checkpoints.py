@@ -55,8 +55,12 @@ class Loaded:
             return None
         return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
 
-    def opened(self, execution: str) -> Sublayers:
-        """The model opened up."""
+    def opened(self, execution: str = "auto") -> Sublayers:
+        """The model opened up; what fused passes read together is joined for good."""
+        opened = open_model(self.model, execution)
+        if opened.execution not in ("fused", "compiled"):
+            return opened
+        join(self.model)
         return open_model(self.model, execution)
 
     def describe(self) -> str:
@@ -74,7 +78,7 @@ def load(
     trust_remote_code: bool = False,
     bars: bool = False,
 ) -> Loaded:
-    """Load a causal language model, its products joined for good, and its tokenizer.
+    """Load a causal language model and its tokenizer.
 
     transformers and the Hub then report errors only.
 
@@ -140,7 +144,6 @@ def load(
     model = model.to(place).eval()
     if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
-    join(model)
     return Loaded(name, model, tokenizer, folder)
 
 
@@ -168,7 +171,6 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     model = load_assistant(source, dtype=like.model.dtype).to(like.model.device)
     if model.generation_config.num_assistant_tokens is None:
         model.generation_config.num_assistant_tokens = _LIBRARY_DRAFTS
-    join(model)
     return Loaded(name, model, like.tokenizer, folder)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig, joined
-from layerskip.cli.options import Loading, open_model
+from layerskip.cli.options import Loading, open_model, open_passes
 from layerskip.cli.terminal import Talk
 from layerskip.model import products
 from layerskip.model.joined import groups, part, together
@@ -111,11 +111,16 @@ def test_a_joined_model_is_the_same_model_and_is_given_back(family, tmp_path):
         part(model)
 
 
-def test_commands_join_their_model():
-    loaded = open_model(Loading(device="cpu"), Talk(quiet=True))
-    found = list(groups(loaded.model))
-    assert len(found) == 2 * len(loaded.model.model.layers)
-    assert all(together([linear.weight for linear in group]) is not None for group in found)
+@pytest.mark.parametrize("execution", ["fused", "modules"])
+def test_commands_join_what_fused_passes_read(execution):
+    loading = Loading(device="cpu", execution=execution)
+    loaded = open_model(loading, Talk(quiet=True))
+    with open_passes(loaded, loading, Talk(quiet=True)):
+        found = list(groups(loaded.model))
+        assert len(found) == 2 * len(loaded.model.model.layers)
+        for group in found:
+            one = together([linear.weight for linear in group]) is not None
+            assert one == (execution == "fused")
 
 
 def test_threads_may_hold_one_model_joined_and_errors_part_it():

@@ -333,13 +333,12 @@ def open_passes(
     Args:
         threads: where the command line names none; None measures which number is fastest.
     """
-    from layerskip.model.opening import open_model
     from layerskip.timing.threads import cpu_threads, fitting_threads
 
     with warnings.catch_warnings():
         if not talk.quiet:  # then the line below says it
             warnings.filterwarnings("ignore", "passes take the fused path")
-        opened = open_model(loaded.model, loading.execution)
+        opened = loaded.opened(loading.execution)
     threads = loading.threads or threads
     if threads is None:
         talk.progress("measuring how many threads are fastest")

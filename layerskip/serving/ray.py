@@ -196,6 +196,7 @@ def deployment(
         from layerskip.serving.scheduler import Serving
 
         loaded = load(model, device=device, dtype=dtype)
+        loaded.opened(settings.get("execution", "auto"))  # joins what fused passes read
         called = name or (model if loaded.folder is None else Path(model).resolve().name)
         served = Served.of(called, loaded.model, loaded.tokenizer, context=context)
         serving = Serving(

@@ -6,6 +6,7 @@ that it delays. So the number is measured.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -37,10 +38,10 @@ def cpu_threads(count: int | None) -> Iterator[int]:
 def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_counter) -> int:
     """The best number of threads to decode one prompt on, at most torch's own number.
 
-    Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second,
-    and takes the smallest number that hardly any other beats. It returns torch's own number on
-    other devices, with compiled passes (each number would need compiling), and if passes are so
-    long that every thread pays.
+    Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or
+    until it is clear, and takes the smallest number that hardly any other beats. It returns torch's
+    own number on other devices, with compiled passes (each number would need compiling), and if
+    passes are so long that every thread pays.
 
     Args:
         now: the clock, in seconds.
@@ -65,8 +66,13 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                         seconds[count].append(now() - start)
                 if count == most and min(seconds[most]) > _LONG:
                     return most
+            typical = {count: statistics.median(times) for count, times in seconds.items()}
+            best = min(counts, key=typical.__getitem__)
+            found = next(count for count in counts if typical[count] <= _WORTH * typical[best])
+            fewer = [each for count in counts if count < found for each in seconds[count]]
+            clear = found == best and len(seconds[best]) > _PASSES
+            if clear and min(fewer, default=math.inf) > _WORTH * max(seconds[best]):
+                break
             if now() - started > _BUDGET:
                 break
-    typical = {count: statistics.median(times) for count, times in seconds.items()}
-    best = min(typical.values())
-    return next(count for count in counts if typical[count] <= _WORTH * best)
+    return found
