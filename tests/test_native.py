@@ -1024,14 +1024,52 @@ def test_other_vectors_give_the_same_numbers(capability: str, file: str) -> None
         pytest.skip(f"no {vectors}")
     start = ["-c", DEFINED, defined] if defined else ["-m", "pytest"]
     tests = [str(Path(__file__).with_name(f"test_{file}.py")), "-k", AGAIN[file]]
+    tiles = {"LAYERSKIP_TILES": "1"} if defined == "EMULATED_TILES" else {}
     done = subprocess.run(
         [sys.executable, *start, "-n0", "-q", "-W", "default", *tests],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": vectors},
+        env={**os.environ, **tiles, "ATEN_CPU_CAPABILITY": vectors},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
+
+
+DIGEST = """
+import hashlib, torch
+from layerskip.model import extension
+from layerskip.model.rounded import rounded
+flags, digest = extension.flags, hashlib.sha256()
+extension.flags = lambda: [*flags(), "-DEMULATED_TILES"]
+native = extension.extension()  # before what asks for the usual one
+from test_rounded import native_matrix
+torch.manual_seed(0)
+for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):
+    copy = rounded(torch.randn(rows, columns), bits, packed=True)
+    matrix = native_matrix(copy, None)
+    for tokens in range(1, 40):
+        x = torch.randn(1, tokens, columns) * torch.randn(columns).exp()
+        digest.update(native.wide_products(matrix, x).numpy().tobytes())
+print(native.tiles_refusal(), digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_bytes_in_tiles_have_the_bits_of_vectors() -> None:
+    def said(tiles: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "LAYERSKIP_TILES": tiles, "PYTHONPATH": str(Path(__file__).parent)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.rsplit(maxsplit=1)
+
+    (refused, vectors), (taken, tiles) = said("0"), said("1")
+    assert (refused, taken) == ("LAYERSKIP_TILES is 0", "None")
+    assert vectors == tiles
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def status() -> str:
         if library.exists():
             _check_owners(library)
             refused = extension().tiles_refusal()
-            tiles = "bfloat16 in tiles" if refused is None else f"no tiles: {refused}"
+            tiles = "bfloat16 and bytes in tiles" if refused is None else f"no tiles: {refused}"
             return f"built, {vectors}, {tiles}"
         _check_failed(folder)
         _check_tools()

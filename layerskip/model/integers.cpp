@@ -1,258 +1,26 @@
-// What `integers.h` promises, for several kinds of CPU; a file of its own, which compiles beside the
-// other one.
+// What `integers.h` promises; a file of its own, which compiles beside the other ones.
 
 #include "integers.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
 
+#include "bytes.h"
 #include "products.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "unit.h"
 
 namespace integers {
 namespace {
 
 constexpr int BLOCKS = 2;  // that are read side by side
-constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;  // tokens of a step
+constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;  // tokens of a step, where vectors are multiplied
 
-// ---------------------------------------------------------------------------------------------
-// Vectors of 16 numbers. `Four` is what a line is multiplied with: four inputs of a token for all
-// rows; `dots<DOTS>` adds the products of four bytes each to 32-bit sums, with an instruction for
-// them where there is one (DOTS, which a caller asks `has_dots` for).
-
-#if defined(CPU_CAPABILITY_AVX512)
-
-using Ints = __m512i;
-using Floats = __m512;
-
-inline Ints load(const void* from) { return _mm512_loadu_si512(from); }
-inline Ints all(int32_t x) { return _mm512_set1_epi32(x); }
-inline Floats zero() { return _mm512_setzero_ps(); }
-inline Ints lower(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline Ints upper(Ints x) { return lower(_mm512_srli_epi16(x, 4)); }
-inline Floats scaled(Ints x, Floats by, Floats to) {
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(x), by, to);
-}
-inline Floats times(Floats a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
-inline Floats same(float x) { return _mm512_set1_ps(x); }
-inline Floats widened(const void* bfloats) {
-  const __m256i some = _mm256_loadu_si256(static_cast<const __m256i*>(bfloats));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16));
-}
-inline void store(Floats x, float* to) { _mm512_storeu_ps(to, x); }
-
-template <bool DOTS>
-struct Four {
-  Ints bytes, even, odd;
-  explicit Four(const int8_t* from) {
-    int32_t four;
-    std::memcpy(&four, from, 4);
-    bytes = all(four);
-    if constexpr (!DOTS) {
-      even = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
-      odd = _mm512_srai_epi16(bytes, 8);
-    }
-  }
-};
-
-template <bool DOTS, int BITS>
-inline Ints dots(Ints sums, Ints weights, const Four<DOTS>& x) {
-  if constexpr (DOTS) {
-    // no intrinsic: that would take a file of its own, compiled for machines that have it
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x.bytes));
-    return sums;
-  } else if constexpr (BITS == 4) {  // 2 * 15 * 127 does not saturate
-    const Ints pairs = _mm512_maddubs_epi16(weights, x.bytes);
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-  } else {
-    const Ints even = _mm512_and_si512(weights, _mm512_set1_epi16(255));
-    sums = _mm512_add_epi32(sums, _mm512_madd_epi16(even, x.even));
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), x.odd));
-  }
-}
-
-inline bool has_dots() {
-#ifdef WITHOUT_DOTS  // by tests
-  return false;
-#else
-  return __builtin_cpu_supports("avx512vnni");
-#endif
-}
-
-#elif defined(CPU_CAPABILITY_AVX2)
-
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 12
-#define KNOWS_AVX_VNNI
-#endif
-
-struct Ints {
-  __m256i v[2];
-};
-struct Floats {
-  __m256 v[2];
-};
-template <typename Vector, typename Function>
-inline Vector each(const Function& function) {
-  return {{function(0), function(1)}};
-}
-
-inline Ints load(const void* from) {
-  const __m256i* at = static_cast<const __m256i*>(from);
-  return each<Ints>([&](int i) { return _mm256_loadu_si256(at + i); });
-}
-inline Ints all(int32_t x) {
-  return each<Ints>([&](int) { return _mm256_set1_epi32(x); });
-}
-inline Floats zero() {
-  return each<Floats>([](int) { return _mm256_setzero_ps(); });
-}
-inline Floats same(float x) {
-  return each<Floats>([&](int) { return _mm256_set1_ps(x); });
-}
-inline __m256i lower(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline Ints lower(const Ints& x) {
-  return each<Ints>([&](int i) { return lower(x.v[i]); });
-}
-inline Ints upper(const Ints& x) {
-  return each<Ints>([&](int i) { return lower(_mm256_srli_epi16(x.v[i], 4)); });
-}
-inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
-  return each<Floats>(
-      [&](int i) { return _mm256_fmadd_ps(_mm256_cvtepi32_ps(x.v[i]), by.v[i], to.v[i]); });
-}
-inline Floats times(const Floats& a, float b) {
-  return each<Floats>([&](int i) { return _mm256_mul_ps(a.v[i], _mm256_set1_ps(b)); });
-}
-inline Floats widened(const void* bfloats) {
-  const __m128i* at = static_cast<const __m128i*>(bfloats);
-  return each<Floats>([&](int i) {
-    const __m256i some = _mm256_cvtepu16_epi32(_mm_loadu_si128(at + i));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(some, 16));
-  });
-}
-inline void store(const Floats& x, float* to) {
-  for (int i = 0; i < 2; ++i) _mm256_storeu_ps(to + 8 * i, x.v[i]);
-}
-
-template <bool DOTS>
-struct Four {
-  __m256i bytes, even, odd;
-  explicit Four(const int8_t* from) {
-    int32_t four;
-    std::memcpy(&four, from, 4);
-    bytes = _mm256_set1_epi32(four);
-    if constexpr (!DOTS) {
-      even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-      odd = _mm256_srai_epi16(bytes, 8);
-    }
-  }
-};
-
-template <bool DOTS, int BITS>
-inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
-  return each<Ints>([&](int i) {
-    __m256i sums = to.v[i];
-    if constexpr (DOTS) {
-#ifdef KNOWS_AVX_VNNI
-      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights.v[i]), "x"(x.bytes));
-#endif
-      return sums;
-    } else if constexpr (BITS == 4) {
-      const __m256i pairs = _mm256_maddubs_epi16(weights.v[i], x.bytes);
-      return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    } else {
-      const __m256i even = _mm256_and_si256(weights.v[i], _mm256_set1_epi16(255));
-      const __m256i odd = _mm256_srli_epi16(weights.v[i], 8);
-      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(even, x.even));
-      return _mm256_add_epi32(sums, _mm256_madd_epi16(odd, x.odd));
-    }
-  });
-}
-
-inline bool has_dots() {
-#ifdef KNOWS_AVX_VNNI
-  return __builtin_cpu_supports("avxvnni");
-#else
-  return false;
-#endif
-}
-
-#else
-
-struct Ints {
-  int32_t v[16];
-  const uint8_t* bytes() const { return reinterpret_cast<const uint8_t*>(v); }
-};
-struct Floats {
-  float v[16];
-};
-
-inline Ints load(const void* from) {
-  Ints out;
-  std::memcpy(out.v, from, 64);
-  return out;
-}
-inline Ints all(int32_t x) {
-  Ints out;
-  std::fill_n(out.v, 16, x);
-  return out;
-}
-inline Floats zero() { return {}; }
-inline Floats same(float x) {
-  Floats out;
-  std::fill_n(out.v, 16, x);
-  return out;
-}
-inline Ints lower(Ints x) {
-  for (int32_t& each : x.v) each &= 0x0f0f0f0f;
-  return x;
-}
-inline Ints upper(Ints x) {
-  for (int32_t& each : x.v) each = each >> 4 & 0x0f0f0f0f;
-  return x;
-}
-inline Floats scaled(const Ints& x, const Floats& by, Floats to) {
-  for (int r = 0; r < 16; ++r) to.v[r] += static_cast<float>(x.v[r]) * by.v[r];
-  return to;
-}
-inline Floats times(Floats a, float b) {
-  for (float& each : a.v) each *= b;
-  return a;
-}
-inline Floats widened(const void* bfloats) {
-  uint16_t some[16];
-  std::memcpy(some, bfloats, 32);
-  Floats out;
-  for (int r = 0; r < 16; ++r) {
-    const uint32_t bits = static_cast<uint32_t>(some[r]) << 16;
-    std::memcpy(out.v + r, &bits, 4);
-  }
-  return out;
-}
-inline void store(const Floats& x, float* to) { std::copy_n(x.v, 16, to); }
-
-template <bool DOTS>
-struct Four {
-  int32_t x[4];
-  explicit Four(const int8_t* from) { std::copy_n(from, 4, x); }
-};
-
-// never inlined: unrolled a hundred times, loops of 64 steps take a compiler minutes
-template <bool DOTS, int BITS>
-[[gnu::noinline]] Ints dots(Ints sums, const Ints& weights, const Four<DOTS>& x) {
-  const uint8_t* bytes = weights.bytes();
-  for (int r = 0; r < 16; ++r)
-    for (int j = 0; j < 4; ++j) sums.v[r] += bytes[4 * r + j] * x.x[j];
-  return sums;
-}
-
-inline bool has_dots() { return false; }
-
-#endif
+constexpr int parts_of(int bits) { return bits == 8 ? 1 : 2; }  // of a unit, with sums of their own
 
 // ---------------------------------------------------------------------------------------------
 // Inputs.
@@ -274,14 +42,13 @@ struct Inputs {
   }
 };
 
-}  // namespace
-
+// In steps of `most_tokens`; else as the function of this name without it.
 void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
-                  int64_t begin, int64_t end) {
+                  int64_t begin, int64_t end, int64_t most_tokens) {
   const int64_t units = units_of(columns);
-  const int parts = bits == 8 ? 1 : 2;
+  const int parts = parts_of(bits);
   const int32_t offset = bits == 8 ? 128 : 8;
-  const Steps steps{tokens, MOST};
+  const Steps steps{tokens, most_tokens};
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t first = steps.first(step), count = steps.length(step);
     const Inputs to(room, units, first, count);
@@ -320,8 +87,6 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
   }
 }
 
-namespace {
-
 // ---------------------------------------------------------------------------------------------
 // Products.
 
@@ -330,7 +95,7 @@ template <int BITS, int TOKENS, bool DOTS>
 inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
                  const uint8_t* fetch, float* out) {
   constexpr int64_t SIZE = unit_bytes(BITS);
-  constexpr int PARTS = BITS == 8 ? 1 : 2;  // of a unit, with sums of their own
+  constexpr int PARTS = parts_of(BITS);
   Floats sums[TOKENS][BLOCKS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
@@ -396,45 +161,120 @@ inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inp
     for (int b = 0; b < BLOCKS; ++b) store(sums[t][b], out + (t * BLOCKS + b) * BLOCK);
 }
 
+// The same with any number of tokens up to those of a tile, by the matrix unit: the products of a
+// part of a unit with all tokens at once, exact as well. It is configured for `shapes_of`.
+template <int BITS>
+void tile_by_unit(const uint8_t* weight, int64_t stride, int64_t units, int64_t tokens,
+                  const Inputs& x, const uint8_t* fetch, float* out) {
+  constexpr int64_t SIZE = unit_bytes(BITS), PARTS = parts_of(BITS), WIDTH = UNIT / PARTS;
+  constexpr int64_t LINES = BITS == 8 ? 16 : 4;  // of a part
+  alignas(64) uint8_t unpacked[BLOCKS][WIDTH * BLOCK];
+  alignas(64) int32_t some[BLOCKS][tiles::MOST * BLOCK];
+  std::fill_n(out, tokens * BLOCKS * BLOCK, 0.0f);
+  for (int64_t u = 0; u < units; ++u)
+    for (int64_t part = 0; part < PARTS; ++part) {
+      const uint8_t* at = weight + u * SIZE;
+      tiles::load<tiles::INPUTS>(x.numbers + u * tokens * UNIT + part * WIDTH, UNIT);
+      const auto add = [&](auto block, auto tile) {
+        const uint8_t* from = at + block * stride + part * LINES * 64;
+        if constexpr (BITS == 4) {
+          for (int64_t l = 0; l < LINES; ++l) {
+            const Ints both = load(from + 64 * l);
+            store(lower(both), unpacked[block] + 128 * l);
+            store(upper(both), unpacked[block] + 128 * l + 64);
+          }
+          from = unpacked[block];
+        }
+        tiles::load<tile>(from, 64);
+        tiles::zero<block>();
+        tiles::add_bytes<block, tile>();
+        tiles::store<block>(some[block], 4 * BLOCK);
+      };
+      add(std::integral_constant<int, 0>(), std::integral_constant<int, 4>());
+      add(std::integral_constant<int, 1>(), std::integral_constant<int, 5>());
+      for (int64_t b = 0; b < BLOCKS; ++b) {
+        for (int64_t line = 0; line < SIZE; line += 64 * PARTS)
+          __builtin_prefetch(fetch + b * stride + u * SIZE + line + 64 * part, 0, 2);
+        const Floats scales = BITS == 8
+            ? same(1.0f)
+            : widened(at + b * stride + SIZE - 64 + part * 32);
+        const int64_t first = (u * PARTS + part) * tokens;
+        for (int64_t t = 0; t < tokens; ++t) {
+          float* to = out + (t * BLOCKS + b) * BLOCK;
+          const Ints sum = plus(load(some[b] + t * BLOCK), x.starts[first + t]);
+          const float scale = x.scales[u * tokens + t];
+          store(scaled(sum, BITS == 8 ? same(scale) : times(scales, scale), load(to)), to);
+        }
+      }
+    }
+}
+
+// Sums are (tokens, rows), inputs (tokens, columns), weights (fours of columns, fours of rows).
+tiles::Shapes shapes_of(int bits, int64_t tokens) {
+  const int64_t width = UNIT / parts_of(bits);
+  tiles::Shapes out;
+  for (int block = 0; block < BLOCKS; ++block) {
+    out.set(block, tokens, 4 * BLOCK);
+    out.set(4 + block, width / 4, 4 * BLOCK);
+  }
+  out.set(tiles::INPUTS, tokens, width);
+  return out;
+}
+
 // Rows first to last, where the weight begins with row first, a multiple of BLOCK, with the inputs
 // of one step, whose first token is `before`; `then` is what is read after them.
-template <int BITS, int TOKENS, bool DOTS>
-void few(const uint8_t* weight, int64_t first, int64_t last, int64_t units, const Inputs& x,
-         int64_t before, const uint8_t* then, Write write) {
-  const int64_t size = units * unit_bytes(BITS), blocks = (last - first + BLOCK - 1) / BLOCK;
+template <typename Tile>
+void few(int64_t size, const uint8_t* weight, int64_t first, int64_t last, int64_t tokens,
+         int64_t before, const uint8_t* then, Write write, const Tile& tile) {
+  const int64_t blocks = (last - first + BLOCK - 1) / BLOCK;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / size);
-  alignas(64) float sums[TOKENS * BLOCKS * BLOCK];
+  alignas(64) float sums[tiles::MOST * BLOCKS * BLOCK];
   for (int64_t block = 0; block < blocks; block += BLOCKS) {
     const int64_t here = std::min<int64_t>(BLOCKS, blocks - block), later = block + ahead;
     const uint8_t* fetch = later < blocks ? weight + later * size : then + (later - blocks) * size;
     // a single block stands for two
     const int64_t stride = here == BLOCKS ? size : 0;
-    tile<BITS, TOKENS, DOTS>(weight + block * size, stride, units, x, fetch, sums);
-    for (int t = 0; t < TOKENS; ++t)
+    tile(weight + block * size, stride, fetch, sums);
+    for (int64_t t = 0; t < tokens; ++t)
       for (int64_t b = 0; b < here; ++b)
         write(before + t, first + (block + b) * BLOCK, sums + (t * BLOCKS + b) * BLOCK);
   }
 }
 
-}  // namespace
-
+// In steps of `most_tokens`, by the matrix unit where these are its own; else as the function of
+// this name without it.
 void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
-             int64_t tokens, void* room, const uint8_t* then, Write write) {
+             int64_t tokens, void* room, const uint8_t* then, Write write, int64_t most_tokens) {
   static const bool dots = has_dots();
   const int64_t units = units_of(columns), size = row_bytes(bits, columns);
-  const Steps steps{tokens, MOST};
+  const Steps steps{tokens, most_tokens};
   // rows that stay in a cache until the last step has read them
   const int64_t group = steps.count == 1
       ? std::max<int64_t>(BLOCK, last - first)
       : std::max<int64_t>(2, KEPT / size / BLOCK) * BLOCK;
+  int64_t configured = 0;
   for (int64_t row = first; row < last; row += group) {
     const int64_t end = std::min(last, row + group);
     const uint8_t* from = weight + (row - first) * size;
     const uint8_t* next = end < last ? from + (end - row) * size : then;
     for (int64_t step = 0; step < steps.count; ++step) {
-      const int64_t before = steps.first(step);
-      const Inputs x(room, units, before, steps.length(step));
-#define SOME(BITS, N, DOTS) few<BITS, N, DOTS>(from, row, end, units, x, before, next, write)
+      const int64_t before = steps.first(step), length = steps.length(step);
+      const Inputs x(room, units, before, length);
+      const auto with = [&](const auto& tile) {
+        few(units * unit_bytes(bits), from, row, end, length, before, next, write, tile);
+      };
+      if (most_tokens == tiles::MOST) {
+        if (length != configured) tiles::configure(shapes_of(bits, configured = length));
+        with([&](const uint8_t* at, int64_t stride, const uint8_t* fetch, float* sums) {
+          if (bits == 8) tile_by_unit<8>(at, stride, units, length, x, fetch, sums);
+          else tile_by_unit<4>(at, stride, units, length, x, fetch, sums);
+        });
+        continue;
+      }
+#define SOME(BITS, N, DOTS)                                                                \
+  with([&](const uint8_t* at, int64_t stride, const uint8_t* fetch, float* sums) {         \
+    tile<BITS, N, DOTS>(at, stride, units, x, fetch, sums);                                \
+  })
 #define FEW(N)                                        \
   case N:                                             \
     if (bits == 8 && dots) SOME(8, N, true);          \
@@ -442,11 +282,62 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
     else if (dots) SOME(4, N, true);                  \
     else SOME(4, N, false);                           \
     break;
-      switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
+      switch (length) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
 #undef SOME
     }
   }
+  if (configured) tiles::release();
+}
+
+// ---------------------------------------------------------------------------------------------
+// Vectors or the unit: their numbers are the same, so that time may decide.
+
+// The seconds of a product that stays in a cache.
+double seconds_of(int bits, int64_t tokens, int64_t most_tokens) {
+  constexpr int64_t COLUMNS = 512;
+  const int64_t rows = 64;
+  const std::vector<float> x(tokens * COLUMNS, 1.0f);
+  const std::vector<uint8_t> weight(rows * row_bytes(bits, COLUMNS));
+  std::vector<uint8_t> room(tokens * inputs_bytes(COLUMNS));
+  round_inputs(bits, x.data(), COLUMNS, tokens, room.data(), 0, tokens, most_tokens);
+  double least = std::numeric_limits<double>::infinity();
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    const auto began = std::chrono::steady_clock::now();
+    product(bits, weight.data(), 0, rows, COLUMNS, tokens, room.data(), weight.data(),
+            [](int64_t, int64_t, const float*) {}, most_tokens);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+    least = std::min(least, took.count());
+  }
+  return least;
+}
+
+// From how many tokens on the unit is as fast as vectors.
+int64_t unit_from(int bits) {
+  constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+  if (tiles::refusal()) return NEVER;
+  if (tiles::always()) return 1;
+  for (const int64_t tokens : {1, 2, 3, 4, 6, 8, 12, 16})
+    if (seconds_of(bits, tokens, tiles::MOST) <= seconds_of(bits, tokens, MOST)) return tokens;
+  return NEVER;
+}
+
+// The most tokens of a step.
+int64_t step_of(int bits, int64_t tokens) {
+  static const int64_t from[] = {unit_from(4), unit_from(8)};
+  return tokens >= from[bits == 8] ? tiles::MOST : MOST;
+}
+
+}  // namespace
+
+void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
+                  int64_t begin, int64_t end) {
+  round_inputs(bits, x, columns, tokens, room, begin, end, step_of(bits, tokens));
+}
+
+void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
+             int64_t tokens, void* room, const uint8_t* then, Write write) {
+  product(bits, weight, first, last, columns, tokens, room, then, write, step_of(bits, tokens));
 }
 
 }  // namespace integers

@@ -8,7 +8,8 @@
 //           a line of scales in bfloat16, 16 for the first 32 columns and 16 for the others.
 // A token's inputs are rounded with one scale for every unit. Their products with numbers of the
 // weight are summed exactly, as integers; every unit's sum is scaled and added in float32, in the
-// order of the columns, so that a sum depends neither on threads nor on the tokens beside it.
+// order of the columns, so that a sum depends neither on threads nor on the tokens beside it, nor on
+// what multiplies: vectors, or the matrix unit where it is there and faster.
 
 #pragma once
 

@@ -1,162 +1,24 @@
-// What `tiles.h` promises, on the unit itself, or for tests in plain C++ (EMULATED_TILES).
+// What `tiles.h` promises.
 
 #include "tiles.h"
 
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#ifndef EMULATED_TILES
-// instructions are written as such: intrinsics would take flags of their own
-#if defined(CPU_CAPABILITY_AVX512) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
-#define HAS_TILES
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
+#include "unit.h"
 
 namespace tiles {
 namespace {
 
 using c10::BFloat16;
 
-constexpr int64_t ROWS = 16;     // of a tile
 constexpr int64_t COLUMNS = 32;  // of a tile of a weight
-constexpr int64_t MOST = 16;     // tokens of a tile
 constexpr int64_t BLOCKS = 4;    // of rows that are read side by side
 constexpr int64_t KEPT = 512 << 10;  // bytes of a weight that stay in a cache for further tokens
-
-// ---------------------------------------------------------------------------------------------
-// The unit: tiles 0 to 3 hold sums, 4 to 6 parts of a weight, 7 inputs.
-
-constexpr int INPUTS = 7;
-
-// Shapes of the tiles, as the instruction reads them.
-struct alignas(64) Shapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
-  uint8_t rows[16] = {};
-
-  explicit Shapes(int64_t tokens) {
-    for (int tile = 0; tile < 8; ++tile) {
-      bytes[tile] = tile >= 4 && tile < INPUTS ? 64 : static_cast<uint16_t>(4 * tokens);
-      rows[tile] = ROWS;
-    }
-  }
-};
-
-#if defined(HAS_TILES)
-
-bool has_unit() {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
-}
-
-bool is_allowed() {
-  constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
-}
-
-inline void configure(const Shapes& shapes) {
-  asm volatile("ldtilecfg %0" : : "m"(shapes));
-}
-inline void release() { asm volatile("tilerelease"); }
-
-template <int TILE>
-inline void zero() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
-}
-template <int TILE>
-inline void load(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
-}
-template <int TILE>
-inline void store(void* to, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
-}
-template <int SUMS, int WEIGHT>
-inline void multiply() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
-}
-
-#elif defined(EMULATED_TILES)
-
-bool has_unit() { return true; }
-bool is_allowed() { return true; }
-
-thread_local uint8_t registers[8][ROWS][64];
-thread_local uint16_t row_bytes[8];
-
-inline void configure(const Shapes& shapes) {
-  std::copy_n(shapes.bytes, 8, row_bytes);
-  std::memset(registers, 0, sizeof registers);
-}
-inline void release() { std::fill_n(row_bytes, 8, uint16_t(0)); }
-
-template <int TILE>
-inline void zero() {
-  std::memset(registers[TILE], 0, sizeof registers[TILE]);
-}
-template <int TILE>
-inline void load(const void* from, int64_t stride) {
-  for (int64_t r = 0; r < ROWS; ++r)
-    std::memcpy(registers[TILE][r], static_cast<const char*>(from) + r * stride, row_bytes[TILE]);
-}
-template <int TILE>
-inline void store(void* to, int64_t stride) {
-  for (int64_t r = 0; r < ROWS; ++r)
-    std::memcpy(static_cast<char*>(to) + r * stride, registers[TILE][r], row_bytes[TILE]);
-}
-
-inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f * x : x; }
-
-// TDPBF16PS: products of the first numbers of all pairs are summed, those of the second ones beside
-// them, by fused steps; both sums together are added to what the tile held.
-template <int SUMS, int WEIGHT>
-inline void multiply() {
-  const auto number = [](int tile, int64_t row, int64_t k) {
-    BFloat16 found;
-    std::memcpy(&found, registers[tile][row] + 2 * k, 2);
-    return flushed(static_cast<float>(found));
-  };
-  for (int64_t r = 0; r < ROWS; ++r)
-    for (int64_t t = 0; t < row_bytes[SUMS] / 4; ++t) {
-      float two[2] = {};
-      for (int64_t pair = 0; pair < COLUMNS / 2; ++pair)
-        for (int64_t i = 0; i < 2; ++i)
-          two[i] = flushed(std::fma(number(WEIGHT, r, 2 * pair + i),
-                                    number(INPUTS, pair, 2 * t + i), two[i]));
-      float sum;
-      std::memcpy(&sum, registers[SUMS][r] + 4 * t, 4);
-      sum = flushed(sum + flushed(two[0] + two[1]));
-      std::memcpy(registers[SUMS][r] + 4 * t, &sum, 4);
-    }
-}
-
-#else
-
-bool has_unit() { return false; }
-bool is_allowed() { return false; }
-inline void configure(const Shapes&) {}
-inline void release() {}
-template <int TILE>
-inline void zero() {}
-template <int TILE>
-inline void load(const void*, int64_t) {}
-template <int TILE>
-inline void store(void*, int64_t) {}
-template <int SUMS, int WEIGHT>
-inline void multiply() {}
-
-#endif
-
-// ---------------------------------------------------------------------------------------------
-// Products.
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -176,6 +38,14 @@ struct Ahead {
     left -= std::min(lines, left);
   }
 };
+
+// Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens).
+Shapes shapes_of(int64_t tokens) {
+  Shapes out;
+  for (int tile = 0; tile < 8; ++tile)
+    out.set(tile, ROWS, tile >= 4 && tile < INPUTS ? 64 : 4 * tokens);
+  return out;
+}
 
 // 16 rows of a weight: whole tiles, and the columns behind them with zeros up to a tile.
 struct Block {
@@ -202,7 +72,7 @@ void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t 
         load<weight>(from.at + k, from.stride);
       else
         load<weight>(from.rest, from.rest_stride);
-      multiply<block, weight>();
+      add_bfloats<block, weight>();
     };
     using std::integral_constant;
     add(integral_constant<int, 0>(), integral_constant<int, 4>());
@@ -227,6 +97,11 @@ const char* refusal() {
     return is_allowed() ? nullptr : "the system refuses them";
   }();
   return reason;
+}
+
+bool always() {
+  const char* wanted = std::getenv("LAYERSKIP_TILES");
+  return wanted && std::strcmp(wanted, "1") == 0;
 }
 
 // By steps of tokens and pairs of columns: a pair of each token of the step, and so on.
@@ -279,7 +154,7 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
     const int64_t passes = width / COLUMNS * steps, lines = (ahead.left + passes - 1) / passes;
     for (int64_t begin = 0; begin < tokens; begin += MOST) {
       const int64_t here = length(tokens, begin);
-      if (here != configured) configure(Shapes(configured = here));
+      if (here != configured) configure(shapes_of(configured = here));
       const float* x = inputs + begin * width / 2;
       switch (count) {
         case 1: sums_of<1>(blocks, columns, x, here, ahead, lines, sums); break;

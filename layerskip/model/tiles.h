@@ -19,6 +19,10 @@ namespace tiles {
 // registers, or a person has set LAYERSKIP_TILES=0. Asked once in a process.
 const char* refusal();
 
+// Whether a person has set LAYERSKIP_TILES=1: then they are taken wherever they are, not only where
+// they are faster.
+bool always();
+
 // As the function of this name in `products.h`.
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end);
