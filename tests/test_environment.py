@@ -76,7 +76,8 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
     folder = tmp_path / extension.NAME / extension._key()
     folder.mkdir(parents=True)
     (folder / f"{extension.NAME}.so").touch()
-    for refused, tiles in ((None, "bfloat16 and bytes in tiles"), ("it has none", "no tiles: it has none")):
+    said = ((None, "bfloat16 and bytes in tiles"), ("it has none", "no tiles: it has none"))
+    for refused, tiles in said:
         module = SimpleNamespace(tiles_refusal=lambda refused=refused: refused)
         monkeypatch.setattr(extension, "extension", lambda module=module: module)
         assert extension.status() == f"built, {vectors}, {tiles}"
