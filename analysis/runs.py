@@ -280,23 +280,24 @@ def _by_row(source: int | list[int | None] | None, rows: int) -> list[int | None
     return source if isinstance(source, list) else [source] * rows
 
 
-def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, int]]:
-    """Of each round of a record: what its longest row drafted, and how many steps that took.
+def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Of each round of a record, as `CostTable.round_cost` takes it: drafted, steps, wide.
 
-    Rows draft in lockstep, so that a round costs what its longest drafts do; looked-up ones take no
-    steps.
+    Rows draft in lockstep, so that a round costs what its longest drafts do. Where steps are not
+    told, as in old records, there are as many as tokens; looked-up ones take none.
     """
     names = method.get("sources")
-    found = []
-    for drafted, sources in zip(rounds["drafted"], rounds["sources"], strict=True):
-        by_row = zip(drafted, _by_row(sources, len(drafted)), strict=True)
+    longest = [*map(max, rounds["drafted"])]
+    steps, wide = rounds.get("steps"), rounds.get("wide") or [0] * len(longest)
+    if steps is None:
         steps = [
-            count
-            for count, source in by_row
-            if source is None or names is None or names[source] not in KNOWN
+            max(
+                count if source is None or names is None or names[source] not in KNOWN else 0
+                for count, source in zip(drafted, _by_row(sources, len(drafted)), strict=True)
+            )
+            for drafted, sources in zip(rounds["drafted"], rounds["sources"], strict=True)
         ]
-        found.append((max(drafted), max(steps, default=0)))
-    return found
+    return [*zip(longest, steps, wide, strict=True)]
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

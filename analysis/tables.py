@@ -372,8 +372,7 @@ def price(
         if category in (ALL, record["category"] or "other"):
             plain += max(map(sum, zip(*rounds["emitted"], strict=True)), default=0)
             paid += sum(
-                costs.round_cost(drafted, steps)
-                for drafted, steps in longest_drafts(run.methods[method], rounds)
+                costs.round_cost(*counts) for counts in longest_drafts(run.methods[method], rounds)
             )
     return paid, plain
 

@@ -72,13 +72,15 @@ class DecodingOptions:
     other rows of the head, and the text does not depend on it."""
     lookup: bool | None = None
     """Whether drafts are also looked up in the row's own history."""
+    branches: bool | None = None
+    """Whether second-best tokens are verified, too, where they are expected to pay."""
 
     def __post_init__(self) -> None:
         optional(name_text)(self.controller, "controller")
         length = optional(integer(1))(self.max_draft_length, "max_draft_length")
         object.__setattr__(self, "max_draft_length", length)
         optional(number(0, 1))(self.threshold, "threshold")
-        for name in ("enabled", "lookup"):
+        for name in ("enabled", "lookup", "branches"):
             optional(flag)(getattr(self, name), name)
         if self.acceptance not in (None, "coupled", "rejection"):
             several = self.acceptance in ("k-seq", "without-replacement")

@@ -50,7 +50,7 @@ class Settings:
         max_draft_length: int | None = None,
         threshold: float | None = None,
         acceptance: str | None = None,
-        branches: bool = False,
+        branches: bool | None = None,
         enabled: bool | None = None,
         draft_memory: int | None = None,
         draft_vocabulary: Iterable[int] | None = None,
@@ -78,6 +78,7 @@ class Settings:
             enabled=enabled,
             draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
             lookup=lookup if not isinstance(lookup, Lookup) else None,
+            branches=branches,
         )
         self.skip = skip
         self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
@@ -86,7 +87,9 @@ class Settings:
         self.max_draft_length = given.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
-        self.branches = branches
+        # those of a skip config belong to its controller
+        own = self.controller == DEFAULT_CONTROLLER and stored.branches
+        self.branches = bool(own if branches is None else branches)
         wanted = stored.enabled if enabled is None else enabled
         looks_up = stored.lookup if lookup is None else lookup
         self.lookup = Lookup() if looks_up is True else looks_up or None
@@ -129,6 +132,8 @@ class Settings:
         if brought is None and self.skip is not None and self.assistant is None:
             brought = stored(self.skip, opened, request.input_ids.shape[0])
         costs = self._tables(opened, sources, request, brought)
+        if self.branches:
+            warn_of_branches(opened, sources, request)
         controller = self.controller
         if isinstance(controller, str):
             controller = make_controller(
@@ -290,6 +295,24 @@ class Settings:
         if seed is None:
             seed = int(torch.randint(2**31, ()))
         return [(seed, row) for row in range(rows)]
+
+
+def warn_of_branches(
+    opened: Sublayers, sources: Sequence[Source], request: Request | None = None
+) -> None:
+    """Say where second-best tokens are not verified, though they were asked for."""
+    law = None if request is None else request.law
+    reason = None
+    if not opened.branches:
+        reason = "as this model runs whole: a pass of it has no branches"
+    elif all(source.known for source in sources):
+        reason = "as no draft takes steps of a model"
+    elif request is not None and request.rejection and request.law.do_sample:
+        reason = "under the rejection rule, which accepts one draft of a place"
+    elif law is not None and law.reads_history:
+        reason = "beside logits processors that read the text, each branch of which is another one"
+    if reason is not None:
+        warnings.warn(f"branches has no effect {reason}", stacklevel=2)
 
 
 def law_of(

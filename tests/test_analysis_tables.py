@@ -344,4 +344,6 @@ def test_a_round_may_have_a_source_for_each_row():
     }
     method = {"sources": ["lookup", "sublayers"]}
     assert [each.source for each in rounds_of({"rounds": rounds})] == [0, 1, None, 1, 1]
-    assert longest_drafts(method, rounds) == [(2, 1), (1, 1)]
+    assert longest_drafts(method, rounds) == [(2, 1, 0), (1, 1, 0)]
+    told = {"steps": [3, 1], "wide": [2, 0]}  # of trees there may be more, or fewer
+    assert longest_drafts(method, rounds | told) == [(2, 3, 2), (1, 1, 0)]

@@ -23,7 +23,7 @@ from layerskip.bench.plans import price
 from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.files.records import RunWriter, key_of, read_run
+from layerskip.files.records import RunWriter, costs_key, key_of, read_run
 from layerskip.model.extension import refusal
 from layerskip.timing.bandwidth import Sweeps
 
@@ -268,6 +268,26 @@ def test_records_hold_trees_and_what_was_taken_of_them(tmp_path):
         assert taken == [row for each in rounds["accepted"] for row in each]
         assert any(each and set(range(len(each))) - set(each) for each in shapes)
         assert ("drafts" in rounds) == (text is not None)
+
+
+def test_a_step_of_two_tokens_is_counted_once(tmp_path):
+    """Of trees that steps grow: how many there were, and of what size, not the tokens drafted."""
+    model, task = lively_model("llama"), Task(40, do_sample=True, seed=3, top_k=0)
+    skip = SkipConfig.low_precision(4)
+    method = Engine(model, task, "self", skip, max_draft_length=8, branches=True)
+    costs = CostTable(0.2, (1.0,) * 20)
+    found = batches(6)
+    method.use(costs_key(1, found[0].context), costs)
+    records = measure(model, task, [Engine(model, task), method], found)
+    rounds = next(record for record in records if record["method"] == "self")["rounds"]
+    fed = [len(row[0]) for row in rounds["confidences"]]
+    counted = zip(rounds["steps"], rounds["wide"], strict=True)
+    assert fed == [steps + wide for steps, wide in counted]
+    assert sum(rounds["wide"]) > 0
+    assert any(
+        drafted != [steps]
+        for drafted, steps in zip(rounds["drafted"], rounds["steps"], strict=True)
+    )
 
 
 def test_counts_are_those_of_the_engine(model):

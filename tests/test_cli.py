@@ -395,6 +395,15 @@ def test_settings_without_effect_warn(folder):
     ]
     assert of(*DRAFT, "--draft-memory", 1) == ["--draft-memory has no effect with a skip config"]
     assert "threshold has no effect on the controller 'fixed'" in of(*DRAFT, "--threshold", 0.5)
+    assert of("--no-draft", "--no-branches") == ["--no-branches has no effect with --no-draft"]
+    assert "branches has no effect on the controller 'fixed'" in of(*DRAFT, "--branches")
+    for flags, reason in (
+        (("--low-precision", "none"), "as no draft takes steps of a model"),
+        (("--exit-layer", 3, "--repetition-penalty", 1.2), "beside logits processors that read"),
+        (("--exit-layer", 3, "--do-sample", *idle[-2:]), "under the rejection rule, which"),
+    ):
+        (line,) = of("--branches", *flags)
+        assert line.startswith(f"branches has no effect {reason}")
     assert of(*DRAFT, *idle, "--do-sample") == []
 
 
@@ -706,6 +715,40 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     assert warned(bench(folder, two_prompts, output, *flags, *draw, "--assistant", folder)) == [
         "--assistant has no effect without --method self-assistant or generate-assistant"
     ]
+
+
+def test_branches_are_measured_beside_chains(folder, two_prompts, tmp_path, monkeypatch):
+    table = CostTable(0.2, (1.0,) * 9)
+    monkeypatch.setattr(
+        "layerskip.settings.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
+    )
+    output = tmp_path / "run.jsonl"
+    flags = ("--method", "self", "--method", "self-lookup", "--low-precision", 4, "--branches")
+    flags += ("--max-new-tokens", 30)
+    assert bench(folder, two_prompts, output, *flags).exit_code == 0
+    run_ = read_run(output)
+    names = {each["name"]: each.get("branches") for each in run_.header["methods"]}
+    assert names == {"plain": None, "self": None, "self:branches": True, "self-lookup": None}
+    trees = {r["method"] for r in run_.records if r["rounds"] and r["rounds"].get("parents")}
+    assert trees == {"self:branches"}
+    assert all(all(record["equal"]) for record in run_.records)
+    line = "--branches has no effect without a draft that takes steps, and expected-gain"
+    few = ("--method", "self-lookup", "--branches")
+    assert warned(bench(folder, two_prompts, tmp_path / "other.jsonl", *few)) == [line]
+
+
+def test_a_skip_config_asks_for_branches(folder, save_skip):
+    """`generate` reads it there; a flag overrides it; another controller has no use for it."""
+    costs = {"draft": 0.1, "verify": [1.0] * 9}
+    how = {"exit_layer": 3, "decoding": DecodingOptions(branches=True), "costs": costs}
+    flags = ("--skip", save_skip(**how), "--low-precision", "none", "--no-lookup")
+    found = {
+        name: document(generate(folder, *flags, *more, "--json", tokens=40))
+        for name, more in (("on", ()), ("off", ("--no-branches",)), ("plain", ("--no-draft",)))
+    }
+    assert len({str(each["token_ids"]) for each in found.values()}) == 1
+    assert found["on"]["num_draft_tokens"] > found["off"]["num_draft_tokens"]
+    assert warned(generate(folder, *flags, "--controller", "fixed", tokens=2)) == []
 
 
 def test_benchmark_at_lengths_of_context(folder, two_prompts, tmp_path, priced):

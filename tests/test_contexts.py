@@ -1,5 +1,7 @@
 """Benchmarks at lengths of context: prompts joined or cut, and what records and reports say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoints import tiny_tokenizer
@@ -127,14 +129,20 @@ def test_a_round_reads_its_drafts_and_the_whole_model():
     draft = weights_of(*decoder.layers[:3], decoder.norm, model.lm_head)
     batch = PromptBatch(("a",), (0,), None, *ragged((7,)))
     rounds = [
-        Round(number, ((5,) * new,), (drafted,), (new - 1,), ((),), (False,), source)
-        for number, (drafted, new, source) in enumerate([(0, 1, None), (2, 2, 0), (0, 1, None)])
+        Round(number, ((5,) * new,), (drafted,), (new - 1,), ((),), (False,), source, steps=steps)
+        for number, (drafted, steps, new, source) in enumerate(
+            [(0, 0, 1, None), (2, 2, 2, 0), (0, 0, 1, None)]
+        )
     ]
     decoded = Decoded([[5] * 4], 0.0, [1], rounds)
     own = Engine(model, Task(4), "self", SkipConfig.early_exit(3))
     read = bytes_read(Sublayers(model), own, batch, decoded)
     assert read == 2 * draft + 2 * whole + slot * (3 * (8 + 9) + 6 * (10 + 10))
+    tree = replace(rounds[1], drafted=(3,), wide=1)  # a step of two tokens is one
+    read = bytes_read(Sublayers(model), own, batch, replace(decoded, rounds=[rounds[0], tree]))
+    assert read == 2 * draft + whole + slot * (3 * (8 + 9) + 6 * 11)
     looked_up = Engine(model, Task(4), "self", lookup=True)
+    decoded = replace(decoded, rounds=[replace(each, steps=0) for each in rounds])
     read = bytes_read(Sublayers(model), looked_up, batch, decoded)
     assert read == 2 * whole + slot * 6 * (10 + 10)
     peer = Peer(model, Task(4), "generate-prompt-lookup")

@@ -148,6 +148,7 @@ def test_cost_table_reads_and_extrapolates() -> None:
     assert costs.round_cost(0) == 1.0
     assert costs.round_cost(1) == pytest.approx(0.25 + 1.2)
     assert costs.round_cost(4) == pytest.approx(4 * 0.25 + 1.35)
+    assert costs.round_cost(4, 2, 1) == pytest.approx(2 * 0.25 + 0.25 * 0.2 + 1.35)
     assert CostTable(0.25, (1.0,)).verify_cost(9) == 1.0
     assert CostTable(0.25, (1.0, 1.3, 1.2)).verify_cost(9) == 1.2
     with pytest.raises(ValueError, match="at least 1 position, got 0"):

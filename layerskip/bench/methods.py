@@ -119,7 +119,7 @@ class Engine:
 
     Attributes:
         skip, lookup, trees, assistant: what drafts come from; without any it decodes plainly.
-        controller, max_draft_length, threshold: as for `LayerSkipDecoding`.
+        controller, max_draft_length, threshold, branches: as for `LayerSkipDecoding`.
         draft: what the draft is called.
         named: what the assistant is called.
         costs: by batch size and context (see `costs_key`), what the controller decides with;
@@ -139,6 +139,7 @@ class Engine:
     controller: str | None = None
     max_draft_length: int | None = None
     threshold: float | None = None
+    branches: bool | None = None
     draft: str | None = None
     costs: dict[str, CostTable] = field(default_factory=dict, init=False)
     prices: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -150,6 +151,8 @@ class Engine:
         self.controller = self.controller or stored.controller or DEFAULT_CONTROLLER
         self.max_draft_length = self.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if self.threshold is None else self.threshold
+        if self.branches is None and self.controller == DEFAULT_CONTROLLER:
+            self.branches = stored.branches
 
     @property
     def sources(self) -> list[str]:
@@ -158,6 +161,13 @@ class Engine:
         found += ["laws"] if self.trees else []
         found += [] if self.assistant is None else ["assistant"]
         return found if self.skip is None else [*found, "sublayers"]
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether second-best tokens may be verified: a draft takes steps, and the rule has use."""
+        steps = self.skip is not None or self.assistant is not None
+        rejection = self.task.do_sample and self.task.acceptance == "rejection"
+        return steps and self.controller == DEFAULT_CONTROLLER and not rejection
 
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
@@ -192,10 +202,11 @@ class Engine:
                     "num_kept": len(skip.kept()),
                     "prefix": skip.shared_prefix(),
                 }
+        how = f"{self.controller}{' with branches' if self.branches else ''}"
         return {
             "name": self.name,
             "kind": self.kind,
-            "label": f"{' and '.join(labels)}, {self.controller}",
+            "label": f"{' and '.join(labels)}, {how}",
             "draft": self.draft,
             "sources": self.sources,
             "assistant": self.named,
@@ -203,6 +214,7 @@ class Engine:
             "controller": self.controller,
             "max_draft_length": self.max_draft_length,
             "threshold": self.threshold,
+            **({"branches": True} if self.branches else {}),  # so that older runs can go on
             "costs": self.prices,
         }
 
@@ -272,6 +284,7 @@ class Engine:
             "controller": self.controller,
             "max_draft_length": self.max_draft_length,
             "threshold": self.threshold,
+            "branches": self.branches,
             "execution": self.task.execution,
         }
 

@@ -131,6 +131,7 @@ class Plan:
         max_draft_length: int | None = None,
         threshold: float | None = None,
         laws: Laws | None = None,
+        branches: bool | None = None,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source, and controller.
 
@@ -143,6 +144,8 @@ class Plan:
             controllers: None is the skip config's own, or the default.
             threshold: of those controllers that have one.
             laws: of earlier texts, which every call of "self" and "self-laws" starts with.
+            branches: True: those that may have any are measured with and without; None is the skip
+                config's own.
         """
         sources: list[tuple[str, str, dict[str, Any]]] = []  # kind, label, what drafts
         for label, skip in given if "self" in kinds else ():
@@ -172,24 +175,32 @@ class Plan:
             exit_ = self._decided("self-exit", None) or self.best_exit
             sources.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
         found: dict[str, Engine] = {}
-        for (kind, label, own), controller in itertools.product(sources, controllers):
+        ways = (False, True) if branches else (branches,)
+        for (kind, label, own), controller, way in itertools.product(sources, controllers, ways):
             each = Engine(
                 self.loaded.model,
                 self.task,
                 controller=controller,
                 max_draft_length=max_draft_length,
+                branches=way,
                 draft=label,
                 **own,
             )
+            if way and not each.may_branch:
+                continue
             if each.controller in WITH_THRESHOLD and threshold is not None:
                 each.threshold = threshold
             several = sum(other == kind for other, _, _ in sources) > 1
             parts = [kind, *([label] if several else [])]
             parts += [str(each.controller)] if len(controllers) > 1 else []
+            parts += ["branches"] if way else []
             name = ":".join(parts)
             like = sum(other.partition("#")[0] == name for other in found)
             each.name = f"{name}#{like + 1}" if like else name
             found[each.name] = each
+        if branches and not any(each.branches for each in found.values()):
+            which = "a draft that takes steps, and expected-gain"
+            warnings.warn(f"--branches has no effect without {which}", stacklevel=2)
         used = any(each.controller in WITH_THRESHOLD for each in found.values())
         if threshold is not None and found and not used:
             rule = " or ".join(WITH_THRESHOLD)

@@ -407,9 +407,11 @@ def record_of(
             "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],
             "signal": decoded.rounds[0].signal,
             "confidences": [[list(row) for row in round_.confidences] for round_ in after],
+            "steps": [round_.steps for round_ in after],
         }
         if any(parents for round_ in after for parents in round_.parents):
             rounds["parents"] = [[p and list(p) for p in round_.parents] for round_ in after]
+            rounds["wide"] = [round_.wide for round_ in after]
             rounds["taken"] = [list(map(round_.taken, range(batch.rows))) for round_ in after]
         if text is not None:
             rounds["drafts"] = [[[text([t]) for t in row] for row in r.drafts] for r in after]

@@ -77,6 +77,14 @@ def benchmark(
     ] = None,
     max_draft_length: MaxDraftLength = None,
     threshold: Threshold = None,
+    branches: Annotated[
+        bool | None,
+        typer.Option(
+            "--branches/--no-branches",
+            help="Measure drafts by steps with their second-best tokens, too (as self:branches), "
+            "or never.  [default: as the skip config says]",
+        ),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Record exits and costs of the sublayers, too.")
     ] = False,
@@ -183,8 +191,9 @@ def benchmark(
             max_draft_length,
             threshold,
             laws,
+            branches,
         )
-        for each in engines[:: len(controllers)]:
+        for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
             told = sources.words(each.skip, bool(each.lookup), each.assistant, opened, talk)
             talk.say(f"{each.name.partition(':')[0]} drafts: {told}")
         methods = plan.methods(kinds, engines, second)

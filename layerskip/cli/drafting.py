@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from layerskip.cli.options import (
+    Branches,
     DraftFlags,
     Form,
     Loading,
@@ -50,13 +51,21 @@ class Drafting:
     ] = None
     max_draft_length: MaxDraftLength = None
     threshold: Threshold = None
+    branches: Branches = None
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode plainly.")] = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """For `LayerSkipDecoding`."""
         own = {"controller": self.controller, "max_draft_length": self.max_draft_length}
-        return own | {"threshold": self.threshold}
+        return own | {"threshold": self.threshold, "branches": self.branches}
+
+    @property
+    def idle(self) -> dict[str, Any]:
+        """What is given, for `warn_idle`."""
+        found = self.settings
+        branches = found.pop("branches")
+        return found | {"no-branches" if branches is False else "branches": branches}
 
 
 @dataclass(frozen=True)
@@ -410,17 +419,18 @@ def open_decoding(
         check: told the model before anything is measured: what it refuses is refused early.
     """
     given, text, laws = draft.given(), sources.text(), sources.kept_laws()
-    own = {**drafting.settings, "acceptance": sampling.acceptance}
+    own = {"acceptance": sampling.acceptance}
+    idle = drafting.idle | own
     loaded = open_model(loading, talk)
     second = None
     if drafting.no_draft:
-        warn_idle({**sources.idle, **own}, "with --no-draft")
+        warn_idle({**sources.idle, **idle}, "with --no-draft")
     else:
         second = sources.second(loading, loaded, talk)
     check(loaded)
     processors = [] if form is None else form.processors(loaded)
     law = {name: value for name, value in sampling.settings.items() if value is not None}
-    settings = {"enabled": False, "execution": loading.execution, **own}
+    settings = {"enabled": False, "execution": loading.execution, **drafting.settings, **own}
     names: list[str] = []
     with open_passes(loaded, loading, talk) as opened, sources.keeping(laws):
         if not drafting.no_draft:
@@ -432,7 +442,7 @@ def open_decoding(
             off = "none, as the skip config says" if drafts.turned_off else ""
             talk.say(f"drafts: {off or drafts.words}")
             if not drafts:
-                warn_idle(own, "without drafts")
+                warn_idle(idle, "without drafts")
             settings |= {"enabled": enabled} | drafts.settings
             if enabled:
                 names = drafts.names

@@ -44,6 +44,14 @@ Threshold = Annotated[
     float | None,
     typer.Option(min=0, max=1, metavar="P", help="Of controllers with a threshold."),
 ]
+Branches = Annotated[
+    bool | None,
+    typer.Option(
+        "--branches/--no-branches",
+        help="Verify second-best tokens of drafts, too, where they are expected to pay.  [default: "
+        "the skip config's; without one --no-branches]",
+    ),
+]
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate at most."),

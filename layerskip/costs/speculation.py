@@ -161,17 +161,20 @@ class CostTable:
         slope = max(0.0, self.verify[-1] - self.verify[-2]) if known > 1 else 0.0
         return self.verify[-1] + slope * (n - known)
 
-    def round_cost(self, drafted: int, steps: int | None = None) -> float:
+    def round_cost(self, drafted: int, steps: int | None = None, wide: int = 0) -> float:
         """d c + v(d + 1) in target steps; a round without drafts is a plain step and costs 1.
 
         Args:
-            steps: draft steps, where they are fewer: the longest drafts were known.
+            steps: draft steps, where they are others: tokens were known, or in trees.
+            wide: those of them that took two tokens of a row; the second one is taken to cost what
+                it does in a pass of the target.
         """
         _check_length(drafted)
         if drafted == 0:
             return 1.0
         steps = drafted if steps is None else steps
-        return steps * self.draft + self.verify_cost(drafted + 1)
+        draft = self.draft * (steps + wide * (self.verify_cost(2) - 1.0)) if steps else 0.0
+        return draft + self.verify_cost(drafted + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` reads back equal."""

@@ -5,21 +5,17 @@ Letters: R rows of a pass, N positions, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush, nsmallest
-from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.controller import Controller, Grower, Observer
 from layerskip.decoding.draws import DraftedTokens, Drawn, certainty
-from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
+from layerskip.decoding.growing import Place, Spread, chosen, learn
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.planning import Plan
-from layerskip.model.branches import ROOT, along
 from layerskip.model.cache import on_device
 
 
@@ -115,7 +111,7 @@ class Drafter:
                 self._spread(grower, drafts, source, rows, plans)
                 self._choose(grower, drafts, plans, dict.fromkeys(rows, 0))
                 continue
-            steps = self._step(drafts, source, rows, plans)
+            steps = drafts.num_steps = self._step(drafts, source, rows, plans)
             if grower is not None and drafts.said:
                 # what is beside a chain comes behind all steps; without a prefix all is fed anew
                 chains = {row: len(drafts.tokens[row]) for row in drafts.said}
@@ -213,8 +209,7 @@ class Drafter:
                             if before is None:
                                 drafts.said[row] = said
                             else:
-                                behind = before.tokens if everywhere else before.tokens[:1]
-                                before.behind.update(dict.fromkeys(behind, said))
+                                before.precede(said, everywhere=everywhere)
                             ends[row] = said
                         if self._observer is not None:
                             self._observer.see_draft(row, chance, entropy)
@@ -238,63 +233,45 @@ class Drafter:
     ) -> None:
         """Draft trees: every pass takes the likeliest tokens that have not been drafted on."""
         places, device = self.passes.rows, self.passes.model.device
-        order = count()
-        waiting: dict[int, list[_Live]] = {row: [] for row in rows}
-        front = {row: [_Live(-1.0, 0, 0, ROOT, self.draws.emitted[row][-1], None)] for row in rows}
+        limits = {row: plans[row].limit for row in rows}
+        spread = Spread(grower, limits, self.eos, self.longest + 1)
         parents: list[list[int]] = [[] for _ in places]  # of what has been fed
         going = self.controller.draft_together(rows)
         while going:
-            size, fed = max(map(len, front.values())), len(parents[0])
+            size, fed = spread.size, spread.fed
             tokens = []  # rows with fewer feed something that nothing follows
             for row, place in places.items():
-                own = front.get(row, [])
+                own, last = spread.front.get(row, []), self.draws.emitted[row][-1]
                 idle = size - len(own)
                 parents[place] += [*(each.parent for each in own), *[fed - 1] * idle]
-                tokens.append(
-                    [*(each.token for each in own), *[self.draws.emitted[row][-1]] * idle]
-                )
+                tokens.append([*((each.path or (last,))[-1] for each in own), *[last] * idle])
             feed = on_device(tokens, device)  # (R, T)
             if all(row == [*range(-1, fed)] for row in parents):  # no branches yet: a plain step
                 raw = self.passes.draft_step(feed[:, 0], fed, source)[:, None]  # (R, 1, V)
             else:
                 raw = self.passes.draft_step(feed, fed, source, parents)  # (R, T, V)
-            asked = [(row, i, each) for row, own in front.items() for i, each in enumerate(own)]
+            asked = [
+                (row, i, len(each.path))
+                for row, own in spread.front.items()
+                for i, each in enumerate(own)
+            ]
             raw = raw.flatten(0, 1)  # (R * T, V)
             at = [places[row] * size + i for row, i, _ in asked]
             drawn, confidences, seconds, _ = self.draws.draft(
                 raw if at == [*range(len(raw))] else raw[on_device(at, device)],  # (N, V)
-                [(row, each.depth) for row, _, each in asked],
+                [(row, depth) for row, _, depth in asked],
                 self.signal,
                 seconds=True,
             )
             assert confidences is not None
             assert seconds is not None
             told = zip(asked, *on_host(drawn, confidences, seconds), strict=True)
-            for (row, i, each), token, sure, other in told:
-                if token < 0 or math.isnan(sure):
-                    continue
-                said = Place(sure, (int(token), int(other)), grower.rates(sure))
-                drafts.confidences[row].append(sure)
-                if each.onto is None:
-                    drafts.said[row] = said
-                else:
-                    each.onto.behind[each.token] = said
-                for next_one, rate in zip(said.tokens, said.rates, strict=True):
-                    after = each.depth + 1
-                    if next_one >= 0 and next_one not in self.eos[row] and after < plans[row].limit:
-                        less = each.less * rate
-                        live = _Live(less, next(order), after, fed + i, next_one, said)
-                        heappush(waiting[row], live)
-            left = self.longest + 1 - len(parents[0])
-            likely = {
-                row: [-each.less for each in nsmallest(2, own)] for row, own in waiting.items()
-            }
-            size = min(grower.expand(likely), left)
-            front = {
-                row: [heappop(own) for _ in range(min(size, len(own)))]
-                for row, own in waiting.items()
-            }
-            going = any(front.values())
+            for (row, i, _), token, sure, second in told:
+                if spread.hear(row, i, int(token), sure, int(second)):
+                    drafts.confidences[row].append(sure)
+            going = spread.go_on()
+        drafts.said |= spread.said
+        drafts.num_steps, drafts.num_wide = spread.steps, spread.wide
 
     def _choose(
         self,
@@ -303,71 +280,21 @@ class Drafter:
         plans: Mapping[int, Plan],
         chains: Mapping[int, int],
     ) -> None:
-        """Choose what to verify of rows: what steps said, and what other sources know.
-
-        Args:
-            chains: of each row, how many of its drafted tokens are verified in any case.
-        """
-        trees: dict[int, list[Node]] = {}
-        for row, chain in chains.items():
-            if row in drafts.said:
-                drafts.others[row] = plans[row].others
-                joined = [
-                    Joined(
-                        each,
-                        conditional(each) or grower.copied(number, row),
-                        grower.instead(number),
-                    )
-                    for number, each in plans[row].others
-                ]
-                root, most = drafts.said[row], self.longest
-                trees[row] = grown(root, most, joined, chain=chain, ends=self.eos[row])
-        if not trees:
-            return
-        width = grower.widen(
-            {row: (chains[row], [node.chance for node in nodes]) for row, nodes in trees.items()}
-        )
+        """Choose what to verify of rows (see `growing.chosen`)."""
+        drafts.others |= {row: plans[row].others for row in chains if row in drafts.said}
+        trees = chosen(grower, drafts.said, drafts.others, chains, self.eos, self.longest)
         for row, nodes in trees.items():
-            kept = nodes[: max(width, chains[row])]
-            drafts.tokens[row] = [node.token for node in kept]
-            drafts.lengths[row] = len(kept)
-            parents = [node.parent for node in kept]
-            if parents != [*range(len(kept))]:
+            drafts.tokens[row] = [node.token for node in nodes]
+            drafts.lengths[row] = len(nodes)
+            parents = [node.parent for node in nodes]
+            if parents != [*range(len(nodes))]:
                 drafts.parents[row] = parents
 
     def learn(self, drafts: DraftedTokens, row: int, tokens: Sequence[int]) -> None:
         """Tell the controller how good was what a draft said along a row's new tokens."""
-        said = drafts.said.get(row)
-        for depth, token in enumerate(tokens):
-            if said is None or self._grower is None:
-                return
-            rank = said.tokens.index(token) if token in said.tokens else None
-            self._grower.see_rank(row, said.confidence, rank)
-            for number, each in drafts.others.get(row, ()) if rank != 0 else ():
-                known, parents = each.tokens or (), each.parents or range(each.length)
-                path = along(parents, known, tokens[:depth])
-                at = path[-1] if path else 0
-                here = [one for one, own in zip(known, parents, strict=True) if own == at]
-                if len(path) == depth and here and said.tokens[0] not in here:
-                    self._grower.see_instead(number, token in here)
-            said = said.behind.get(token)
-
-
-class _Live(NamedTuple):
-    """A token that a pass may draft on.
-
-    Attributes:
-        less: its chance, less than 0, so that the likeliest come first.
-        parent: the number of what it follows among all that has been fed.
-        onto: what was said of its place.
-    """
-
-    less: float
-    order: int
-    depth: int
-    parent: int
-    token: int
-    onto: Place | None
+        if (grower := self._grower) is not None:
+            others = drafts.others.get(row, ())
+            learn(grower, row, drafts.said.get(row), others, tokens, self.eos[row])
 
 
 def on_host(*values: Tensor) -> list[list[float]]:

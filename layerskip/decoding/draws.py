@@ -57,7 +57,8 @@ class DraftedTokens:
         said: of rows that took steps where branches may be, what these said, from the root on.
         others: of these rows, the numbers of other sources, and what they propose.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
-            empty for looked-up tokens.
+            empty for looked-up tokens, and where steps draft trees.
+        num_steps, num_wide: how many steps there were, and those that took two tokens of a row.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """
@@ -68,6 +69,8 @@ class DraftedTokens:
     fed: Tensor
     steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
+    num_steps: int = 0
+    num_wide: int = 0
     unread: bool = False
     known: set[int] = field(default_factory=set)
     parents: dict[int, Sequence[int]] = field(default_factory=dict)

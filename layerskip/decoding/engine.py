@@ -404,6 +404,8 @@ class Decoder:
             times=tuple(self._times) or None,
             drafts=tuple(map(tuple, found)),
             parents=tuple(branches.get(row) for row in self.rows),
+            steps=0 if drafts is None else drafts.num_steps,
+            wide=0 if drafts is None else drafts.num_wide,
         )
         self.stats.add(round_, lambda row: self._sublayer_tokens(round_, row, drafts))
         return round_

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import count
 from typing import NamedTuple
 
+from layerskip.decoding.controller import Grower
 from layerskip.decoding.sources.base import Proposal
+from layerskip.model.branches import ROOT, along
 
 LEAST = 0.02
 """The least chance of a token, but of those that are drafted on."""
@@ -29,6 +32,10 @@ class Place:
     tokens: Sequence[int]
     rates: Sequence[float]
     behind: dict[int, Place] = field(default_factory=dict)
+
+    def precede(self, said: Place, *, everywhere: bool) -> None:
+        """Let another place be behind the best token; everywhere: behind each."""
+        self.behind.update(dict.fromkeys(self.tokens if everywhere else self.tokens[:1], said))
 
 
 class Node(NamedTuple):
@@ -124,3 +131,160 @@ def grown(
         node = len(found)
         if token in ends:
             place, here = None, ()
+
+
+class Fed(NamedTuple):
+    """A token that a draft step takes.
+
+    Attributes:
+        less: its chance, less than 0, so that the likeliest come first.
+        parent: the number of what it follows among all that the row was fed, fillers included.
+        path: the drafted tokens up to it; () for the row's last token.
+        onto: what was said of its place.
+    """
+
+    less: float
+    order: int
+    parent: int
+    path: tuple[int, ...]
+    onto: Place | None
+
+
+class Spread:
+    """Trees that draft steps grow: each takes the likeliest tokens that none has taken.
+
+    Args:
+        limits: of each row, how many tokens it may draft one behind the other.
+        ends: of each row, tokens behind which nothing is drafted.
+        most: how many tokens of a row steps take, its last one included.
+
+    Attributes:
+        front: by row, what the next step takes; rows with fewer tokens than `size` are filled up.
+        fed: how many tokens of each row steps have taken, fillers included.
+        steps, wide: how many steps there were, and those of them that took two tokens of a row.
+        said: by row, the place behind its last token, once it is known.
+    """
+
+    def __init__(
+        self,
+        grower: Grower,
+        limits: Mapping[int, int],
+        ends: Sequence[frozenset[int]],
+        most: int,
+    ) -> None:
+        self.grower, self.limits, self.ends, self.most = grower, limits, ends, most
+        self.front = {row: [Fed(-1.0, 0, ROOT, (), None)] for row in limits}
+        self.fed = self.steps = self.wide = 0
+        self.said: dict[int, Place] = {}
+        self._waiting: dict[int, list[Fed]] = {row: [] for row in limits}
+        self._order = count()
+
+    @property
+    def size(self) -> int:
+        """How many tokens of a row the next step takes, at most."""
+        return max(map(len, self.front.values()))
+
+    def hear(self, row: int, number: int, token: int, confidence: float, other: int) -> bool:
+        """What is said behind one of the front: the best token and the second; whether it counts.
+
+        Args:
+            number: of the one, among its row's.
+        """
+        if token < 0 or math.isnan(confidence):
+            return False
+        each = self.front[row][number]
+        said = Place(confidence, (token, other), self.grower.rates(confidence))
+        if each.onto is None:
+            self.said[row] = said
+        else:
+            each.onto.behind[each.path[-1]] = said
+        for after, rate in zip(said.tokens, said.rates, strict=True):
+            path = (*each.path, after)
+            if after >= 0 and after not in self.ends[row] and len(path) < self.limits[row]:
+                less, node = each.less * rate, self.fed + number
+                heappush(self._waiting[row], Fed(less, next(self._order), node, path, said))
+        return True
+
+    def go_on(self) -> bool:
+        """Choose what another step takes; whether there is one."""
+        self.steps += 1
+        self.fed += self.size
+        left = self.most - self.fed
+        likely = {
+            row: [-each.less for each in nsmallest(2, own)] for row, own in self._waiting.items()
+        }
+        size = min(self.grower.expand(likely), left)
+        self.front = {
+            row: [heappop(own) for _ in range(min(size, len(own)))]
+            for row, own in self._waiting.items()
+        }
+        self.wide += self.size > 1
+        return self.size > 0
+
+
+Others = Sequence[tuple[int, Proposal]]
+"""The numbers of other sources that know tokens, and these."""
+
+
+def chosen(
+    grower: Grower,
+    said: Mapping[int, Place],
+    others: Mapping[int, Others],
+    chains: Mapping[int, int],
+    ends: Sequence[frozenset[int]],
+    most: int,
+) -> dict[int, list[Node]]:
+    """What to verify of rows: the best of what steps said, and of what other sources know.
+
+    Args:
+        chains: of each row, how many of the best tokens are verified in any case.
+        ends: of each row, tokens behind which nothing follows.
+        most: how many tokens of a row.
+    """
+    trees: dict[int, list[Node]] = {}
+    for row, chain in chains.items():
+        if row in said:
+            joined = [
+                Joined(
+                    each, conditional(each) or grower.copied(number, row), grower.instead(number)
+                )
+                for number, each in others[row]
+            ]
+            trees[row] = grown(said[row], most, joined, chain=chain, ends=ends[row])
+    if not trees:
+        return {}
+    width = grower.widen(
+        {row: (chains[row], [node.chance for node in nodes]) for row, nodes in trees.items()}
+    )
+    return {row: nodes[: max(width, chains[row])] for row, nodes in trees.items()}
+
+
+def learn(
+    grower: Grower,
+    row: int,
+    said: Place | None,
+    others: Others,
+    tokens: Sequence[int],
+    ends: frozenset[int],
+) -> None:
+    """Tell a grower how good was what a draft said, and what others knew, along a row's new tokens.
+
+    Args:
+        said: of the place behind the row's last token.
+        ends: tokens behind which nothing is known.
+    """
+    for depth, token in enumerate(tokens):
+        if said is None:
+            return
+        rank = said.tokens.index(token) if token in said.tokens else None
+        grower.see_rank(row, said.confidence, rank)
+        for number, each in others if rank != 0 else ():
+            known, parents = each.tokens or (), each.parents or range(each.length)
+            path = along(parents, known, tokens[:depth])
+            at = path[-1] if path else 0
+            here = [one for one, own in zip(known, parents, strict=True) if own == at]
+            if len(path) == depth and here and said.tokens[0] not in here:
+                grower.see_instead(number, token in here)
+        if token in ends:
+            return
+        said = said.behind.get(token)

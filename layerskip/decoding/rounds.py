@@ -25,6 +25,7 @@ class Round:
         confidences: per row, each drafted token's confidence; empty if the controller needs none.
         drafts: per row, the drafted tokens.
         parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
+        steps, wide: how many draft steps the batch took, and those that took two tokens of a row.
         signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
@@ -49,6 +50,8 @@ class Round:
     signal: str | None = None
     drafts: tuple[tuple[int, ...], ...] = ()
     parents: tuple[Sequence[int] | None, ...] = ()
+    steps: int = 0
+    wide: int = 0
 
     def taken(self, row: int) -> list[int]:
         """The drafted tokens that a row has emitted, by their numbers from 1 on."""
@@ -60,15 +63,6 @@ class Round:
     def source_of(self, row: int) -> int | None:
         """The source that a row drafted from in this round, if it did."""
         return self.source[row] if isinstance(self.source, tuple) else self.source
-
-    def longest(self) -> dict[int, int]:
-        """By source, the most tokens that a row has drafted from it in this round."""
-        found: dict[int, int] = {}
-        for row, drafted in enumerate(self.drafted):
-            source = self.source_of(row)
-            if source is not None:
-                found[source] = max(drafted, found.get(source, 0))
-        return found
 
 
 @dataclass

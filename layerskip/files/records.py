@@ -206,6 +206,7 @@ def _record_of(rows: int) -> Check:
         **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
         "confidences": optional(items(by_row(items(NUMBER)))),
         "sources": items(_one_or_by_row(rows)),
+        **dict.fromkeys(("steps", "wide"), Maybe(items(COUNT))),
         "drafts": Maybe(items(by_row(items(text)))),
         "parents": Maybe(items(by_row(optional(items(COUNT))))),
         "taken": Maybe(items(by_row(items(integer(1))))),
@@ -257,6 +258,8 @@ def _rounds(line: Line, sources: int) -> None:
     )
     for name in ("accepted", "emitted", "sources"):
         items(anything, len(drafted))(line["rounds"][name], f"rounds.{name}")
+    for name in ("steps", "wide"):
+        Maybe(items(anything, len(drafted)))(line["rounds"].get(name), f"rounds.{name}")
     for row, first in enumerate(line["first_tokens"]):
         if any(a[row] > d[row] for a, d in zip(accepted, drafted, strict=True)):
             raise ValueError("rounds.accepted must not exceed rounds.drafted")

@@ -34,7 +34,7 @@ from layerskip.model.whole import Whole
 from layerskip.serving.places import Places
 from layerskip.serving.tasks import Task
 from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text, Together
-from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of
+from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of, warn_of_branches
 from layerskip.timing.tables import cost_tables, stored
 
 _MEASURING = 2.0  # seconds, about, before the first task
@@ -137,6 +137,8 @@ class Batch:
                 ahead=math.inf,
                 branches=decoding.branches,
             )
+            if decoding.branches:
+                warn_of_branches(self.model, self._own)
         self.controller = completed(controller)
         self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
         self._planner = Planner(self.controller)
