@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layerskip.decoding.noise import gumbel_noise
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.steps import Steps
 from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, narrowed, propose
 from layerskip.replay.trace import Trace, TraceText
 
@@ -35,12 +36,20 @@ _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are 
 
 
 class ChainDrafts(NamedTuple):
-    """Tokens, confidences, margins and entropies of drafts, (C, J) each, as a replay has them."""
+    """What drafts are, (C, J) each, as a replay has them."""
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
     entropies: Tensor
+    seconds: Tensor
+
+    @classmethod
+    def nothing(cls, *shape: int) -> ChainDrafts:
+        """Zeros (C, J), to be filled in."""
+        sure, margins, entropies = (torch.zeros(shape) for _ in range(3))
+        tokens, seconds = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        return cls(tokens, sure, margins, entropies, seconds)
 
     @classmethod
     def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
@@ -58,6 +67,8 @@ class Chains:
         vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
             same on the text, so that they share everything but the draws; only while followed.
         follow: whether to leave each draft at its first wrong token.
+        paths: tokens that each chain is fed behind its first one, before its own.
+        draft: what takes the steps, if it is there already.
     """
 
     def __init__(
@@ -69,11 +80,17 @@ class Chains:
         vocabularies: Vocabularies,
         *,
         follow: bool = False,
+        paths: Sequence[Sequence[int]] = (),
+        draft: Steps | None = None,
     ) -> None:
         self.trace, self.chains = trace, chains
         self.vocabularies, self.follow = vocabularies, follow
-        self.draft = source.steps(trace, follow=follow)
+        self.draft = source.steps(trace, follow=follow) if draft is None else draft
         self.steps = min(steps, self.draft.longest or steps)
+        self.paths = None
+        if paths:
+            known = [[*path, *[NOTHING] * (self.steps - len(path))] for path in paths]
+            self.paths = torch.tensor(known)  # (C, J)
         facts = [
             (
                 text.number,
@@ -96,17 +113,14 @@ class Chains:
         Some of the W end sooner, where it is enough.
         """
         shape = len(self.chains), self.steps
-        drafts = [
-            ChainDrafts(
-                torch.zeros(shape, dtype=torch.long), *(torch.zeros(shape) for _ in range(3))
-            )
-            for _ in self.vocabularies
-        ]
+        drafts = [ChainDrafts.nothing(*shape) for _ in self.vocabularies]
         if not all(shape):
             return drafts
-        groups = self._grouped(range(len(self.chains)), _GROUPS[0])
+        few = (size for size in reversed(_GROUPS) if size >= len(self.chains))
+        size = next(few, _GROUPS[0])
+        groups = self._grouped(range(len(self.chains)), size)
         vocabulary = self.trace.model.vocabulary
-        together = max(1, min(_CHAINS, _LOGITS // vocabulary) // _GROUPS[0])
+        together = max(1, min(_CHAINS, _LOGITS // vocabulary) // size)
         parts = -(-len(groups) // together)
         lengths = [self.steps] * len(drafts)
         for part in range(parts):  # each has chains from all over the texts
@@ -156,12 +170,17 @@ class Chains:
                 mine.confidences[flat, step] = drawn.confidences.cpu()
                 mine.margins[flat, step] = drawn.margins.cpu()
                 mine.entropies[flat, step] = drawn.entropies.cpu()
+                mine.seconds[flat, step] = drawn.seconds.cpu()
                 # behind the last known token of a text no draft is on it
                 wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
                 gone[numbers[wrong]] = places[wrong]
                 survival.append(int((gone == 0).sum()) / len(begun))
-            # behind `NOTHING` anything will do
-            fed[numbers, step + 1] = (wanted if self.follow else tokens).clamp_min(0)
+            if self.follow:
+                tokens = wanted
+            elif self.paths is not None:
+                given = self.paths[flat, step]  # (B G,)
+                tokens = torch.where(given >= 0, given, tokens)
+            fed[numbers, step + 1] = tokens.clamp_min(0)  # behind `NOTHING` anything will do
             if enough is not None:
                 over = [step + 1 if done else steps for done in enough(survivals)]
                 lengths = list(map(min, lengths, over))
@@ -206,12 +225,13 @@ class Chains:
                 some = slice(first, first + size)
                 own = None if allowed is None else allowed[texts[some]].to(raw.device)
                 shared = None if noise is None else noise[some]
-                tiles.append(draw(trace.law, narrowed(raw[some], own), shared, None))
+                one = narrowed(raw[some], own)
+                tiles.append(draw(trace.law, one, shared, None, seconds=not self.follow))
             return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
         if allowed is not None:
             raw = narrowed(raw, allowed[texts].to(raw.device))
         if not trace.rejection:
-            return draw(trace.law, raw, noise, histories)
+            return draw(trace.law, raw, noise, histories, seconds=not self.follow)
 
         def target(some: Tensor) -> Tensor:
             few = some.cpu()

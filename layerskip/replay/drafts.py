@@ -9,6 +9,7 @@ Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -16,13 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.acceptance import PRIOR
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
+from layerskip.decoding.sources.steps import Steps
 from layerskip.replay.chains import Chain, ChainDrafts, Chains, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
 from layerskip.replay.live import TextBatch
 from layerskip.replay.trace import Trace, TraceText
+
+Path = tuple[int, ...]
+"""Drafted tokens behind a start, one behind the other."""
+Said = tuple[int, float, int]
+"""The best token of a place, its margin, and the second-best."""
+
+TOGETHER = 16
+"""Paths that are looked at in one pass: on a CPU so many cost little more than one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class Replay:
     controller would have kept of these drafts is for `simulation.py` to say.
 
     Attributes:
-        skip, prior: of the source.
+        source: what drafts.
+        allowed: the draft vocabulary of each text, (texts, V) bool; None: all tokens.
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
@@ -42,12 +52,14 @@ class Replay:
             "margin" are told, (N, J) float32 each.
         entropies: of the laws that each was drawn from, as observers are told, (N, J) float32.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
+        seconds: the second-best token of each place, `NOTHING` for none, (N, J) int64; not of
+            followed drafts.
         found: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
         longest: how many tokens a draft has at most, where that is less than J.
     """
 
     trace: Trace
-    skip: SkipConfig | None
+    source: Source
     texts: tuple[slice, ...]
     tokens: Tensor
     matches: Tensor
@@ -55,9 +67,20 @@ class Replay:
     margins: Tensor
     entropies: Tensor
     ends: Tensor
+    seconds: Tensor
     found: Tensor | None = None
     longest: int | None = None
-    prior: float = PRIOR
+    allowed: Tensor | None = None
+
+    @property
+    def skip(self) -> SkipConfig | None:
+        """Of the source."""
+        return self.source.skip
+
+    @property
+    def prior(self) -> float:
+        """Of the source."""
+        return self.source.prior
 
     @property
     def draft_length(self) -> int:
@@ -68,6 +91,80 @@ class Replay:
     def survival(self) -> list[float]:
         """Share of all starts whose first j drafted tokens are the text's, for j = 1..J."""
         return self.matches.cumprod(1).float().mean(0).tolist()
+
+    def said(self, start: int, path: Path) -> Said:
+        """What the draft says behind a start and some drafted tokens; looked at once.
+
+        Args:
+            start: its number, among the N.
+        """
+        if (start, ()) not in self._said:
+            self._keep(start, (), *(each[start] for each in self._tables))
+        if (start, path) not in self._said:
+            self._leave(start, path)
+        return self._said[start, path]
+
+    @cached_property
+    def _said(self) -> dict[tuple[int, Path], Said]:
+        return {}
+
+    @property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tokens, self.margins, self.seconds
+
+    @cached_property
+    def _steps(self) -> Steps:
+        return self.source.steps(self.trace, follow=False)
+
+    def _keep(
+        self, start: int, path: Path, tokens: Tensor, margins: Tensor, seconds: Tensor
+    ) -> None:
+        """Keep what a chain said, (J,) each, which was fed a path and then its own tokens."""
+        rows = zip(tokens.tolist(), margins.tolist(), seconds.tolist(), strict=True)
+        own: Path = ()
+        for place, said in enumerate(rows):
+            here = (*path, *own)[:place] if place > len(path) else path[:place]
+            self._said.setdefault((start, here), said)
+            if place >= len(path):
+                if said[0] < 0:
+                    return
+                own = (*own, said[0])
+
+    @torch.no_grad()
+    def _leave(self, start: int, path: Path) -> None:
+        """Look at a path that leaves the draft's own, and at others that leave it likeliest.
+
+        They are as many as cost little more: the second-best tokens of the smallest margins.
+        """
+        number = next(n for n, rows in enumerate(self.texts) if start < rows.stop)
+        text = self.trace.texts[number]
+        place = text.prompt + start - self.texts[number].start
+        margins, here = {path: -1.0}, path[:-1]
+        while (start, here) in self._said and len(here) + 1 < self.draft_length:
+            best, margin, second = self._said[start, here]
+            if second >= 0 and second not in self.trace.eos:
+                margins.setdefault((*here, second), margin)
+            if best < 0 or best in self.trace.eos:
+                break
+            here = (*here, best)
+        paths = [
+            each
+            for each in sorted(margins, key=margins.__getitem__)
+            if (start, each) not in self._said
+        ][:TOGETHER]
+        chain = text, place, int(text.tokens[place])
+        chains = Chains(
+            self.trace,
+            self.source,
+            [chain] * len(paths),
+            self.draft_length,
+            [self.allowed],
+            paths=paths,
+            draft=self._steps,
+        )
+        (drafts,) = chains.run()
+        for each, *row in zip(paths, drafts.tokens, drafts.margins, drafts.seconds, strict=True):
+            self._keep(start, each, *row)
 
 
 @torch.no_grad()
@@ -94,9 +191,9 @@ def replay(
         return _look_up(trace, source, length)
     if source.exit_layer is not None:
         drafts = _exit(trace, source, source.exit_layer, length, allowed)
-        return _assembled(trace, source, drafts, length)
+        return _assembled(trace, source, drafts, length, allowed)
     chains = Chains(trace, source, all_starts(trace), length, [allowed])
-    return _assembled(trace, source, chains.run()[0], length)
+    return _assembled(trace, source, chains.run()[0], length, allowed)
 
 
 @torch.no_grad()
@@ -149,8 +246,9 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             proposal = state.offer(0, length)
             found.append((list(proposal.tokens or ()), proposal.match or 0))
     tokens = [known + [NOTHING] * (length - len(known)) for known, _ in found]
-    sure = torch.ones(len(found), length)  # nobody asks
-    played = _assembled(trace, source, ChainDrafts(torch.tensor(tokens), sure, sure, sure))
+    drafts = ChainDrafts.nothing(len(found), length)  # nobody asks for confidences
+    drafts = drafts._replace(tokens=torch.tensor(tokens))
+    played = _assembled(trace, source, drafts)
     return replace(played, found=torch.tensor([match for _, match in found]))
 
 
@@ -175,7 +273,13 @@ def all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int = 0) -> Replay:
+def _assembled(
+    trace: Trace,
+    source: Source,
+    drafts: ChainDrafts,
+    longest: int = 0,
+    allowed: Tensor | None = None,
+) -> Replay:
     """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
     most = drafts.tokens.shape[1]
     length = max(most, longest)
@@ -193,19 +297,15 @@ def _assembled(trace: Trace, source: Source, drafts: ChainDrafts, longest: int =
     matches = (drafts.tokens == own) & (own != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
     limit = most if most < length else None
-    tokens, confidences, margins, entropies = drafts
     return Replay(
         trace=trace,
-        skip=source.skip,
+        source=source,
         texts=tuple(texts),
-        tokens=tokens,
         matches=matches,
-        confidences=confidences,
-        margins=margins,
-        entropies=entropies,
         ends=ends,
         longest=limit,
-        prior=source.prior,
+        allowed=allowed,
+        **drafts._asdict(),
     )
 
 

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream_key
-from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
+from layerskip.decoding.rules import (
+    acceptance_probability,
+    largest,
+    residual,
+    second,
+    with_margin,
+)
 
 NOTHING = -1
 """Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
@@ -39,6 +45,8 @@ class Drawn(NamedTuple):
             rejection rule the confidences again, as controllers are told, (N,) float32.
         entropies: of the softmax of the raw logits at temperature 1, in nats, (N,) float32.
         likeliest: tokens of the largest scores, (N,) int64.
+        seconds: tokens of the second-best scores, noise included, `NOTHING` where there is none, or
+            where nobody asked, (N,) int64.
     """
 
     tokens: Tensor
@@ -46,6 +54,7 @@ class Drawn(NamedTuple):
     margins: Tensor
     entropies: Tensor
     likeliest: Tensor
+    seconds: Tensor
 
 
 class TextPlaces(NamedTuple):
@@ -86,17 +95,22 @@ def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
     )
 
 
-def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> Drawn:
+def draw(
+    law: Law, raw: Tensor, noise: Tensor | None, histories: Histories, *, seconds: bool
+) -> Drawn:
     """What the engine draws from raw logits (N, V), whether of a draft or of the target.
 
     Args:
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
+        seconds: whether the second-best tokens are asked for.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
-    tokens, margins = with_margin(scores if noise is None else scores + noise)
+    noisy = scores if noise is None else scores + noise
+    tokens, margins = with_margin(noisy)
     likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
     sure, entropies = _certainty(raw, tokens)
-    return Drawn(tokens, sure, margins, entropies, likeliest)
+    others = second(noisy, tokens) if seconds else torch.full_like(tokens, NOTHING)
+    return Drawn(tokens, sure, margins, entropies, likeliest, others)
 
 
 def propose(
@@ -137,7 +151,8 @@ def propose(
         ]
         tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
     sure, entropies = _certainty(raw, tokens)
-    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1))
+    none = torch.full_like(tokens, NOTHING)
+    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1), none)
 
 
 def stray_noise(

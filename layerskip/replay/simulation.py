@@ -22,6 +22,7 @@ from layerskip.decoding.sources.base import Batch, Proposal, State
 from layerskip.model.branches import along
 from layerskip.replay.drafts import Replay
 from layerskip.replay.live import Live, TextBatch
+from layerskip.replay.stepping import ReplayDrafter, TextDraft, grower_of, opened
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class SimulatedRound:
 
     Attributes:
         context, rows: what the controller was told at its start (see `Controller.begin`).
-        known: of rows whose drafted tokens were known without a step, what they drafted.
+        drafts: of rows whose drafted tokens were known without a step, or chosen behind all steps,
+            what they drafted.
+        steps, wide: draft steps, and those of them that took two tokens of a row.
     """
 
     drafted: tuple[int, ...]
@@ -39,32 +42,9 @@ class SimulatedRound:
     source: int | tuple[int | None, ...] | None = None
     context: int = field(default=0, compare=False)
     rows: int = field(default=1, compare=False)
-    known: Mapping[int, Plan] = field(default_factory=dict, compare=False)
-
-
-class _Draft:
-    """What one of the drafts would propose from every start of a text."""
-
-    def __init__(self, replay: Replay, text: int, signal: str) -> None:
-        rows = replay.texts[text]
-        self.tokens = replay.tokens[rows].tolist()
-        told = replay.margins if signal == "margin" else replay.confidences
-        self.confidences = told[rows].tolist()
-        self.entropies = replay.entropies[rows].tolist()
-        self.ends = replay.ends[rows].tolist()
-        self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
-        self.longest = replay.longest
-        self.found = None if replay.found is None else replay.found[rows].tolist()
-        if replay.found is not None:
-            ends = replay.ends[rows].long()  # (starts, J)
-            offered = (replay.tokens[rows] >= 0) & (ends.cumsum(1) == ends)
-            self.lengths = offered.sum(1).tolist()
-
-    def offer(self, start: int, most: int) -> Proposal:
-        """What it may draft from a start, at most so many tokens."""
-        if self.found is None:
-            return Proposal(min(most, self.longest or most))
-        return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.found[start])
+    drafts: Mapping[int, Plan] = field(default_factory=dict, compare=False)
+    steps: int = field(default=0, compare=False)
+    wide: int = field(default=0, compare=False)
 
 
 class _Row:
@@ -79,7 +59,7 @@ class _Row:
         self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
         self.start = 0
         self.drafts = {
-            number: _Draft(each, text, signal)
+            number: TextDraft(each, text, signal)
             for number, each in enumerate(sources)
             if isinstance(each, Replay)
         }
@@ -151,21 +131,26 @@ def simulate(
         learners = _Learners(several, texts)
     controller.reset(len(rows))
     planner = Planner(controller)
+    trace, states = several[0].trace, dict[int, State]()
+    if grower_of(trace, controller) is not None:
+        replays = {n: each for n, each in enumerate(several) if isinstance(each, Replay)}
+        states = opened(trace, replays)
+    drafter = ReplayDrafter(trace, controller, [row.drafts for row in rows], states, longest)
     size = len(rows)
     while going := sum(row.left > 0 for row in rows):
         size = remaining(size, going)
-        yield _round(rows, planner, learners, range(len(several)), longest, size)
+        yield _round(rows, planner, drafter, learners, range(len(several)), size)
 
 
 def _round(
     rows: Sequence[_Row],
     planner: Planner,
+    drafter: ReplayDrafter,
     learners: _Learners | None,
     sources: range,
-    longest: int,
     size: int,
 ) -> SimulatedRound:
-    controller = planner.controller
+    controller, longest = planner.controller, drafter.longest
     going = {number: row for number, row in enumerate(rows) if row.left}
     context = sum(row.prompt + row.start for row in going.values()) // len(going)
     # the cache has a slot for every token and every draft, so that it never limits
@@ -184,11 +169,12 @@ def _round(
         {number: offer(source, number, row) for number, row in going.items()} for source in sources
     ]
     plans = planner.plan(going, proposals, context=context, size=size)
-    drafted = _drafted(rows, controller, plans)
+    found = drafter.draft(plans, [row.start for row in rows])
+    drafted = found.counts
     accepted, emitted = [0] * len(rows), [0] * len(rows)
     said: dict[int, list[int]] = {}
     for number, row in going.items():
-        plan, following = plans[number], row.tokens[row.start + 1 :]
+        plan, following = found.plans.get(number, plans[number]), row.tokens[row.start + 1 :]
         agreeing = 0
         if plan.parents is not None and plan.tokens is not None:
             agreeing = len(along(plan.parents, plan.tokens, following))
@@ -200,6 +186,7 @@ def _round(
         accepted[number] = min(agreeing, emitted[number])
         said[number] = following[: emitted[number]]
         planner.learn(number, said[number])
+        drafter.learn(found, number, following[: agreeing + 1])
         controller.update(number, drafted[number], agreeing)
         row.start += emitted[number]
         row.left -= emitted[number]
@@ -211,34 +198,8 @@ def _round(
         learners.go_on(said)
     counts = tuple(drafted), tuple(accepted), tuple(emitted)
     chosen = [plans[number].source if number in plans else None for number in range(len(rows))]
-    known = {number: plan for number, plan in plans.items() if plan.tokens}
-    return SimulatedRound(*counts, joint_source(chosen, drafted), context, size, known)
-
-
-def _drafted(rows: Sequence[_Row], controller: Controller, plans: Mapping[int, Plan]) -> list[int]:
-    """How many tokens each row drafts, in lockstep: a controller may learn from one for another."""
-    drafted = [len(plans[n].tokens or ()) if n in plans else 0 for n in range(len(rows))]
-    drafting = [n for n, plan in plans.items() if plan.tokens is None and plan.limit]
-    while drafting and controller.draft_together(drafting):
-        going_on = []
-        for number in drafting:
-            row, step, plan = rows[number], drafted[number], plans[number]
-            assert plan.source is not None
-            draft = row.drafts[plan.source]
-            if draft.tokens[row.start][step] < 0:  # nothing could be drawn
-                continue
-            drafted[number] += 1
-            sure = draft.confidences[row.start][step] if controller.needs_confidence else 1.0
-            if controller.needs_confidence and isinstance(controller, Observer):
-                controller.see_draft(number, sure, draft.entropies[row.start][step])
-            if (
-                not draft.ends[row.start][step]
-                and drafted[number] < plan.limit
-                and controller.keep_drafting(number, sure)
-            ):
-                going_on.append(number)
-        drafting = going_on
-    return drafted
+    source = joint_source(chosen, drafted)
+    return SimulatedRound(*counts, source, context, size, found.plans, found.steps, found.wide)
 
 
 def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
@@ -258,14 +219,10 @@ def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Co
 
 
 def _cost(round_: SimulatedRound, tables: Sequence[CostTable]) -> float:
-    if not isinstance(round_.source, tuple):
-        return tables[round_.source or 0].round_cost(max(round_.drafted))
-    longest: dict[int, int] = {}
-    for source, count in zip(round_.source, round_.drafted, strict=True):
-        if source is not None:
-            longest[source] = max(count, longest.get(source, 0))
-    stepping = max(longest, key=lambda source: tables[source].draft)  # the others' tokens are known
-    return tables[stepping].round_cost(max(round_.drafted), longest[stepping])
+    sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
+    used = [tables[source or 0] for source in sources if source is not None] or tables[:1]
+    stepping = max(used, key=lambda table: table.draft)  # the others' tokens are known
+    return stepping.round_cost(max(round_.drafted), round_.steps, round_.wide)
 
 
 def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> list[int]:

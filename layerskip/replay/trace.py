@@ -185,7 +185,7 @@ class Trace:
                 noise = None
                 if law.do_sample:
                     noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
-                layers = [draw(law, raw, noise, histories) for raw in raws]
+                layers = [draw(law, raw, noise, histories, seconds=True) for raw in raws]
             for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
                 kind.append(torch.stack(tables).cpu())
         return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
