@@ -29,7 +29,7 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding import drafting, engine
+from layerskip.decoding import drafting, speculator
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
@@ -608,7 +608,7 @@ def test_the_host_waits_once_a_round(
     """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
     reads = []
     read = drafting.on_host
-    for module in (engine, drafting):
+    for module in (speculator, drafting):
         monkeypatch.setattr(
             module, "on_host", lambda *values: reads.append(len(values)) or read(*values)
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding import engine
+from layerskip.decoding import speculator
 from layerskip.decoding.acceptance import SecondAcceptance
 from layerskip.decoding.controller import Grower
 from layerskip.decoding.controllers import make_controller
@@ -69,7 +69,7 @@ def test_texts_are_the_targets(family: str, skip: str) -> None:
 def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: its noise is that of its depth."""
     plain = decoded(None)
-    monkeypatch.setattr(engine, "depths", lambda parents: [*range(len(parents) + 1)])
+    monkeypatch.setattr(speculator, "depths", lambda parents: [*range(len(parents) + 1)])
     wrong = decoded(SKIPS["no prefix"], Growing(1))
     assert wrong.sequences.tolist() != plain.sequences.tolist()
 

@@ -6,37 +6,16 @@ Letters: R rows of a pass, N positions, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from layerskip.decoding.controller import Controller, Grower, Observer
-from layerskip.decoding.draws import DraftedTokens, Drawn, certainty
+from layerskip.decoding.controller import Controller, Grower, Observer, signal_of
+from layerskip.decoding.draws import DraftedTokens, Draws, certainty
 from layerskip.decoding.growing import Place, Spread, chosen, learn
-from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import Plan
 from layerskip.model.cache import on_device
-
-
-class Drawing(Protocol):
-    """What draws drafted tokens of several rows: `Draws`, or those of texts that join and leave."""
-
-    @property
-    def emitted(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def apart(self) -> bool: ...
-    @property
-    def reads_history(self) -> bool: ...
-    def remember(self, row: int, offset: int, token: int) -> None: ...
-    def draft(
-        self,
-        raw: Tensor,
-        positions: Sequence[Position],
-        signal: str | None = None,
-        *,
-        seconds: bool = False,
-    ) -> Drawn: ...
 
 
 class Drafter:
@@ -44,22 +23,27 @@ class Drafter:
 
     Args:
         eos: of each row, tokens behind which nothing is drafted.
-        signal: of the confidences that the controller is told (see `Draws.draft`).
         longest: the most tokens of a row that a round verifies.
+
+    Attributes:
+        signal: of the confidences that the controller is told (see `Draws.draft`), if it is.
     """
 
     def __init__(
         self,
         passes: Passes,
-        draws: Drawing,
+        draws: Draws,
         controller: Controller,
         *,
         eos: Sequence[frozenset[int]],
-        signal: str | None,
         longest: int,
     ) -> None:
         self.passes, self.draws, self.controller = passes, draws, controller
-        self.eos, self.signal, self.longest = eos, signal, longest
+        self.eos, self.longest = eos, longest
+        self.signal: str | None = None
+        if controller.needs_confidence:
+            # under the rejection rule draft and target have different noise
+            self.signal = "probability" if draws.rejection else signal_of(controller)
         self._observer = controller if isinstance(controller, Observer) else None
 
     @property

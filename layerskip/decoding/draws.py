@@ -89,6 +89,15 @@ class DraftedTokens:
             return tokens[:offset]
         return [tokens[node - 1] for node in path_to(parents, offset)]
 
+    def positions(self, rows: Iterable[int]) -> list[Position]:
+        """Those where the target is to verify rows, behind their last tokens, too."""
+        return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
+
+    def alone(self, row: int) -> DraftedTokens:
+        """One row's, which is then row 0, as far as `Draws.judge` reads them of coupled draws."""
+        known = {0} if row in self.known else set[int]()
+        return DraftedTokens([self.tokens[row]], [[]], [self.lengths[row]], self.fed, known=known)
+
     def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
         """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
         if not self.parents:
@@ -173,15 +182,22 @@ class Draws:
         self.noise = NoiseBlocks()
         self.warp = law.warp
         self.native = None if self.rejection or self.warp is None else native
-        # whether what is drawn at a position depends on more than its logits and noise
-        self.apart = self.rejection or law.reads_history
         self.reads_history = law.reads_history
         self._remembers = remembers
+
+    @property
+    def apart(self) -> bool:
+        """Whether what is drawn at a position depends on more than its logits and noise."""
+        return self.rejection or self.reads_history
 
     def remember(self, row: int, offset: int, token: int) -> None:
         """Write a token into a row's history, `offset` places after its emitted ones."""
         if self._remembers:
             self.history[row, self.width + len(self.emitted[row]) + offset] = token
+
+    def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
+        """How many of these tokens a row's processors with a state would allow next."""
+        return self.law.allowed(row, self.emitted[row], tokens, vocabulary)
 
     def draft(
         self,

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import draft_limit, remaining, round_sublayer_tokens
-from layerskip.decoding.controller import Controller, Observer, completed, signal_of
-from layerskip.decoding.drafting import Drafter, on_host
-from layerskip.decoding.draws import DraftedTokens, Draws, VerifiedTokens, certainty
+from layerskip.costs.speculation import remaining, round_sublayer_tokens
+from layerskip.decoding.controller import Controller, completed
+from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.known import KnownTexts
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Filling, Passes, Position
-from layerskip.decoding.planning import Plan, Planner, usable
+from layerskip.decoding.passes import Filling, Passes
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
-from layerskip.decoding.sources.base import Proposal, Source
-from layerskip.model.branches import along, depths
-from layerskip.model.cache import on_device
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.speculator import Judged, Speculator
 from layerskip.model.handed import Encoded
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
@@ -105,8 +103,6 @@ class Decoder:
         self._weights: object = None  # that what is known is of
         self.known = known if request.pictures is None and request.encoded is None else None
         self.controller = controller = completed(controller)
-        self._planner = Planner(controller)
-        self._observer = controller if isinstance(controller, Observer) else None
         self.max_draft_length = max_draft_length
         rows, self.width = request.input_ids.shape
         self.rows = range(rows)
@@ -141,17 +137,9 @@ class Decoder:
             remembers=request.stop is not None or request.law.reads_history,
         )
         self.passes.draws = self.draws.few
-        self.signal: str | None = None  # of the confidences that the controller is told
-        if controller.needs_confidence:
-            # under the rejection rule draft and target have different noise
-            self.signal = "probability" if self.draws.rejection else signal_of(controller)
-        self._drafter = Drafter(
-            self.passes,
-            self.draws,
-            controller,
-            eos=[request.eos] * rows,
-            signal=self.signal,
-            longest=max_draft_length,
+        eos = [request.eos] * rows
+        self._speculator = Speculator(
+            self.passes, self.draws, controller, eos=eos, longest=max_draft_length
         )
         self.stats = DecodingStats(sources=[SourceCounts() for _ in self.drafts])
         self._times: list[float] = []  # of the round in progress
@@ -179,13 +167,8 @@ class Decoder:
         raw = self._prefill()  # (B, V)
         self._mark()
         positions = [(row, 0) for row in self.rows]
-        verdict = self.draws.judge(raw, positions, keep=self.request.keep_scores)
-        (first,) = on_host(verdict.drawn)
-        tokens = [[self._checked(token, row)] for row, token in enumerate(first)]
-        self.passes.read(raw, [(row, ()) for row in self.rows])
-        nothing = [None for _ in self.rows]
-        read = [[row] for row in self.rows]
-        return self._close(0, tokens, nothing, None, read, verdict.scores, raw)
+        judged = self._speculator.judge(raw, positions, keep=self.request.keep_scores)
+        return self._close(0, judged, [None for _ in self.rows], None, raw)
 
     def _prefill(self) -> Tensor:
         """The prefill, from what is known on; logits after the prompts, (B, V)."""
@@ -221,28 +204,20 @@ class Decoder:
     def _round(self, index: int) -> Round:
         self._mark(begin=True)
         self._compact()
-        plans = self._plan()
-        drafts = self._drafter.draft(plans)
-        self._mark()
-        positions = [
-            (row, offset)
+        left = {
+            row: self.request.max_new_tokens - len(self.emitted[row])
             for row in self.rows
             if not self.finished[row]
-            for offset in range(drafts.lengths[row] + 1)
-        ]
+        }
+        plans = self._speculator.plan(left, [state.offer for state in self.passes.states])
+        drafts = self._speculator.draft(plans)
+        self._mark()
+        positions = drafts.positions(left)
         raw = self.passes.verify(drafts.fed, positions, drafts.branches(self.passes.rows))  # (N, V)
         self._mark()
-        if drafts.parents:  # draws go by depth
-            deep = {row: depths(parents) for row, parents in drafts.parents.items()}
-            places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
-        else:
-            places = positions
-        verdict = self.draws.judge(raw, places, drafts, keep=self.request.keep_scores)
-        tokens, read = self._judged(drafts, positions, verdict)
+        judged = self._speculator.judge(raw, positions, drafts, keep=self.request.keep_scores)
         sources = [plans[row].source if row in plans else None for row in self.rows]
-        if self.passes.reads_logits:
-            self.passes.read(raw, [(row, drafts.before(row, at)) for row, at in positions])
-        return self._close(index, tokens, sources, drafts, read, verdict.scores, raw)
+        return self._close(index, judged, sources, drafts, raw)
 
     def _compact(self) -> None:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
@@ -264,73 +239,6 @@ class Decoder:
         if self.request.clock is not None:
             self._times.append(self.request.clock())
 
-    def _plan(self) -> dict[int, Plan]:
-        """What each row that is not finished drafts in this round."""
-        allowed = {row: self._allowed(row) for row in self.rows if not self.finished[row]}
-        proposals = [
-            {row: self._usable(row, state.offer(row, most)) for row, most in allowed.items()}
-            for state in self.passes.states
-        ]
-        context = sum(self.passes.lengths[row] for row in allowed) // len(allowed)
-        return self._planner.plan(allowed, proposals, context=context, size=len(self.passes.rows))
-
-    def _allowed(self, row: int) -> int:
-        """How many tokens any draft may have in the row's next round."""
-        left = self.request.max_new_tokens - len(self.emitted[row])
-        free = self.passes.cache.slots - self.passes.lengths[row]
-        return draft_limit(self.max_draft_length, left, free)
-
-    def _usable(self, row: int, proposal: Proposal) -> Proposal:
-        return usable(
-            proposal,
-            law=self.request.law,
-            row=row,
-            emitted=self.emitted[row],
-            eos=self.request.eos,
-            vocabulary=self.passes.model.vocabulary,
-            branches=self._drafter.branches,
-        )
-
-    def _judged(
-        self, drafts: DraftedTokens, positions: Sequence[Position], verdict: VerifiedTokens
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Each row's tokens: drafted ones up to the first rejected, then the target's own.
-
-        And at which of the positions each one was judged.
-        """
-        flags = [] if verdict.accepted is None else [verdict.accepted]
-        steps = [tokens for _, tokens in drafts.steps] if drafts.unread else []
-        target, *others = on_host(verdict.drawn, *flags, *steps)
-        stays = others.pop(0) if flags else []
-        for (at, _), step in zip(drafts.steps, others, strict=False):
-            for (row, offset), token in zip(at, step, strict=True):
-                draft = drafts.tokens[row]
-                ended = draft and draft[-1] in self.request.eos
-                if token >= 0 and offset == len(draft) and not ended:
-                    draft.append(int(token))
-        tokens: list[list[int]] = [[] for _ in self.rows]
-        read: list[list[int]] = [[] for _ in self.rows]
-        fallen: set[int] = set()
-        here = dict.fromkeys(drafts.parents, 0)  # by row with branches, the last node of its path
-        for i, (row, offset) in enumerate(positions):
-            if row in fallen or here.get(row, offset) != offset:
-                continue
-            draft = drafts.tokens[row]
-            read[row].append(i)
-            if row in here:
-                node = next(iter(along(drafts.parents[row], draft, [int(target[i])], offset)), 0)
-                token, here[row] = (draft[node - 1], node) if node else (-1, 0)
-                stay = node > 0
-            else:
-                token = draft[offset] if offset < len(draft) else -1
-                stay = token >= 0 and bool(stays[i] if flags else target[i] == token)
-            if stay:
-                tokens[row].append(token)
-            else:
-                tokens[row].append(self._checked(target[i], row))
-                fallen.add(row)
-        return tokens, read
-
     def _checked(self, token: float, row: int) -> int:
         if token < 0:
             raise ValueError(
@@ -343,26 +251,20 @@ class Decoder:
     def _close(
         self,
         index: int,
-        tokens: list[list[int]],
+        judged: Judged,
         sources: Sequence[int | None],
         drafts: DraftedTokens | None,
-        read: Sequence[Sequence[int]],
-        scores: Tensor | None,
         raw: Tensor,
     ) -> Round:
-        """Emit each row's tokens until it ends, update the counts, and commit the passes.
-
-        Args:
-            read: at which of the scores and logits (N, V) each of the row's tokens was judged.
-        """
+        """Emit each row's tokens until it ends, update the counts, and commit the passes."""
         emitted: list[list[int]] = [[] for _ in self.rows]
         found = [[] for _ in self.rows] if drafts is None else drafts.tokens
         branches = {} if drafts is None else drafts.parents
-        drafted = list(map(len, found))
+        drafted, tokens, read = list(map(len, found)), judged.tokens, judged.read
         for row, candidates in enumerate(tokens):
             if not candidates:
                 continue
-            for token in candidates:
+            for token in map(self._checked, candidates, repeat(row)):
                 self.draws.remember(row, 0, token)
                 self.emitted[row].append(token)
                 emitted[row].append(token)
@@ -370,25 +272,18 @@ class Decoder:
                     self.finished[row] = True
                     break
             self.draws.forget(row, finished=self.finished[row])
-            if not index:
+            if drafts is None:
                 self.passes.tell(row, emitted[row])
             else:
-                path: Sequence[int] = ()
-                if row in branches:
-                    path = along(branches[row], found[row], emitted[row])
-                self.passes.commit(row, emitted[row], path)
-                self._planner.learn(row, emitted[row])
-                if drafts is not None:
-                    self._drafter.learn(drafts, row, candidates)
-                self.controller.update(row, drafted[row], len(candidates) - 1)
+                self._speculator.commit(row, emitted[row], judged, drafts)
             if self.finished[row]:
                 self._keep_text(row, self.passes.lengths[row])
-        if index:
-            self._show(read, emitted, raw)
+        if drafts is not None:
+            going = [row for row in self.rows if not self.finished[row]]
+            self._speculator.show(raw, {row: read[row][len(emitted[row]) - 1] for row in going})
         accepted = [min(max(len(tokens[row]) - 1, 0), len(emitted[row])) for row in self.rows]
-        request = self.request
-        kept_scores = None if scores is None else _by_row(scores, read, emitted)
-        kept_logits = _by_row(raw, read, emitted) if request.keep_logits else None
+        scores = None if judged.scores is None else _by_row(judged.scores, read, emitted)
+        logits = _by_row(raw, read, emitted) if self.request.keep_logits else None
         self._mark()
         round_ = Round(
             index=index,
@@ -396,11 +291,11 @@ class Decoder:
             drafted=tuple(drafted),
             accepted=tuple(accepted),
             confidences=tuple(map(tuple, drafts.confidences)) if drafts else ((),) * len(drafted),
-            signal=self.signal,
+            signal=self._speculator.signal,
             finished=tuple(self.finished),
             source=joint_source(sources, drafted),
-            scores=kept_scores,
-            logits=kept_logits,
+            scores=scores,
+            logits=logits,
             times=tuple(self._times) or None,
             drafts=tuple(map(tuple, found)),
             parents=tuple(branches.get(row) for row in self.rows),
@@ -409,22 +304,6 @@ class Decoder:
         )
         self.stats.add(round_, lambda row: self._sublayer_tokens(round_, row, drafts))
         return round_
-
-    def _show(
-        self, read: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], raw: Tensor
-    ) -> None:
-        """Tell a controller that looks at laws about those, (N, V), of the rows' last tokens."""
-        if self._observer is None:
-            return
-        last = [
-            (read[row][len(tokens) - 1], row)
-            for row, tokens in enumerate(emitted)
-            if tokens and not self.finished[row]
-        ]
-        if last:
-            at = on_device([i for i, _ in last], self.device)  # (R,)
-            for (_, row), *seen in zip(last, *on_host(*certainty(raw[at])), strict=True):
-                self._observer.see_target(row, *seen)
 
     def _sublayer_tokens(self, round_: Round, row: int, drafts: DraftedTokens | None) -> int:
         """Of a row's round."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer
-from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.branches import along, trunk
 
@@ -106,34 +105,29 @@ def _offer(proposals: Mapping[int, Proposal]) -> Offer:
 
 def usable(
     proposal: Proposal,
+    allowed: Callable[[Sequence[int]], int],
     *,
-    law: Law,
-    row: int,
-    emitted: Sequence[int],
     eos: frozenset[int],
-    vocabulary: int,
     branches: bool = False,
 ) -> Proposal:
     """A proposal, cut off behind an end of text, and where a grammar forbids it.
 
     Args:
-        row: of the law; `emitted` are its tokens so far.
+        allowed: how many of a chain's tokens grammars allow.
         branches: whether it may have any; else those of its first tokens are left.
     """
     tokens, parents = proposal.tokens, proposal.parents
     if not tokens:
         return proposal
     if parents is not None and not branches:
-        chain = proposal.some(trunk(parents))
-        return usable(chain, law=law, row=row, emitted=emitted, eos=eos, vocabulary=vocabulary)
+        return usable(proposal.some(trunk(parents)), allowed, eos=eos)
     follows = range(len(tokens)) if parents is None else parents
     kept = {0}
     for node, parent in enumerate(follows, 1):
         if parent in kept and not (parent and tokens[parent - 1] in eos):
             kept.add(node)
     if parents is None:
-        allowed = law.allowed(row, emitted, tokens[: len(kept) - 1], vocabulary)
-        kept &= {*range(allowed + 1)}
+        kept &= {*range(allowed(tokens[: len(kept) - 1]) + 1)}
     return proposal.some(sorted(kept)[1:])
 
 

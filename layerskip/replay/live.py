@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -53,7 +54,6 @@ class TextBatch:
 
     def __init__(self, trace: Trace, texts: Sequence[TraceText]) -> None:
         self.model, self.eos = trace.model, trace.eos
-        self.law = Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts))
         self.emitted = [list[int]() for _ in texts]
         self.prompts = [text.tokens[: text.prompt] for text in texts]
         self.prompt_lengths = [text.prompt for text in texts]
@@ -61,7 +61,7 @@ class TextBatch:
         self.lengths = list(self.prompt_lengths)
         self.total = self.slots = max(len(text.tokens) for text in texts)
         draws = Draws(
-            self.law,
+            Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts)),
             [text.key for text in texts],
             rejection=trace.rejection,
             history=torch.empty(0),  # which no law of a few tokens reads
@@ -70,7 +70,7 @@ class TextBatch:
             emitted=self.emitted,
         )
         self.branches = trace.model.branches and not draws.apart
-        self.scores = draws.few
+        self.scores, self.allowed = draws.few, draws.allowed
 
     def emit(self, states: Iterable[State], row: int, tokens: Sequence[int]) -> None:
         """Let a row go on by some tokens, and tell the states."""
@@ -84,10 +84,7 @@ class TextBatch:
         """What the row may draft, as decoding would use it."""
         return usable(
             state.offer(row, most),
-            law=self.law,
-            row=row,
-            emitted=self.emitted[row],
+            partial(self.allowed, row, vocabulary=self.model.vocabulary),
             eos=self.eos,
-            vocabulary=self.model.vocabulary,
             branches=self.branches,
         )

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerskip.costs.speculation import CostTable, draft_limit
-from layerskip.decoding.controller import Observer, completed, signal_of
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controller import completed
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.drafting import Drafter
-from layerskip.decoding.draws import DraftedTokens, certainty
+from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.engine import Request
 from layerskip.decoding.known import KnownTexts
-from layerskip.decoding.planning import Plan, Planner, usable
+from layerskip.decoding.planning import Plan
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.decoding.sources.base import Proposal, Source
-from layerskip.decoding.sources.lookup import NOTHING, Lookup
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
+from layerskip.decoding.speculator import Judged, Offering, Speculator
 from layerskip.generation import LayerSkipDecoding
 from layerskip.model.cache import rounded_up
 from layerskip.model.opening import sublayers_of
@@ -140,18 +140,10 @@ class Batch:
             if decoding.branches:
                 warn_of_branches(self.model, self._own)
         self.controller = completed(controller)
-        self.signal = signal_of(self.controller) if self.controller.needs_confidence else None
-        self._planner = Planner(self.controller)
         self._together = Together(self.places.written)
-        self._drafter = Drafter(
-            self.places,
-            self._together,
-            self.controller,
-            eos=self._eos,
-            signal=self.signal,
-            longest=self.longest,
+        self._speculator = Speculator(
+            self.places, self._together, self.controller, eos=self._eos, longest=self.longest
         )
-        self._observer = self.controller if isinstance(self.controller, Observer) else None
         self.controller.reset(self.seats)
 
     def clear(self) -> None:
@@ -276,39 +268,38 @@ class Batch:
             with text.alone():
                 text.begin(self.lookups, self.model.vocabulary)
             if text.reason is None:
-                self._judge(text, raw)
+                self._emit(text, raw, self._speculator.judge(raw, [(seat, 0)]), None)
         return places.lengths[seat] - before
 
     def round(self) -> None:
         """One round of the texts that have begun."""
         self.rounds += 1
         with self.model.disturbed():
-            plans = self._plan()
-            drafts = self._drafter.draft(plans)
+            drafts = self._speculator.draft(self._plan())
             if all(text.reason is not None for text in self.texts):
                 return
-            seats = [text.seat for text in self.texts]
-            positions = [(seat, i) for seat in seats for i in range(drafts.lengths[seat] + 1)]
-            raw = self.places.verify(drafts.fed, positions, drafts.branches(seats))  # (N, V)
-            ends = accumulate(drafts.lengths[seat] + 1 for seat in seats)
-            for text, end in zip(self.texts, ends, strict=True):
+            positions = drafts.positions(self.places.rows)
+            branches = drafts.branches(self.places.rows)
+            raw = self.places.verify(drafts.fed, positions, branches)  # (N, V)
+            judged = self._speculator.judge(raw, positions, drafts)
+            last: dict[int, int] = {}
+            for text in self.texts:
                 if text.reason is None:
-                    own = raw[end - drafts.lengths[text.seat] - 1 : end]  # (1 + D, V)
-                    self._judge(text, own, drafts)
+                    self._emit(text, raw, judged, drafts)
+                    if text.reason is None:
+                        last[text.seat] = judged.read[text.seat][-1]
+            self._speculator.show(raw, last)
 
     def _plan(self) -> dict[int, Plan]:
-        lengths, slots = self.places.lengths, self.places.cache.slots
-        sources = range(self._first + len(self._own) if self.longest else 0)
-        proposals: list[dict[int, Proposal]] = [{} for _ in sources]
-        for text in self.texts:
-            left = text.task.max_new_tokens - len(text.emitted)
-            free = slots - lengths[text.seat]
-            most = draft_limit(self.longest, left, free) if text.task.speculate else 0
-            for number in sources:
-                proposals[number][text.seat] = self._proposal(text, number, most)
-        rows, size = self.places.rows, self._begun
-        context = sum(lengths[row] for row in rows) // size
-        plans = self._planner.plan(rows, proposals, context=context, size=size)
+        left = {
+            text.seat: text.task.max_new_tokens - len(text.emitted) if text.task.speculate else 0
+            for text in self.texts
+        }
+        offers: list[Offering] = [
+            *(partial(self._together.offer, number) for number in range(self._first)),
+            *(state.offer for state in self.places.states),
+        ]
+        plans = self._speculator.plan(left, offers if self.longest else [])
         for text in self.texts:
             text.plan = plans[text.seat]
         # the places know only of the model's own drafts
@@ -317,45 +308,21 @@ class Batch:
             for seat, plan in plans.items()
         }
 
-    def _proposal(self, text: Text, number: int, most: int) -> Proposal:
-        """What a source offers a text."""
-        if number >= len(text.rows):
-            return self.places.states[number - len(text.rows)].offer(text.seat, most)
-        proposal, row = NOTHING, text.rows[number]
-        if row is not None and most:
-            with text.alone():
-                proposal = usable(
-                    row.find(most),
-                    law=text.law,
-                    row=0,
-                    emitted=text.emitted,
-                    eos=text.eos,
-                    vocabulary=self.model.vocabulary,
-                    branches=self._drafter.branches,
-                )
-        return proposal
-
-    def _judge(self, text: Text, raw: Tensor, drafts: DraftedTokens | None = None) -> None:
-        """Emit a text's tokens from its raw logits (N, V), and commit the round."""
+    def _emit(self, text: Text, raw: Tensor, judged: Judged, drafts: DraftedTokens | None) -> None:
+        """Emit a text's tokens, judged by raw logits (N, V), and commit the round."""
         seat, counts = text.seat, text.counts
-        draft, parents = list[int](), None
-        if drafts is not None:
-            draft, parents = drafts.tokens[seat], drafts.parents.get(seat)
-        emitted, path = text.judge(raw, draft, parents)
+        emitted = text.emit(judged.tokens[seat])
+        if text.task.top_logprobs is not None:
+            text.tell_logprobs(raw[judged.read[seat][: len(emitted)]], emitted)
         if drafts is None:
             self.places.tell(seat, emitted)
             return
-        self.places.commit(seat, emitted, path if parents is not None else ())
-        self._planner.learn(seat, emitted)
-        self._drafter.learn(drafts, seat, emitted)
-        self.controller.update(seat, len(draft), len(path))
+        self._speculator.commit(seat, emitted, judged, drafts)
+        drafted = len(drafts.tokens[seat])
+        accepted = min(len(judged.tokens[seat]) - 1, len(emitted))
         counts.rounds += 1
-        counts.drafted += len(draft)
-        counts.accepted += len(path)
+        counts.drafted += drafted
+        counts.accepted += accepted
         if text.plan.source == PREDICTED:
-            counts.predicted += len(draft)
-            counts.predicted_accepted += len(path)
-        if self._observer is not None and text.reason is None:
-            last = [0, *path][len(emitted) - 1]
-            most, entropy = certainty(raw[last : last + 1])
-            self._observer.see_target(seat, float(most), float(entropy))
+            counts.predicted += drafted
+            counts.predicted_accepted += accepted

@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
-from layerskip.decoding.draws import DraftedTokens, Drawn, Draws
+from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Position
 from layerskip.decoding.planning import Plan
+from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.sources.forced import ForcedRow
-from layerskip.decoding.sources.lookup import Lookup, LookupRow
-from layerskip.model.branches import along, depths
+from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.requests import check_tokens, end_tokens
 from layerskip.serving.tasks import Counts, Reason, Task, in_a_line
 from layerskip.settings import law_of
@@ -138,23 +140,11 @@ class Text:
             *(lookup.row(task.prompt) for lookup in lookups),
         ]
 
-    def judge(
-        self, raw: Tensor, draft: Sequence[int], parents: Sequence[int] | None
-    ) -> tuple[list[int], list[int]]:
-        """Emit tokens from its raw logits (N, V) behind its last one and what it has drafted.
-
-        Returns:
-            The tokens, and the nodes of the draft that they are.
-        """
-        length, emitted, path, node = self.length, list[int](), list[int](), 0
-        follows = range(len(draft)) if parents is None else parents
-        known = set[int]() if self.plan.tokens is None else {0}
-        drafts = DraftedTokens([[*draft]], [[]], [len(draft)], raw, known=known)
+    def emit(self, tokens: Sequence[int]) -> list[int]:
+        """Emit what the target has drawn, up to what ends it."""
+        emitted = list[int]()
         with self.alone():
-            positions = [(0, depth) for depth in depths(follows)]
-            target = self.draws.judge(raw, positions, drafts).drawn.tolist()
-            while True:
-                token = target[node]
+            for token in tokens:
                 if token < 0:
                     raise ValueError(
                         f"no token to draw after {len(self.emitted)} new tokens: the scores are "
@@ -163,45 +153,42 @@ class Text:
                 self.write(0, token)
                 self.emitted.append(token)
                 emitted.append(token)
-                path += (own := along(follows, draft, [token], node))
-                self.draws.forget(0, finished=False)
                 if self.task.stop is not None and self.task.stop(0, self.history[:, : self.length]):
                     self.reason = "stop"
                 if token in self.eos:
                     self.reason = "stop"
                 elif self.reason is None and len(self.emitted) >= self.task.max_new_tokens:
                     self.reason = "length"
-                if self.reason is not None or not own:
+                if self.reason is not None:
                     break
-                (node,) = own
-            if self.task.top_logprobs is not None:
-                self._tell_logprobs(raw[[0, *path][: len(emitted)]], length, emitted)
+            self.draws.forget(0, finished=False)
             for row in self.rows:
                 if row is not None:
                     row.extend(emitted)
         self.news += emitted
-        return emitted, path
+        return emitted
 
-    def _tell_logprobs(self, raw: Tensor, length: int, emitted: Sequence[int]) -> None:
-        """Of each emitted token, its own log-probability and the largest, from logits (n, V)."""
-        lengths = [length + i for i in range(len(emitted))]
-        width = len(self.task.prompt)
-        scores = self.unwarped.scores(raw, self.history, [0] * len(emitted), lengths, width=width)
-        for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
-            top = row.topk(min(self.task.top_logprobs or 0, len(row)))
-            each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            self.logprobs.append({token: float(row[token])} | each)
+    def tell_logprobs(self, raw: Tensor, emitted: Sequence[int]) -> None:
+        """Of tokens just emitted, its own log-probability and the largest, from logits (n, V)."""
+        lengths = range(self.length - len(emitted), self.length)
+        width, rows = len(self.task.prompt), [0] * len(emitted)
+        with self.alone():
+            scores = self.unwarped.scores(raw, self.history, rows, lengths, width=width)  # (n, V)
+            for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
+                top = row.topk(min(self.task.top_logprobs or 0, len(row)))
+                each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+                self.logprobs.append({token: float(row[token])} | each)
 
 
-class Together:
-    """The draws of a batch's texts, by seat, for drafts; what one raises ends that one only.
+class Together(Draws):
+    """The draws of a batch's texts, by seat. One that raises an error ends, and has no tokens.
 
     Attributes:
         texts: by seat.
-        emitted: by seat.
     """
 
     reads_history = True  # perhaps
+    rejection = False
 
     def __init__(self, emitted: Sequence[Sequence[int]]) -> None:
         self.emitted = emitted
@@ -209,12 +196,24 @@ class Together:
 
     @property
     def apart(self) -> bool:
-        """Whether what any of them draws depends on more than logits and noise."""
         return any(text.draws.apart for text in self.texts.values())
 
     def remember(self, row: int, offset: int, token: int) -> None:
-        """Write a drafted token into a text's history."""
         self.texts[row].write(offset, token)
+
+    def offer(self, number: int, row: int, most: int) -> Proposal:
+        """What one of a text's own rows offers it."""
+        text, proposal = self.texts[row], NOTHING
+        if most and (own := text.rows[number]) is not None:
+            with text.alone():
+                proposal = own.find(most)
+        return proposal
+
+    def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
+        count = 0
+        with self.texts[row].alone():
+            count = self.texts[row].draws.allowed(0, tokens, vocabulary)
+        return count
 
     def draft(
         self,
@@ -224,7 +223,6 @@ class Together:
         *,
         seconds: bool = False,
     ) -> Drawn:
-        """As `Draws.draft`; a text that fails has no token."""
         found = []
         for own, (row, offset) in zip(raw.split(1), positions, strict=True):  # (1, V)
             text = self.texts[row]
@@ -240,3 +238,22 @@ class Together:
             torch.cat(others) if seconds else None,
             [],
         )
+
+    def judge(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None = None,
+        *,
+        keep: bool = False,
+    ) -> VerifiedTokens:
+        drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
+        first = 0
+        for row, own in groupby(positions, itemgetter(0)):
+            text, places = self.texts[row], [(0, offset) for _, offset in own]
+            some = slice(first, first := first + len(places))
+            if text.reason is None:
+                with text.alone():
+                    drafted = None if drafts is None else drafts.alone(row)
+                    drawn[some] = text.draws.judge(raw[some], places, drafted).drawn
+        return VerifiedTokens(None, drawn, None)
