@@ -346,11 +346,7 @@ class Draws:
         the second-best."""
         warp, raw = self.warp, raw.float().contiguous()
         assert warp is not None
-        if self.greedy:
-            return native(raw, *warp, [])
-        if warp.top_k or warp.top_p < 1.0:  # few tokens are left, and noise is made for these alone
-            return native(raw, *warp, [], starts_of(*self._stream(positions)))
-        return native(raw, *warp, self.noise.at(*self._stream(positions), raw))
+        return native(raw, *warp, [] if self.greedy else starts_of(*self._stream(positions)))
 
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]

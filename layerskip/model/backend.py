@@ -73,9 +73,9 @@ class Backend(ABC):
         settled: whoever sets it says that many passes follow, for which weights may be moved to
             where they are read faster.
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
-            of a `laws.Warp`, and noise (N times (V,), or none) or the `starts` of its streams, it
-            returns the token with the largest score plus noise, (N,), -1 for none, its negative
-            lead over the second, (N,), and that one's token, (N,), -1 for none.
+            of a `laws.Warp` and the starts of N streams of noise (or none), it returns the token
+            with the largest score plus noise, (N,), -1 for none, its negative lead over the
+            second, (N,), and that one's token, (N,), -1 for none.
     """
 
     name: str

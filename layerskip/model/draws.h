@@ -3,7 +3,8 @@
 // What a draw does to a row of numbers is little, and a dozen calls into a library for it take
 // longer than the numbers do. The arithmetic is that of `Law.scores` and torch, number for number:
 // one division, what top-k and top-p leave, one sum. Top-p adds up probabilities in float64, where
-// the library does in float32.
+// the library does in float32. Noise is made for the few tokens that it can lift to the top: two
+// logarithms for every token of a vocabulary would take as long as a small model's pass.
 // Letters: N positions, V vocabulary.
 
 #pragma once
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <queue>
 #include <tuple>
@@ -23,6 +25,13 @@ namespace draws {
 
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 constexpr int64_t PART = 512;  // numbers that are looked at together
+
+inline float largest(const float* numbers, int64_t count) {
+  float top = LEAST;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < count; ++i) top = numbers[i] > top ? numbers[i] : top;
+  return top;
+}
 
 // The best and the second-best of some numbers, as far as they have been seen.
 struct Best {
@@ -119,10 +128,7 @@ class Filter {
     for (int64_t begin = 0; begin < size; begin += PART) {
       const int64_t end = std::min(size, begin + PART);
       if (static_cast<int64_t>(best.size()) == top_k) {
-        float top = LEAST;
-#pragma omp simd reduction(max : top)
-        for (int64_t i = begin; i < end; ++i) top = scores[i] > top ? scores[i] : top;
-        if (!(top > best.top())) continue;
+        if (!(largest(&scores[begin], end - begin) > best.top())) continue;
       }
       for (int64_t i = begin; i < end; ++i) {
         if (static_cast<int64_t>(best.size()) < top_k) {
@@ -155,36 +161,68 @@ class Filter {
   }
 };
 
-// A uniform number of the stream that begins at `start`: `noise.py`'s, which turns it into Gumbel
-// noise by the same functions of torch.
-inline float uniform(int64_t start, int64_t token) {
+// The number of a stream's token, of which `uniform` is made.
+inline uint32_t mixed(int64_t start, int64_t token) {
   uint64_t x = static_cast<uint64_t>(start) + static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ull;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  const float bits = static_cast<float>(static_cast<int64_t>(x >> 32));
+  return static_cast<uint32_t>(x >> 32);
+}
+
+// A uniform number of the stream that begins at `start`: `noise.py`'s, which turns it into Gumbel
+// noise by the same functions of torch.
+inline float uniform(int64_t start, int64_t token) {
+  const float bits = static_cast<float>(mixed(start, token));
   return std::min((bits + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+}
+
+// What the noise of a token is at most, and but for SPREAD at least. Noise is -ln(-ln(1 - u)) of its
+// uniform number u, which is at most -ln u. Where u < 2^-1 that is less than 1.1 above it with u
+// rounded down to a power of two; elsewhere 3.6, as 1 - u is 2^-24 or more.
+constexpr float SPREAD = 4.0f;
+
+inline float luckiest(int64_t start, int64_t token) {
+  const float number = static_cast<float>(mixed(start, token)) + 0.5f;
+  int32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return 0.69314718f * static_cast<float>(32 + 127 - (bits >> 23));
+}
+
+// The tokens that may be the best or the second-best of logits (V,) / divisor plus noise, in
+// ascending order: few, so that noise is made for these alone. False where a number is NaN.
+inline bool lucky(const float* logits, int64_t vocabulary, float divisor, int64_t start,
+                  std::vector<float>& most, std::vector<Candidate>& kept) {
+  Best best;
+  most.resize(vocabulary);
+  for (int64_t begin = 0; begin < vocabulary; begin += PART) {
+    const int64_t end = std::min(vocabulary, begin + PART);
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) most[i] = logits[i] / divisor + luckiest(start, i);
+    best.see(&most[begin], begin, end - begin);
+  }
+  kept.clear();
+  for (int64_t begin = 0; begin < vocabulary; begin += PART) {
+    const int64_t end = std::min(vocabulary, begin + PART);
+    if (largest(&most[begin], end - begin) < best.second - SPREAD) continue;
+    for (int64_t i = begin; i < end; ++i)
+      if (most[i] >= best.second - SPREAD && most[i] > LEAST)
+        kept.push_back({logits[i] / divisor, i, 0.0});
+  }
+  return best.known;
 }
 
 // Tokens of the largest of scores + noise, (N,), where scores are what the filter leaves of logits
 // (N, V) / temperature; -1 where there is none or a number is NaN. By how much the second-best is
 // behind, (N,), 0 or less, NaN where a number is NaN. And the second-best's token, (N,), or -1.
-// Noise: (V,) for every position; or where its stream begins, of which only the tokens that are
-// left are made; or nothing at all.
+// Noise is of the streams that begin at `starts`, or there is none.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
                                                             int64_t top_k, double top_p,
                                                             int64_t least,
-                                                            const std::vector<at::Tensor>& noise,
                                                             const std::vector<int64_t>& starts) {
-  const auto fits = [](const at::Tensor& each) {
-    return each.is_cpu() && each.scalar_type() == at::kFloat && each.is_contiguous();
-  };
-  TORCH_CHECK_VALUE(logits.dim() == 2 && fits(logits), "logits must be (N, V), float32, contiguous");
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_cpu() && logits.scalar_type() == at::kFloat &&
+                        logits.is_contiguous(),
+                    "logits must be (N, V), float32, contiguous");
   const int64_t positions = logits.size(0), vocabulary = logits.size(1);
-  TORCH_CHECK_VALUE(noise.empty() || static_cast<int64_t>(noise.size()) == positions,
-                    "noise must be of ", positions, " positions, got ", noise.size());
-  for (const auto& each : noise) {
-    TORCH_CHECK_VALUE(fits(each) && each.numel() == vocabulary, "noise must be (V,), float32");
-  }
   TORCH_CHECK_VALUE(starts.empty() || static_cast<int64_t>(starts.size()) == positions,
                     "starts must be of ", positions, " positions, got ", starts.size());
   at::Tensor tokens = at::empty({positions}, logits.options().dtype(at::kLong));
@@ -193,13 +231,13 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& lo
   const float divisor = static_cast<float>(temperature);
   Filter filter;
   filter.top_k = top_k, filter.top_p = top_p, filter.least = least;
-  std::vector<float> scores(filter.any() ? vocabulary : 0);
+  std::vector<float> scores;
   std::vector<Candidate> kept;
   for (int64_t n = 0; n < positions; ++n) {
     const float* row = logits.const_data_ptr<float>() + n * vocabulary;
-    const float* luck = noise.empty() ? nullptr : noise[n].const_data_ptr<float>();
     Best best;
     if (filter.any()) {
+      scores.resize(vocabulary);
       int strange = 0;
 #pragma omp simd reduction(| : strange)
       for (int64_t i = 0; i < vocabulary; ++i) {
@@ -208,32 +246,26 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& lo
       }
       best.known = !strange;
       if (best.known) filter.apply(scores, kept);
-      at::Tensor made;
-      if (!starts.empty() && !kept.empty()) {
-        made = at::empty({static_cast<int64_t>(kept.size())}, logits.options());
-        float* numbers = made.data_ptr<float>();
-        for (size_t i = 0; i < kept.size(); ++i) numbers[i] = uniform(starts[n], kept[i].token);
-        made.neg_().log1p_().neg_().log_().neg_();
-      }
-      for (size_t i = 0; i < kept.size(); ++i) {
-        const int64_t token = kept[i].token;
-        const float added = made.defined()    ? made.data_ptr<float>()[i]
-                            : luck == nullptr ? 0.0f
-                                              : luck[token];
-        best.see(kept[i].score + added, token);
-      }
-      kept.clear();
+    } else if (!starts.empty()) {
+      best.known = lucky(row, vocabulary, divisor, starts[n], scores, kept);
     } else {
       float part[PART];
       for (int64_t begin = 0; begin < vocabulary; begin += PART) {
         const int64_t count = std::min(PART, vocabulary - begin);
         for (int64_t i = 0; i < count; ++i) part[i] = row[begin + i] / divisor;
-        if (luck != nullptr) {
-          for (int64_t i = 0; i < count; ++i) part[i] += luck[begin + i];
-        }
         best.see(part, begin, count);
       }
     }
+    if (starts.empty()) {
+      for (const Candidate& each : kept) best.see(each.score, each.token);
+    } else if (!kept.empty()) {
+      at::Tensor noise = at::empty({static_cast<int64_t>(kept.size())}, logits.options());
+      float* numbers = noise.data_ptr<float>();
+      for (size_t i = 0; i < kept.size(); ++i) numbers[i] = uniform(starts[n], kept[i].token);
+      noise.neg_().log1p_().neg_().log_().neg_();
+      for (size_t i = 0; i < kept.size(); ++i) best.see(kept[i].score + numbers[i], kept[i].token);
+    }
+    kept.clear();
     const float none = std::numeric_limits<float>::quiet_NaN();
     tokens.data_ptr<int64_t>()[n] = best.known ? best.place : -1;
     behind.data_ptr<float>()[n] = best.known ? best.second - best.first : none;

@@ -852,7 +852,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("wide_products", &wide_products, py::call_guard<py::gil_scoped_release>());
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
-             py::arg("noise"), py::arg("starts") = std::vector<int64_t>{});
+             py::arg("starts") = std::vector<int64_t>{});
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
