@@ -1184,6 +1184,10 @@ def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread: floa
     assert torch.equal(tokens, best.indices[:, 0])
     assert torch.equal(others, best.indices[:, 1])
     assert torch.equal(behind, best.values[:, 1] - best.values[:, 0])
+    half = logits.bfloat16()
+    for streams in (starts_of(keys, places), []):
+        wide = drawn(half.float(), *Warp(), streams)
+        assert all(map(torch.equal, drawn(half, *Warp(), streams), wide))
 
 
 @pytest.mark.usefixtures("built")

@@ -344,9 +344,10 @@ class Draws:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """At once, from raw logits (N, V), (N,) each: tokens, by how much others are behind, and
         the second-best."""
-        warp, raw = self.warp, raw.float().contiguous()
+        warp = self.warp
         assert warp is not None
-        return native(raw, *warp, [] if self.greedy else starts_of(*self._stream(positions)))
+        starts = [] if self.greedy else starts_of(*self._stream(positions))
+        return native(raw.contiguous(), *warp, starts)
 
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]

@@ -121,13 +121,14 @@ def usable(
         return proposal
     if parents is not None and not branches:
         return usable(proposal.some(trunk(parents)), allowed, eos=eos)
-    follows = range(len(tokens)) if parents is None else parents
+    if parents is None:
+        end = next((i for i, token in enumerate(tokens, 1) if token in eos), len(tokens))
+        end = min(end, allowed(tokens[:end]))
+        return proposal if end == len(tokens) else proposal.some(range(1, end + 1))
     kept = {0}
-    for node, parent in enumerate(follows, 1):
+    for node, parent in enumerate(parents, 1):
         if parent in kept and not (parent and tokens[parent - 1] in eos):
             kept.add(node)
-    if parents is None:
-        kept &= {*range(allowed(tokens[: len(kept) - 1]) + 1)}
     return proposal.some(sorted(kept)[1:])
 
 

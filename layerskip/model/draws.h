@@ -161,6 +161,17 @@ class Filter {
   }
 };
 
+// A row of logits as float32; those of half precision are widened into some room.
+inline const float* row_of(const at::Tensor& logits, int64_t row, std::vector<float>& room) {
+  const int64_t size = logits.size(1);
+  if (logits.scalar_type() == at::kFloat) return logits.const_data_ptr<float>() + row * size;
+  const c10::BFloat16* numbers = logits.const_data_ptr<c10::BFloat16>() + row * size;
+  room.resize(size);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) room[i] = static_cast<float>(numbers[i]);
+  return room.data();
+}
+
 // The number of a stream's token, of which `uniform` is made.
 inline uint32_t mixed(int64_t start, int64_t token) {
   uint64_t x = static_cast<uint64_t>(start) + static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ull;
@@ -219,22 +230,22 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& lo
                                                             int64_t top_k, double top_p,
                                                             int64_t least,
                                                             const std::vector<int64_t>& starts) {
-  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_cpu() && logits.scalar_type() == at::kFloat &&
-                        logits.is_contiguous(),
-                    "logits must be (N, V), float32, contiguous");
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_cpu() && logits.is_contiguous() &&
+                        (logits.scalar_type() == at::kFloat || logits.scalar_type() == at::kBFloat16),
+                    "logits must be (N, V), float32 or bfloat16, contiguous");
   const int64_t positions = logits.size(0), vocabulary = logits.size(1);
   TORCH_CHECK_VALUE(starts.empty() || static_cast<int64_t>(starts.size()) == positions,
                     "starts must be of ", positions, " positions, got ", starts.size());
   at::Tensor tokens = at::empty({positions}, logits.options().dtype(at::kLong));
-  at::Tensor behind = at::empty({positions}, logits.options());
+  at::Tensor behind = at::empty({positions}, logits.options().dtype(at::kFloat));
   at::Tensor next = at::empty({positions}, tokens.options());
   const float divisor = static_cast<float>(temperature);
   Filter filter;
   filter.top_k = top_k, filter.top_p = top_p, filter.least = least;
-  std::vector<float> scores;
+  std::vector<float> widened, scores;
   std::vector<Candidate> kept;
   for (int64_t n = 0; n < positions; ++n) {
-    const float* row = logits.const_data_ptr<float>() + n * vocabulary;
+    const float* row = row_of(logits, n, widened);
     Best best;
     if (filter.any()) {
       scores.resize(vocabulary);
@@ -259,7 +270,7 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& lo
     if (starts.empty()) {
       for (const Candidate& each : kept) best.see(each.score, each.token);
     } else if (!kept.empty()) {
-      at::Tensor noise = at::empty({static_cast<int64_t>(kept.size())}, logits.options());
+      at::Tensor noise = at::empty({static_cast<int64_t>(kept.size())}, behind.options());
       float* numbers = noise.data_ptr<float>();
       for (size_t i = 0; i < kept.size(); ++i) numbers[i] = uniform(starts[n], kept[i].token);
       noise.neg_().log1p_().neg_().log_().neg_();

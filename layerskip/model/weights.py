@@ -118,7 +118,7 @@ class DraftWeights:
                 precision.
         """
         skip = skip.resolve(self.model.num_layers)
-        low, prefix, kept = skip.rounded(), skip.shared_prefix(), skip.kept()
+        low, prefix, kept = {*skip.rounded()}, skip.shared_prefix(), skip.kept()
         self._check_keys(skip)
         self._check_experts(skip)
         found = []
@@ -130,8 +130,9 @@ class DraftWeights:
                     if index % 2
                     else part.narrowed(skip.window) is not part
                 )
-                changed = index in low or fewer
-                found.append(self._changed(index, skip) if changed else self._exact[index])
+                bits = skip.low.bits if skip.low is not None and index in low else None
+                changed = bits is not None or fewer
+                found.append(self._changed(index, skip, bits) if changed else self._exact[index])
             elif index % 2 and part.tail:
                 found.append(self._tail(part.number))
         return [*found, self.head(skip)]
@@ -165,7 +166,7 @@ class DraftWeights:
         """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
         if skip is None or (self._rows_of(skip) is self._rows and not skip.head_bits):
             return self._head
-        return self._changed(None, skip)
+        return self._changed(None, skip, skip.head_bits)
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
         """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
@@ -177,18 +178,17 @@ class DraftWeights:
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
-    def _changed(self, sublayer: int | None, skip: SkipConfig) -> Block:
-        """A sublayer, rounded or of fewer experts or slots; or (None) a head, or of few rows."""
+    def _changed(self, sublayer: int | None, skip: SkipConfig, bits: int | None) -> Block:
+        """A sublayer, rounded to bits, of fewer experts or slots; or (None) a head, or few rows."""
         trained, backend = skip.trained, self.backend
         key: _Key
         if sublayer is None:
             rows = self._rows_of(skip)
             of = trained.hash if trained is not None and rows is not self._rows else None
-            key = (None, skip.head_bits, of, None, None)
+            key = (None, bits, of, None, None)
             if key not in self._low:
-                self._low[key] = backend.head(rows, skip.head_bits)
+                self._low[key] = backend.head(rows, bits)
             return self._low[key]
-        bits = skip.low.bits if skip.low is not None and sublayer in skip.rounded() else None
         if bits is None or (trained is not None and trained.module):
             trained = None  # modules do not change the rounded sublayers
         experts, window = (skip.experts, None) if sublayer % 2 else (None, skip.window)

@@ -450,7 +450,8 @@ class _Weights(DraftWeights):
     def blocks(self, skip: SkipConfig) -> list[Block]:
         skip = skip.resolve(self.model.num_layers)
         self._check(skip)
-        return [*([self._changed(0, skip)] if skip.rounded() else []), self.head(skip)]
+        bits = skip.low.bits if skip.low is not None and skip.rounded() else None
+        return [*([self._changed(0, skip, bits)] if bits else []), self.head(skip)]
 
     def _check(self, skip: SkipConfig) -> None:
         if skip.trained is not None:
