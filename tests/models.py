@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layerskip.config import SkipConfig
 from layerskip.decoding.controller import Choice, Offer
 from layerskip.decoding.controllers import Controller
+from layerskip.decoding.growing import WIDEST
 from layerskip.decoding.sources import source_of
 
 VOCABULARY = 97
@@ -372,11 +373,11 @@ class Growing(Fickle):
         self.instead_right = False
         self.trees = 0
 
-    def rates(self, confidence: float) -> Sequence[float]:
-        return 0.9, self.draws.uniform(0.2, 1.0) / 10
+    def rates(self, confidence: float, count: int) -> Sequence[float]:
+        return 0.9, *(self.draws.uniform(0.2, 1.0) / 10 for _ in range(count - 1))
 
     def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
-        return self.draws.randint(0, 2)
+        return self.draws.randint(0, self.draws.choice((2, 2, WIDEST)))
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
         return [self.draws.random() for _ in range(20)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import speculator
-from layerskip.decoding.acceptance import SecondAcceptance
+from layerskip.decoding.acceptance import LaterAcceptance
 from layerskip.decoding.controller import Grower
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Drawn, Draws
@@ -88,14 +88,14 @@ def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch: pytest.Mo
     draft, right = Draws.draft, share()
 
     def elsewhere(
-        self: Draws, raw: Tensor, positions: Sequence[Position], *how: Any, seconds: bool
+        self: Draws, raw: Tensor, positions: Sequence[Position], *how: Any, best: int
     ) -> Drawn:
-        own = draft(self, raw, positions, *how, seconds=seconds)
+        own = draft(self, raw, positions, *how, best=best)
         later = [(row, offset + 1) for row, offset in positions]
-        other = draft(self, raw, later, *how, seconds=True)
-        assert other.seconds is not None
-        both = torch.where(other.tokens == own.tokens, other.seconds, other.tokens)
-        return own._replace(seconds=both)
+        other = draft(self, raw, later, *how, best=2)
+        assert other.others is not None
+        both = torch.where(other.tokens == own.tokens, other.others[:, 0], other.tokens)
+        return own._replace(others=both[:, None])
 
     monkeypatch.setattr(Draws, "draft", elsewhere)
     assert right > 0.4
@@ -186,14 +186,16 @@ def test_what_others_know_joins_a_tree() -> None:
     assert (at, 3, 0.45 * 0.5) in found
 
 
-def test_chances_of_second_tokens_are_learnt_by_confidence() -> None:
-    drawn, rates = random.Random(3), SecondAcceptance()
+def test_chances_of_later_tokens_are_learnt_by_confidence_and_rank() -> None:
+    drawn, rates = random.Random(3), LaterAcceptance()
     for _ in range(3000):
-        each = drawn.choice((0, 4))
-        rates.observe(each, drawn.random() < (0.8 if each else 0.3))
-    assert rates.given_wrong(0) == pytest.approx(0.3, abs=0.04)
-    assert rates.given_wrong(4) == pytest.approx(0.8, abs=0.04)
-    assert rates.given_wrong(8) == pytest.approx(0.55, abs=0.04)
+        each, chance = drawn.choice((0, 4)), drawn.random()
+        first, third = (0.8, 0.9) if each else (0.3, 0.5)
+        rates.observe(each, 1 if chance < first else 3 if chance < third else None)
+    assert rates.given_wrong(0, 3) == pytest.approx([0.3, 0.0, 0.2], abs=0.04)
+    assert rates.given_wrong(4, 3) == pytest.approx([0.8, 0.0, 0.1], abs=0.04)
+    assert rates.given_wrong(8, 3) == pytest.approx([0.55, 0.0, 0.15], abs=0.04)
+    assert rates.mean == pytest.approx(0.55, abs=0.04)
 
 
 def test_as_many_tokens_are_verified_as_pay() -> None:

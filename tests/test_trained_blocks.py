@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kinds import BLOCKS, weights_of
-from models import Fickle, lively_model
+from models import Fickle, Growing, lively_model
 from test_assistant import (
     ENDS,
     decoded,
@@ -19,7 +19,7 @@ from test_assistant import (
     prompts,
     second_of,
 )
-from test_branches import Guesses
+from test_branches import Guesses, path_of
 from torch import Tensor
 
 import layerskip
@@ -147,6 +147,54 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, fo
     assert taken[True]  # paths that had to be moved
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["feature-block", "assistant"])
+def test_a_node_is_drafted_on_as_the_last_token_of_its_path(kind: str, folder: Path) -> None:
+    """Whatever lies beside it in the drafts' own keys and values."""
+    opened, parents = Sublayers(model_of(), "modules"), [-1, 0, 0, 2, 1, 3, 3]
+    tokens = torch.tensor([[7, 9, 11, 5, 8, 3, 6], [4, 3, 8, 10, 6, 2, 9]])
+
+    def opened_passes() -> Passes:
+        texts = [torch.arange(2, 11), torch.arange(5, 9)]
+        emitted = [[token] for token in tokens[:, 0].tolist()]
+        limits: dict[str, Any] = {"max_new_tokens": 20, "max_draft_length": 8}
+        passes = Passes(opened, drafts_of(kind, folder), texts, emitted=emitted, **limits)
+        passes.prefill()
+        for row, first in enumerate(emitted):
+            passes.tell(row, first)
+        return passes
+
+    tree = opened_passes()
+    said = [tree.draft_step(tokens[:, 0], 0)[:, None]]
+    for first, end in ((1, 3), (3, 5), (5, 7)):
+        said.append(tree.draft_step(tokens[:, first:end], first, 0, [parents[:end]] * 2))
+    raw = torch.cat(said, 1)  # (R, N, V)
+    for node in (2, 4, 5, 6):
+        chain = opened_passes()
+        for offset, at in enumerate(path := path_of(parents, node)):
+            alone = chain.draft_step(tokens[:, at], offset)
+        assert len(path) > 1
+        torch.testing.assert_close(raw[:, node], alone)
+
+
+@pytest.mark.parametrize("mixture", ["lookup, feature-block", "lookup, assistant"])
+def test_states_are_those_of_whole_texts_where_drafts_branch(mixture: str, folder: Path) -> None:
+    drafts, controller, widths = drafts_of(mixture, folder), Growing(3), Counter[int]()
+    expand = Growing.expand
+
+    def noted(self: Growing, rows: Any) -> int:
+        width = expand(self, rows)
+        widths[width] += any(len(chances) >= width for chances in rows.values())
+        return width
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Growing, "expand", noted)
+        counts = play(drafts, controller, True)
+    assert counts["looked"]
+    assert controller.trees
+    assert sum(count for width, count in widths.items() if width > 2)
+
+
 @pytest.mark.parametrize("together", [0, 2, 64])
 def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
     together: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +217,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(
 
     def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
         if steps:
-            self.seen[row] = self.batch.lengths[row] + min(len(emitted) + 1, steps)
+            self.seen[row] = self.batch.lengths[row] + steps + 1
 
     monkeypatch.setattr(states._Layered, "commit", forgetful)
     monkeypatch.setattr(states._Features, "commit", forgetful)

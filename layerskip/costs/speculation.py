@@ -166,8 +166,8 @@ class CostTable:
 
         Args:
             steps: draft steps, where they are others: tokens were known, or in trees.
-            wide: those of them that took two tokens of a row; the second one is taken to cost what
-                it does in a pass of the target.
+            wide: the tokens of a row that steps took beyond one each; such a one is taken to cost
+                what a second one does in a pass of the target.
         """
         _check_length(drafted)
         if drafted == 0:

@@ -31,7 +31,9 @@ _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
 _COPY_DECAY = 0.95  # per observed token
 
-_SECOND_PRIOR, _SECOND_WEIGHT = 0.5, 6.0
+# Of the tokens behind the best one, where that is wrong: their priors by rank, and weight.
+_LATER_PRIOR = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02)
+_LATER_WEIGHT = 6.0
 
 # For the best tokens of a law looked up: by the tokens in common, by the margin of the scores, and
 # of those behind the best one by rank.
@@ -107,29 +109,37 @@ class Acceptance:
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
 
 
-class SecondAcceptance:
-    """Estimates of how often the second-best token is right where the best one is wrong.
+class LaterAcceptance:
+    """Estimates of how often each token behind the best one is right where that is wrong.
 
-    By the best one's confidence, as in `Acceptance`.
+    By the best one's confidence, as in `Acceptance`, and by rank, 1 for the second-best.
     """
 
     def __init__(self) -> None:
-        self._won, self._seen = [0.0] * _BINS, [0.0] * _BINS
+        self._won = [[0.0] * len(_LATER_PRIOR) for _ in range(_BINS)]
+        self._seen = [0.0] * _BINS
+        self._all, self._places = [_LATER_WEIGHT * prior for prior in _LATER_PRIOR], _LATER_WEIGHT
 
-    def given_wrong(self, confidence_bin: int) -> float:
-        """The chance of the second-best token there."""
-        own, of = self._won[confidence_bin], self._seen[confidence_bin]
-        return (own + _SECOND_WEIGHT * self.mean) / (of + _SECOND_WEIGHT)
+    def given_wrong(self, confidence_bin: int, count: int = 1) -> list[float]:
+        """The chances of so many tokens there, the second-best's first."""
+        own, seen = self._won[confidence_bin], self._seen[confidence_bin] + _LATER_WEIGHT
+        prior = _LATER_WEIGHT / self._places
+        return [
+            (won + prior * every) / seen for won, every in zip(own[:count], self._all, strict=False)
+        ]
 
     @property
     def mean(self) -> float:
-        """Its chance at any place."""
-        won, seen = sum(self._won), sum(self._seen)
-        return (won + _SECOND_WEIGHT * _SECOND_PRIOR) / (seen + _SECOND_WEIGHT)
+        """The chance of the second-best at any place."""
+        return self._all[0] / self._places
 
-    def observe(self, confidence_bin: int, right: bool) -> None:
-        self._won[confidence_bin] += right
+    def observe(self, confidence_bin: int, rank: int | None) -> None:
+        """Count the rank of the token that came, None for none of them."""
         self._seen[confidence_bin] += 1.0
+        self._places += 1.0
+        if rank is not None and rank <= len(_LATER_PRIOR):
+            self._won[confidence_bin][rank - 1] += 1.0
+            self._all[rank - 1] += 1.0
 
 
 class CopyAcceptance:

@@ -160,17 +160,17 @@ class Grower(Protocol):
 
     branches: bool
 
-    def rates(self, confidence: float) -> Sequence[float]:
-        """How likely the best and the second-best token of a place are to be right.
+    def rates(self, confidence: float, count: int) -> Sequence[float]:
+        """How likely each of the best tokens of a place, so many, is to be right.
 
         Given that what is before the place is right, and the confidence of the best one.
         """
 
     def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
-        """How many tokens of each row the next draft step takes, 0 to 2; for steps of several.
+        """How many tokens of each row the next draft step takes; for steps of several.
 
         Args:
-            rows: by row, the chances of up to two tokens to draft on.
+            rows: by row, the chances of the likeliest tokens to draft on, up to `growing.WIDEST`.
         """
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
@@ -191,7 +191,7 @@ class Grower(Protocol):
         """Reports which token was right at a place that steps have drafted, before `update`.
 
         Args:
-            rank: 0 for the best one, 1 for the second-best, None for neither.
+            rank: 0 for the best one, 1 for the second-best, ..., None for none of the best ones.
         """
 
     def see_instead(self, draft: int, right: bool) -> None:

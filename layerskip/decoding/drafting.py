@@ -135,7 +135,7 @@ class Drafter:
         places, known = self.passes.rows, sorted(drafts.known)
         steps = max(plans[row].limit for row in drafting)
         ends: dict[int, Place] = {}  # by row, what was said last
-        everywhere = self.passes.states[source].everywhere
+        state = self.passes.states[source]
         if known:
             ahead = [self._known(drafts, row, range(1, steps + 1)) for row in known]
             ahead_of = on_device(ahead, device)  # (N, steps)
@@ -151,8 +151,8 @@ class Drafter:
                 here = on_device([places[row] for row in drafting], device)  # (N,)
                 raw, last = raw[here], last[here]  # (N, V), (N,)
             positions = [(row, step) for row in drafting]
-            drawn, confidences, seconds, laws = self.draws.draft(
-                raw, positions, self.signal, seconds=grower is not None
+            drawn, confidences, others, laws = self.draws.draft(
+                raw, positions, self.signal, best=1 if grower is None else state.best
             )
             drafts.steps.append((positions, drawn))
             drafts.laws.extend(laws)
@@ -164,20 +164,18 @@ class Drafter:
                 drafts.fed = drafts.fed.index_copy(0, at, ahead_of[:, step : step + 1])
             tokens: Sequence[float | None] = [None] * len(drafting)
             sure = entropies = [1.0] * len(drafting)
-            others: Sequence[float] = [-1] * len(drafting)
+            ranked: list[list[float]] = []
             if confidences is not None:
                 more = [] if self._observer is None else [certainty(raw)[1]]
-                more += [] if seconds is None or grower is None else [seconds]
-                tokens, sure, *told = on_host(drawn, confidences, *more)
+                more += [] if others is None or grower is None else others.unbind(1)
+                tokens, sure, *ranked = on_host(drawn, confidences, *more)
                 if self._observer is not None:
-                    entropies = told.pop(0)
-                if told:
-                    (others,) = told
+                    entropies = ranked.pop(0)
             elif not unread:
                 (tokens,) = on_host(drawn)
             going_on = []
-            for row, token, chance, entropy, other in zip(
-                drafting, tokens, sure, entropies, others, strict=True
+            for i, (row, token, chance, entropy) in enumerate(
+                zip(drafting, tokens, sure, entropies, strict=True)
             ):
                 if token is not None:
                     if token < 0:
@@ -187,13 +185,13 @@ class Drafter:
                     if confidences is not None:
                         drafts.confidences[row].append(chance)
                         if grower is not None:
-                            both = int(token), int(other)
-                            said = Place(chance, both, grower.rates(chance))
+                            best = int(token), *(int(rank[i]) for rank in ranked)
+                            said = Place(chance, best, grower.rates(chance, len(best)))
                             before = ends.get(row)
                             if before is None:
                                 drafts.said[row] = said
                             else:
-                                before.precede(said, everywhere=everywhere)
+                                before.precede(said, everywhere=state.everywhere)
                             ends[row] = said
                         if self._observer is not None:
                             self._observer.see_draft(row, chance, entropy)
@@ -219,6 +217,7 @@ class Drafter:
         places, device = self.passes.rows, self.passes.model.device
         limits = {row: plans[row].limit for row in rows}
         spread = Spread(grower, limits, self.eos, self.longest + 1)
+        state = self.passes.states[source]
         parents: list[list[int]] = [[] for _ in places]  # of what has been fed
         going = self.controller.draft_together(rows)
         while going:
@@ -241,17 +240,17 @@ class Drafter:
             ]
             raw = raw.flatten(0, 1)  # (R * T, V)
             at = [places[row] * size + i for row, i, _ in asked]
-            drawn, confidences, seconds, _ = self.draws.draft(
+            drawn, confidences, others, _ = self.draws.draft(
                 raw if at == [*range(len(raw))] else raw[on_device(at, device)],  # (N, V)
                 [(row, depth) for row, _, depth in asked],
                 self.signal,
-                seconds=True,
+                best=state.best,
             )
             assert confidences is not None
-            assert seconds is not None
-            told = zip(asked, *on_host(drawn, confidences, seconds), strict=True)
-            for (row, i, _), token, sure, second in told:
-                if spread.hear(row, i, int(token), sure, int(second)):
+            assert others is not None
+            told = zip(asked, *on_host(drawn, confidences, *others.unbind(1)), strict=True)
+            for (row, i, _), token, sure, *ranked in told:
+                if spread.hear(row, i, [*map(int, (token, *ranked))], sure):
                     drafts.confidences[row].append(sure)
             going = spread.go_on()
         drafts.said |= spread.said

@@ -32,7 +32,7 @@ from layerskip.decoding.rules import (
     ahead,
     largest,
     residual,
-    second,
+    runners_up,
     with_margin,
     without,
 )
@@ -58,7 +58,7 @@ class DraftedTokens:
         others: of these rows, the numbers of other sources, and what they propose.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens, and where steps draft trees.
-        num_steps, num_wide: how many steps there were, and those that took two tokens of a row.
+        num_steps, num_wide: how many steps there were, and the tokens of a row they took beyond one each.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """
@@ -120,13 +120,13 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: as in `VerifiedTokens.drawn`, (N,).
         confidences: of them, (N,), if asked for.
-        seconds: the tokens of the second-best scores, (N,), -1 for none, if asked for.
+        others: the tokens of the next best scores, (N, up to best - 1), -1 for none, if asked for.
         laws: for the rejection rule, N of (V,).
     """
 
     tokens: Tensor
     confidences: Tensor | None
-    seconds: Tensor | None
+    others: Tensor | None
     laws: Sequence[Tensor]
 
 
@@ -205,7 +205,7 @@ class Draws:
         positions: Sequence[Position],
         signal: str | None = None,
         *,
-        seconds: bool = False,
+        best: int = 1,
     ) -> Drawn:
         """Draw from a draft's raw logits (N, V) at those positions.
 
@@ -213,13 +213,14 @@ class Draws:
             signal: the kind of confidence: "probability", that of the token under the softmax of
                 its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
                 the scores it is drawn by; None for none.
-            seconds: whether the second-best tokens are asked for.
+            best: how many of the best tokens are asked for.
         """
-        if self.native is not None and signal != "probability":
-            tokens, behind, others = self._drawn(self.native, raw, positions)
-            return Drawn(tokens, ahead(behind) if signal == "margin" else None, others, [])
+        if self.native is not None and signal != "probability" and best <= 2:
+            tokens, behind, second = self._drawn(self.native, raw, positions)
+            sure = ahead(behind) if signal == "margin" else None
+            return Drawn(tokens, sure, second[:, None], [])
         drawn: list[Tensor] = []
-        next_best: list[Tensor] = []
+        others: list[Tensor] = []
         margins: list[Tensor] = []
         laws: list[Tensor] = []
         for scores, some in self._pieces(raw, positions):  # (n, V)
@@ -230,15 +231,15 @@ class Draws:
             else:
                 token = largest(noisy)
             drawn.append(token)
-            if seconds:
-                next_best.append(second(noisy, token))
+            if best > 1:
+                others.append(runners_up(noisy, token, best - 1))
             if self.rejection:
                 laws += softmax_law(scores).unbind()
         tokens = torch.cat(drawn)
         sure = torch.cat(margins) if margins else None
         if signal == "probability":
             sure = confidence(raw, tokens.clamp_min(0))
-        return Drawn(tokens, sure, torch.cat(next_best) if seconds else None, laws)
+        return Drawn(tokens, sure, torch.cat(others) if others else None, laws)
 
     def few(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]

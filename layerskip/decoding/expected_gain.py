@@ -21,7 +21,7 @@ from layerskip.decoding.acceptance import (
     PRIOR,
     Acceptance,
     CopyAcceptance,
-    SecondAcceptance,
+    LaterAcceptance,
     bin_of,
 )
 from layerskip.decoding.controller import Choice, Controller, Offer
@@ -31,7 +31,7 @@ _RATE_DECAY = 0.98  # per target step
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
-_LEAST_SECOND = 0.05  # the least chance of a second token that a step takes
+_LEAST_BESIDE = 0.05  # the least chance of a token that a step takes beside the likeliest
 AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
@@ -68,8 +68,8 @@ class _Source:
     def reset(self, others: float) -> None:
         """Forget everything; `others` is the share of a batch that is not a row's own."""
         self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
-        self.seconds = SecondAcceptance()
-        self.others = SecondAcceptance()  # of known tokens; their confidences do not matter
+        self.later = LaterAcceptance()
+        self.others = LaterAcceptance()  # of known tokens; their confidences do not matter
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
         # A probe is due at once, since only the prior could advise against the first draft.
         self.probe_interval = self.first_interval
@@ -115,7 +115,7 @@ class _Round:
     """The rows whose gains and costs decide."""
     steps: int = 0
     wide: int = 0
-    """How many of them took two tokens of a row."""
+    """How many tokens of a row they took, beyond one each."""
     probing: bool = False
     accepted: dict[int, int] = field(default_factory=dict)
     """By row, for the rows that have reported."""
@@ -289,25 +289,29 @@ class ExpectedGain(Controller):
         round_.steps += goes_on
         return goes_on
 
-    def rates(self, confidence: float) -> Sequence[float]:
+    def rates(self, confidence: float, count: int) -> Sequence[float]:
         confidence_bin, source = bin_of(confidence), self._taken
         best = source.acceptance.given_confidence[confidence_bin]
-        return best, (1.0 - best) * source.seconds.given_wrong(confidence_bin)
+        later = source.later.given_wrong(confidence_bin, count - 1)
+        return best, *((1.0 - best) * rate for rate in later)
 
     def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
         round_, source = self._round, self._taken
         judged = [rows[row] for row in round_.judges if row in rows]
         price = len(round_.judges) * self.rate
         right = source.acceptance.next
-        beside = (1.0 - right) * source.seconds.mean
+        beside = (1.0 - right) * source.later.mean
         likely = sum(chances[0] for chances in judged if chances)
-        second = right * sum(chances[1] for chances in judged if len(chances) > 1)
         # another token in a step is taken to cost what it does in a pass of the target
         wider = source.step * source.wider
-        nodes = min(round_.steps + round_.wide, source.most - 1)
-        least = price * (wider + source.step_costs[nodes] - source.step)
-        both = second > max(least, _LEAST_SECOND * len(judged))
-        gain, alive = (second - price * wider) if both else 0.0, likely
+        width, gain, alive = 1, 0.0, likely
+        for width in range(1, max(map(len, judged), default=0) + 1):
+            more = right * sum(chances[width] for chances in judged if len(chances) > width)
+            nodes = min(round_.steps + round_.wide + width, source.most) - 1
+            least = price * (wider + source.step_costs[nodes] - source.step)
+            if more <= max(least, _LEAST_BESIDE * len(judged)):
+                break
+            gain += more - price * wider
         for steps in range(round_.steps, source.most):
             cost = source.step_costs[min(steps + round_.wide, source.most - 1)]
             gain += alive * right - price * cost
@@ -315,8 +319,8 @@ class ExpectedGain(Controller):
             alive *= right
             if gain > 0.0:
                 round_.steps += 1
-                round_.wide += both
-                return 1 + both
+                round_.wide += width - 1
+                return width
         return 0
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
@@ -325,7 +329,7 @@ class ExpectedGain(Controller):
         return [copies.acceptance(match + depth) for depth in range(offer.lengths[row])]
 
     def instead(self, draft: int) -> float:
-        return self._sources[draft].others.given_wrong(0)
+        return self._sources[draft].others.mean
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         round_, source = self._round, self._taken
@@ -346,10 +350,10 @@ class ExpectedGain(Controller):
         self._rows[row].told = True
         source.acceptance.observe(confidence_bin, rank == 0)
         if rank != 0:
-            source.seconds.observe(confidence_bin, rank == 1)
+            source.later.observe(confidence_bin, rank)
 
     def see_instead(self, draft: int, right: bool) -> None:
-        self._sources[draft].others.observe(0, right)
+        self._sources[draft].others.observe(0, 1 if right else None)
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken

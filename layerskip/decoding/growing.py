@@ -16,6 +16,9 @@ from layerskip.model.branches import ROOT, along
 LEAST = 0.02
 """The least chance of a token, but of those that are drafted on."""
 
+WIDEST = 8
+"""The most tokens of a row that a draft step takes."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -161,7 +164,7 @@ class Spread:
     Attributes:
         front: by row, what the next step takes; rows with fewer tokens than `size` are filled up.
         fed: how many tokens of each row steps have taken, fillers included.
-        steps, wide: how many steps there were, and those of them that took two tokens of a row.
+        steps, wide: how many steps there were, and the tokens of a row they took beyond one each.
         said: by row, the place behind its last token, once it is known.
     """
 
@@ -184,16 +187,16 @@ class Spread:
         """How many tokens of a row the next step takes, at most."""
         return max(map(len, self.front.values()))
 
-    def hear(self, row: int, number: int, token: int, confidence: float, other: int) -> bool:
-        """What is said behind one of the front: the best token and the second; whether it counts.
+    def hear(self, row: int, number: int, best: Sequence[int], confidence: float) -> bool:
+        """What is said behind one of the front: the best tokens, in order; whether it counts.
 
         Args:
             number: of the one, among its row's.
         """
-        if token < 0 or math.isnan(confidence):
+        if best[0] < 0 or math.isnan(confidence):
             return False
         each = self.front[row][number]
-        said = Place(confidence, (token, other), self.grower.rates(confidence))
+        said = Place(confidence, best, self.grower.rates(confidence, len(best)))
         if each.onto is None:
             self.said[row] = said
         else:
@@ -211,14 +214,15 @@ class Spread:
         self.fed += self.size
         left = self.most - self.fed
         likely = {
-            row: [-each.less for each in nsmallest(2, own)] for row, own in self._waiting.items()
+            row: [-each.less for each in nsmallest(WIDEST, own)]
+            for row, own in self._waiting.items()
         }
         size = min(self.grower.expand(likely), left)
         self.front = {
             row: [heappop(own) for _ in range(min(size, len(own)))]
             for row, own in self._waiting.items()
         }
-        self.wide += self.size > 1
+        self.wide += max(0, self.size - 1)
         return self.size > 0
 
 

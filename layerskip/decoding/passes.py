@@ -20,7 +20,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.sources.following import in_chunks
-from layerskip.model.branches import Branches
+from layerskip.model.branches import Branches, along
 from layerskip.model.cache import on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
@@ -111,6 +111,8 @@ class Passes:
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
+        self._fed: list[Tensor] = []  # the tokens that they were fed, (R, T) each
+        self._parents: Sequence[Sequence[int]] | None = None  # what these follow, (R, N)
         # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
@@ -283,7 +285,9 @@ class Passes:
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
-        hidden, step = self._feed(tokens[:, None] if parents is None else tokens, offset, parents)
+        fed = tokens[:, None] if parents is None else tokens  # (R, T)
+        self._fed, self._parents = [*self._fed[:offset], fed], parents
+        hidden, step = self._feed(fed, offset, parents)
         return state.step(tokens, hidden, step, offset)
 
     @in_inference_mode
@@ -363,10 +367,17 @@ class Passes:
             path: where drafts have branches, the nodes that these tokens are.
         """
         path = path[: len(emitted) - 1]
-        self._take(self.rows[row], self.lengths[row], path)
-        # steps are fed the first nodes, one after the other
-        beside = next((i for i, node in enumerate(path) if node != i + 1), self._steps)
-        self.tell(row, emitted, min(self._steps, beside + 1))
+        place, root = self.rows[row], self.lengths[row]
+        self._take(place, root, path)
+        steps = self._steps
+        if steps and self._drafting is not None:  # which were fed a tree of their own
+            fed: list[int] = torch.cat(self._fed, 1)[place].tolist()
+            parents = range(-1, len(fed)) if self._parents is None else self._parents[place]
+            own = along(parents[1 : len(fed)], fed[1:], emitted[:-1])
+            for cache in self._drafting.caches:
+                cache.take(place, root, own)
+            steps = len(own) + 1
+        self.tell(row, emitted, steps)
         self.lengths[row] += len(emitted)
 
     @in_inference_mode

@@ -32,7 +32,19 @@ def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def second(scores: Tensor, best: Tensor) -> Tensor:
     """Token of the largest of scores (N, V) but for the best tokens (N,), (N,); -1 for none."""
-    return largest(scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf))
+    return largest(_without(scores, best))
+
+
+def runners_up(scores: Tensor, best: Tensor, count: int) -> Tensor:
+    """As `second`, of the largest ones, so many, (N, up to count)."""
+    if count == 1:
+        return second(scores, best)[:, None]
+    values, tokens = _without(scores, best).topk(min(count, scores.shape[-1]))
+    return torch.where(values > -math.inf, tokens, -1)
+
+
+def _without(scores: Tensor, best: Tensor) -> Tensor:
+    return scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf)
 
 
 def ahead(behind: Tensor) -> Tensor:

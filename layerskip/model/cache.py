@@ -373,7 +373,7 @@ class RowCache:
         nodes, to = torch.tensor(path) + root, torch.arange(1, len(path) + 1) + root  # (n,) each
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
-                base, own = self.held(layer)[0], buffer[place]  # (H, S, D)
+                base, own = self.held(layer, place)[0], buffer[place]  # (H, S, D)
                 held = own.index_select(1, (nodes - base).to(own.device))  # (H, n, D), a copy
                 own.index_copy_(1, (to - base).to(own.device), held)
 

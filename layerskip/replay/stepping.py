@@ -135,7 +135,7 @@ class ReplayDrafter:
                 sure = draft.confidences[start][step] if controller.needs_confidence else 1.0
                 if grower is not None:
                     both = token, draft.seconds[start][step]
-                    said = Place(sure, both, grower.rates(sure))
+                    said = Place(sure, both, grower.rates(sure, len(both)))
                     if row in ends:
                         ends[row].precede(said, everywhere=self.states[source].everywhere)
                     else:
@@ -165,8 +165,8 @@ class ReplayDrafter:
         while going:
             for row, own in spread.front.items():
                 for number, each in enumerate(own):
-                    said = self.drafts[row][source].said(self.starts[row], each.path)
-                    spread.hear(row, number, *said)
+                    token, sure, second = self.drafts[row][source].said(self.starts[row], each.path)
+                    spread.hear(row, number, (token, second), sure)
             going = spread.go_on()
         found.said, found.steps, found.wide = spread.said, spread.steps, spread.wide
 

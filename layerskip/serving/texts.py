@@ -221,21 +221,21 @@ class Together(Draws):
         positions: Sequence[Position],
         signal: str | None = None,
         *,
-        seconds: bool = False,
+        best: int = 1,
     ) -> Drawn:
         found = []
         for own, (row, offset) in zip(raw.split(1), positions, strict=True):  # (1, V)
             text = self.texts[row]
-            nothing = torch.full((1,), -1, device=raw.device)
-            drawn = Drawn(nothing, nothing.float(), nothing, [])
+            nothing = torch.full((1, max(1, best - 1)), -1, device=raw.device)
+            drawn = Drawn(nothing[:, 0], nothing[:, 0].float(), nothing, [])
             with text.alone():
-                drawn = text.draws.draft(own, [(0, offset)], signal, seconds=seconds)
+                drawn = text.draws.draft(own, [(0, offset)], signal, best=best)
             found.append(drawn)
         tokens, sure, others, _ = zip(*found, strict=True)
         return Drawn(
             torch.cat(tokens),
             torch.cat(sure) if signal else None,
-            torch.cat(others) if seconds else None,
+            torch.cat(others) if best > 1 else None,
             [],
         )
 

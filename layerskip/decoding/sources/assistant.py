@@ -17,6 +17,7 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.steps import Steps, Texts, stacked
+from layerskip.model.branches import Branches
 from layerskip.model.sublayers import Pass, Sublayers
 
 
@@ -87,6 +88,7 @@ class _State(Following):
         self.model = model
         self.cache = model.new_cache(len(batch.prompts), batch.slots)
         self.caches = [self.cache]
+        self.wide = model.branches
         self.resized()
         self.head = model.weights.head()
         self.blocks = [*model.blocks, self.head]
@@ -102,10 +104,10 @@ class _State(Following):
         if not offset:
             self.see()
         starts = [batch.lengths[row] + offset for row in batch.rows]
-        raw = model.backend.run(
-            *self._feed(known(tokens, model, batch.model)[:, None], starts), self.blocks
-        )
-        return common(raw[:, 0], batch.model)
+        fed, branches = known(tokens, model, batch.model), batch.cache.branches
+        fed = fed[:, None] if tokens.dim() == 1 else fed  # (R, T)
+        raw = model.backend.run(*self._feed(fed, starts, branches=branches), self.blocks)
+        return common(raw[:, 0] if tokens.dim() == 1 else raw, batch.model)
 
     def keep(self, places: Sequence[int], length: int) -> int:
         return self.cache.keep(places, length)
@@ -132,9 +134,14 @@ class _State(Following):
         return self.head(last[None], None)[0]
 
     def _feed(
-        self, tokens: Tensor, starts: Sequence[int], rows: range | None = None
+        self,
+        tokens: Tensor,
+        starts: Sequence[int],
+        rows: range | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Tensor, Pass]:
-        self.cache.place(starts, tokens.shape[1], rows=rows or range(len(starts)))
+        rows = rows or range(len(starts))
+        self.cache.place(starts, tokens.shape[1], rows=rows, branches=branches)
         return self.model.feed(tokens, self.cache, self.rotary)
 
 

@@ -206,8 +206,10 @@ class State:
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
         longest: as in `Source`, for this batch.
-        wide: whether `step` takes several tokens of a row at once, with branches: then they are
-            (R, T), and so are its logits, (R, T, V). Without a prefix only.
+        wide: whether `step` takes several tokens of a row at once, with the branches of
+            `batch.cache`: then they are (R, T), and so are its logits, (R, T, V). Without a prefix
+            only.
+        best: how many of the best tokens of a place may be verified, where branches are asked for.
         everywhere: whether what it says of a place is the same, whatever was drafted before it.
         reads_logits: whether `read` is called.
         caches: keys and values of its own, whose rows lie where the batch's do.
@@ -219,6 +221,7 @@ class State:
     whole_prompts = True
     longest: int | None = None
     wide = False
+    best = 2
     everywhere = False
     reads_logits = False
     caches: Sequence[RowCache] = ()

@@ -39,7 +39,7 @@ class Following(State):
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         if steps:  # the last emitted token has not been fed
-            self.seen[row] = self.batch.lengths[row] + min(len(emitted), steps)
+            self.seen[row] = self.batch.lengths[row] + steps
 
     def missing(self) -> int:
         """How many tokens a round's first step has to see, the last emitted one included."""

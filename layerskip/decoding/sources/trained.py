@@ -26,10 +26,12 @@ from layerskip.decoding.sources.steps import Steps, Texts, read, states_behind
 from layerskip.decoding.sources.sublayers import SharedSteps, key_of
 from layerskip.model.backend import Block
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
-from layerskip.model.cache import RowCache
+from layerskip.model.branches import Branches
+from layerskip.model.cache import RowCache, on_device
 from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
+_BEST = 8  # of a place; what they say first is wrong more often than not
 _TOGETHER = 64  # the most tokens that streams see in the pass that drafts
 
 
@@ -135,10 +137,11 @@ class _Layered(Following):
         starts: Sequence[int],
         blocks: Sequence[Block],
         rows: range | None = None,
+        branches: Branches | None = None,
     ) -> Tensor:
         """Run inputs (R, T, H) of tokens from those places on through blocks."""
-        batch = self.batch
-        self.cache.place(starts, inputs.shape[1], rows=rows or range(len(starts)))
+        batch, rows = self.batch, rows or range(len(starts))
+        self.cache.place(starts, inputs.shape[1], rows=rows, branches=branches)
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
@@ -216,7 +219,8 @@ class _Features(_Layered):
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
         self.tap: int = batch.model.num_sublayers
-        self.feature: Tensor  # of the last token, (R, H)
+        self.best, self.wide = _BEST, batch.model.branches and not self.everywhere
+        self.features: Tensor  # of the round's tokens that have been fed, (R, N, H)
 
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
         features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
@@ -225,11 +229,19 @@ class _Features(_Layered):
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if offset:
-            inputs = self.block.join(self.feature[:, None], hidden)  # (R, 1, H)
-            self.feature = self.advance(inputs, self.places(offset), self.blocks)[:, 0]
+            branches = self.batch.cache.branches
+            before = self.features[:, offset - 1 : offset]  # (R, 1, H)
+            if branches is not None:
+                parents = [row[offset:] for row in branches.parents]
+                nodes = on_device(parents, hidden.device)[:, :, None]  # (R, T, 1)
+                before = self.features.take_along_dim(nodes, 1)  # (R, T, H)
+            inputs = self.block.join(before, hidden)  # (R, T, H)
+            new = self.advance(inputs, self.places(offset), self.blocks, branches=branches)
+            self.features = torch.cat([self.features[:, :offset], new], 1)
         else:
-            self.feature = self.catch_up()  # (R, H)
-        return self.head(self.feature[None], None)[0]
+            self.features = new = self.catch_up()[:, None]  # (R, 1, H)
+        raw = self.head(new.flatten(0, 1)[None], None)[0]  # (R * T, V)
+        return raw if tokens.dim() == 1 else raw.unflatten(0, tokens.shape)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         # its own drafts were fed with its own features, not with the target's
@@ -286,7 +298,7 @@ class _Heads(State):
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
-        self.block, self.longest = draft.block, draft.longest
+        self.best, self.block, self.longest = _BEST, draft.block, draft.longest
         (self.project,) = draft.own
         self.tap: int = batch.model.num_sublayers
 
