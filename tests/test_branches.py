@@ -39,10 +39,10 @@ def path_of(parents: list[int], node: int) -> list[int]:
     return path
 
 
-def opened_passes(opened: Sublayers, lengths: tuple[int, ...]) -> Passes:
+def opened_passes(opened: Sublayers, lengths: tuple[int, ...], nodes: int = NODES) -> Passes:
     prompts = [torch.arange(row, row + each) % (VOCABULARY - 2) + 2 for row, each in
                enumerate(lengths)]  # fmt: skip
-    passes = Passes(opened, [], prompts, max_new_tokens=40, max_draft_length=NODES)
+    passes = Passes(opened, [], prompts, max_new_tokens=40, max_draft_length=nodes)
     passes.prefill()
     return passes
 
@@ -55,7 +55,9 @@ def chain_logits(passes: Passes, texts: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def check(model: Any, execution: str, lengths: tuple[int, ...], seed: int) -> None:
+def check(
+    model: Any, execution: str, lengths: tuple[int, ...], seed: int, nodes: int = NODES
+) -> None:
     opened, draw = Sublayers(model, execution), random.Random(seed)
     assert opened.execution == execution
 
@@ -66,26 +68,26 @@ def check(model: Any, execution: str, lengths: tuple[int, ...], seed: int) -> No
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)  # norms are float32
 
     rows = len(lengths)
-    parents = [tree(draw) for _ in lengths]
-    tokens = [[draw.randrange(2, VOCABULARY) for _ in range(NODES)] for _ in lengths]
-    positions = [(row, node) for row in range(rows) for node in range(NODES)]
-    passes = opened_passes(opened, lengths)
-    logits = passes.verify(torch.tensor(tokens), positions, parents).view(rows, NODES, -1).clone()
+    parents = [tree(draw, nodes) for _ in lengths]
+    tokens = [[draw.randrange(2, VOCABULARY) for _ in range(nodes)] for _ in lengths]
+    positions = [(row, node) for row in range(rows) for node in range(nodes)]
+    passes = opened_passes(opened, lengths, nodes)
+    logits = passes.verify(torch.tensor(tokens), positions, parents).view(rows, nodes, -1).clone()
     paths: list[list[int]] = []
-    for node in range(NODES - 1, 0, -1):
+    for node in range(nodes - 1, 0, -max(1, nodes // 8)):
         paths = [path_of(each, node) for each in parents]
         texts = [
-            [own[at] for at in path] + [5] * (NODES - len(path))
+            [own[at] for at in path] + [5] * (nodes - len(path))
             for own, path in zip(tokens, paths, strict=True)
         ]
-        alone = chain_logits(opened_passes(opened, lengths), texts)
+        alone = chain_logits(opened_passes(opened, lengths, nodes), texts)
         for row, path in enumerate(paths):
             same(logits[row, path], alone[row, : len(path)])
     # the text goes on along a path, and the next pass sees it as if nothing had been beside it
-    paths = [path_of(each, draw.randrange(NODES)) for each in parents]
-    other = opened_passes(opened, lengths)
+    paths = [path_of(each, draw.randrange(nodes)) for each in parents]
+    other = opened_passes(opened, lengths, nodes)
     texts = [
-        [own[at] for at in path] + [5] * (NODES - len(path))
+        [own[at] for at in path] + [5] * (nodes - len(path))
         for own, path in zip(tokens, paths, strict=True)
     ]
     chain_logits(other, texts)
@@ -101,6 +103,7 @@ def check(model: Any, execution: str, lengths: tuple[int, ...], seed: int) -> No
 def test_nodes_see_their_path_alone(family: str, execution: str) -> None:
     for seed, lengths in enumerate([(6,), (9, 4, 30)]):
         check(lively_model(family), execution, lengths, seed)
+    check(lively_model(family), execution, (9, 4), 2, nodes=33)
 
 
 @pytest.mark.usefixtures("built")
@@ -110,6 +113,7 @@ def test_native_nodes_have_the_bits_of_their_path(family: str, dtype: torch.dtyp
     model = lively_model(family, dtype=dtype, max_position_embeddings=600)
     for seed, lengths in enumerate([(6,), (9, 4, 30), (250, 247), (253, 15)]):
         check(model, "native", lengths, seed)
+    check(model, "native", (250, 7), 4, nodes=33)
 
 
 def test_a_tree_that_peeks_is_seen() -> None:

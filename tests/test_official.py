@@ -17,7 +17,7 @@ from checkpoints import save_checkpoint
 from covering import covering
 from kinds import Several
 from models import VOCABULARY as WORDS
-from models import WINDOW, Erratic, Fickle, lively_model, ragged
+from models import WINDOW, Erratic, Fickle, Growing, lively_model, ragged
 from test_cli import PROMPT, document, refused, run
 from test_sampling import (
     LEVEL,
@@ -249,6 +249,7 @@ CONTROLLERS: dict[str, Any] = {
     "expected-gain": lambda: "expected-gain",
     "erratic": lambda: Erratic(3),
     "fickle": lambda: Fickle(2),
+    "growing": lambda: Growing(2),
 }
 ENDS = [4, 9]
 
@@ -310,6 +311,34 @@ def test_the_text_is_that_of_the_target(family: str) -> None:
         compactions += out.stats.num_compactions
     assert tried / 20 < accepted < tried
     assert compactions
+
+
+@torch.no_grad()
+def test_a_node_is_drafted_on_as_the_last_token_of_its_path() -> None:
+    tokens, parents = torch.tensor([[7, 9, 11, 5, 8], [4, 3, 8, 10, 6]]), [-1, 0, 0, 2, 1]
+    source = source_of("gemma4")
+
+    def opened_passes() -> Passes:
+        texts, emitted = [torch.arange(2, 15), torch.arange(5, 9)], [[7], [4]]
+        limits: dict[str, Any] = {"max_new_tokens": 20, "max_draft_length": 8}
+        passes = Passes(
+            Sublayers(target_of("gemma4"), "auto"), [source], texts, emitted=emitted, **limits
+        )
+        passes.prefill()
+        for row, first in enumerate(emitted):
+            passes.tell(row, first)
+        return passes
+
+    tree = opened_passes()
+    said = [tree.draft_step(tokens[:, 0], 0)[:, None]]
+    for first, end in ((1, 3), (3, 5)):
+        said.append(tree.draft_step(tokens[:, first:end], first, 0, [parents[:end]] * 2))
+    raw = torch.cat(said, 1)  # (R, N, V)
+    for node, path in ((2, (0, 2)), (3, (0, 2, 3)), (4, (0, 1, 4))):
+        chain = opened_passes()
+        for offset, at in enumerate(path):
+            alone = chain.draft_step(tokens[:, at], offset)
+        torch.testing.assert_close(raw[:, node], alone)
 
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -368,22 +368,27 @@ class Passes:
         """
         path = path[: len(emitted) - 1]
         place, root = self.rows[row], self.lengths[row]
-        self._take(place, root, path)
+        own: Sequence[int] = ()
         steps = self._steps
         if steps and self._drafting is not None:  # which were fed a tree of their own
             fed: list[int] = torch.cat(self._fed, 1)[place].tolist()
             parents = range(-1, len(fed)) if self._parents is None else self._parents[place]
             own = along(parents[1 : len(fed)], fed[1:], emitted[:-1])
-            for cache in self._drafting.caches:
-                cache.take(place, root, own)
             steps = len(own) + 1
+        self._take(place, root, path, own)
         self.tell(row, emitted, steps)
         self.lengths[row] += len(emitted)
 
     @in_inference_mode
-    def _take(self, place: int, root: int, path: Sequence[int]) -> None:
-        """Move what the nodes of a path hold to where they lie without other branches."""
+    def _take(self, place: int, root: int, path: Sequence[int], own: Sequence[int]) -> None:
+        """Move what the nodes of a path hold to where they lie without other branches.
+
+        Args:
+            own: the path in the tree that the round's source has been fed.
+        """
         self.cache.take(place, root, path)
+        for cache in self._drafting.caches if self._drafting is not None else ():
+            cache.take(place, root, own)
         at = [node + root + 1 for node in path]
         for states in self._tapped.values():
             states[place, root + 2 : root + 2 + len(at)] = states[place, at]

@@ -61,6 +61,15 @@ class Branches:
                 seen[row, node, node] = True
         return seen
 
+    def before(self, held: Tensor) -> Tensor:
+        """Of what is held of all nodes so far, (B, N, H), that of those that a pass follows.
+
+        (B, T, H), by token of the pass.
+        """
+        parents = [row[self.first :] for row in self.parents]  # (B, T)
+        nodes = torch.tensor(parents).to(held.device, non_blocking=True)
+        return held.take_along_dim(nodes[:, :, None], 1)
+
 
 def depths(parents: Sequence[int]) -> list[int]:
     """How far the root, node 0, and each node behind it are from the root.

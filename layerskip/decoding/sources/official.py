@@ -115,19 +115,30 @@ class _State(State):
         self.rotary = model.rotary(batch.slots, batch.total, first=1)
         self.cache = RowCache(len(batch.prompts), batch.cache.slots, model.windows)
         self.cache.settled = True
+        self.wide = batch.model.branches
         self.pass_: Pass  # of the round
-        self.carried: Tensor  # h, (R, 1, H)
+        self.carried: Tensor  # h behind each of its tokens that have been fed, (R, N, H)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        batch, model = self.batch, self.source.model
         if not offset:
-            batch, model = self.batch, self.source.model
             places = [batch.lengths[row] for row in batch.rows]
             self.cache.borrow(batch.cache, self.source.sources)
             self.cache.place([place - 1 for place in places], 1)
             self.pass_ = Pass(model, self.cache, self.rotary)
-            self.carried = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
-        raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
-        return raw[:, 0]
+            before = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
+            held = before[:, :0]  # (R, offset, H)
+        else:
+            branches, held = batch.cache.branches, self.carried[:, :offset]
+            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
+        # one by one: all have one position, and see what was accepted, but not each other
+        both = [
+            self.source.compute(embedded, state, self.pass_)
+            for embedded, state in zip(hidden.split(1, 1), before.split(1, 1), strict=True)
+        ]
+        raw, new = (torch.cat(each, 1) for each in zip(*both, strict=True))  # (R, T, V), (R, T, H)
+        self.carried = torch.cat([held, new], 1)
+        return raw[:, 0] if tokens.dim() == 1 else raw
 
 
 class _Steps(Steps):

@@ -27,7 +27,7 @@ from layerskip.decoding.sources.sublayers import SharedSteps, key_of
 from layerskip.model.backend import Block
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
 from layerskip.model.branches import Branches
-from layerskip.model.cache import RowCache, on_device
+from layerskip.model.cache import RowCache
 from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -230,14 +230,11 @@ class _Features(_Layered):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if offset:
             branches = self.batch.cache.branches
-            before = self.features[:, offset - 1 : offset]  # (R, 1, H)
-            if branches is not None:
-                parents = [row[offset:] for row in branches.parents]
-                nodes = on_device(parents, hidden.device)[:, :, None]  # (R, T, 1)
-                before = self.features.take_along_dim(nodes, 1)  # (R, T, H)
+            held = self.features[:, :offset]
+            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
             inputs = self.block.join(before, hidden)  # (R, T, H)
             new = self.advance(inputs, self.places(offset), self.blocks, branches=branches)
-            self.features = torch.cat([self.features[:, :offset], new], 1)
+            self.features = torch.cat([held, new], 1)
         else:
             self.features = new = self.catch_up()[:, None]  # (R, 1, H)
         raw = self.head(new.flatten(0, 1)[None], None)[0]  # (R * T, V)
