@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,21 @@ def test_the_command_line_makes_keeps_and_refuses_them(tmp_path: Path) -> None:
     fresh = str(tmp_path / "fresh")
     assert run(*ask, fresh, "--keep-laws").exit_code == 0
     assert len(Laws.load(fresh)) > 0
+    prompts, told = tmp_path / "prompts", []
+    prompts.write_text("Once there\nA fox\n")
+    for number, more in enumerate(([], ["--laws", laws])):
+        output = tmp_path / f"answers{number}"
+        how = ["--output", str(output), "-n", "12", "--controller", "fixed", *lean]
+        found = run("run", "demo-llama", str(prompts), *how, *more)
+        assert found.exit_code == 0, found.output
+        rows = map(json.loads, output.read_text().splitlines())
+        told.append({row["id"]: row["token_ids"] for row in rows})
+    assert told[0] == told[1]
     for args, words in (
         (["generate", "demo-gemma2", *ask[1:], laws], "belong to a model with other weights"),
         ([*ask, fresh + "x"], "cannot read the laws"),
         ([*ask[:-1], "--keep-laws"], "--keep-laws has nowhere to keep them"),
-        (["serve", "--laws", laws], "serve drafts no trees: leave out --laws"),
+        (["serve", "--laws", laws, "--keep-laws"], "serve may run in several processes"),
         (["laws", "--text", laws, "--output", fresh], "is not UTF-8"),
     ):
         refused = run(*args)

@@ -20,6 +20,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
 from layerskip import SkipConfig
+from layerskip.decoding.sources import lookup_laws
+from layerskip.decoding.sources.kept_laws import Laws
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.serving import places, scheduler
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.tasks import Piece, QueueFull, Task
@@ -74,6 +78,18 @@ def schedule(model: Any, seed: int, starts: Starts = STARTS, **settings: Any) ->
         _schedule(model, seed, SETTINGS | settings, starts)
 
 
+def laws_looked_up(model: Any, seed: int) -> list[LookupLaws]:
+    """For two schedules of five: a text's own laws, perhaps others, and texts beside them."""
+    draw = random.Random(f"laws {seed}")
+    if draw.random() < 0.6:
+        return []
+    known = Laws() if draw.random() < 0.5 else None
+    if known is not None:
+        known.learn(model, [*range(20), *draw.choices(range(VOCABULARY), k=40)])
+    looked_up, beside = draw.choice([None, Lookup()]), draw.random() < 0.5
+    return [LookupLaws(known=known, lookup=looked_up, beside=beside, branches=draw.randint(1, 3))]
+
+
 def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts) -> None:
     draw = random.Random(seed)
     memory = draw.choice([70_000, 200_000, 1 << 22])
@@ -83,6 +99,7 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
         session_memory=draw.choice([0, 100_000]),
         max_draft_length=4,
         controller=draw.choice([Fickle, Growing])(seed),
+        sources=laws_looked_up(model, seed),
         **{"memory": memory, **settings},
     )
     tasks, pieces, cancelled = [], [], []
@@ -254,6 +271,45 @@ def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: st
     for task, pieces in zip(tasks, told, strict=True):
         assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
     assert controller.seconds[1] > 2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_laws_of_a_file_draft_what_a_text_will_say(model: Any, sampled: bool) -> None:
+    task = Task([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
+    expected, laws = alone(model, task), Laws()
+    laws.learn(model, [*task.prompt, *expected])
+    how: dict[str, Any] = {"controller": "fixed", "lookup": False, "max_draft_length": 8}
+    serving = Serving(model, sources=[LookupLaws(known=laws)], **how, **SETTINGS)
+    others = [Task([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
+    told: list[list[Piece]] = [[] for _ in (task, *others)]
+    for each, pieces in zip((task, *others), told, strict=True):
+        serving.submit(each, pieces.append)
+    while serving.step():
+        pass
+    for each, pieces in zip((task, *others), told, strict=True):
+        assert [token for piece in pieces for token in piece.tokens] == alone(model, each)
+    assert told[0][-1].counts.accepted > 25
+    assert len(laws) == 43  # nobody has added to them
+
+
+def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, monkeypatch: Any) -> None:
+    """As many at most as a text may; of a seat they are the present text's."""
+    monkeypatch.setattr(lookup_laws, "_OF_A_TEXT", 30)
+    how: dict[str, Any] = {"controller": "fixed", "lookup": False, **SETTINGS}
+    serving = Serving(model, max_rows=1, sources=[LookupLaws()], **how)
+    used, accepted = [], []
+    for new in (50, 9, 50):
+        told = finished(serving, Task([3, 4, 5], new, eos=frozenset()))
+        used.append(serving.stats.laws_used)
+        accepted.append(told[-1].counts.drafted)
+    assert used == [30 * 1024, used[1], 30 * 1024]
+    assert 9 * 1024 <= used[1] < 30 * 1024
+    assert accepted[0] == accepted[2]
+
+
+def test_laws_that_texts_would_share_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"laws of each text apart; give .* LookupLaws\(known="):
+        Serving(model, sources=[LookupLaws(Laws())], **SETTINGS)
 
 
 def finished(serving: Serving, task: Task) -> list[Piece]:

@@ -170,11 +170,12 @@ class Sources:
         talk.progress(f"indexing {self.lookup_file}")
         return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
 
-    def refuse_laws(self, command: str) -> None:
-        """Raises ValueError where they are given to a command that decodes many texts at once."""
-        if self.laws is not None or self.keep_laws:
+    def refuse_keeping(self, command: str) -> None:
+        """Raises ValueError where laws are to be kept by a command of perhaps many processes."""
+        if self.keep_laws:
             raise ValueError(
-                f"{command} drafts no trees: leave out --laws, or use generate, chat or benchmark"
+                f"{command} may run in several processes, which would overwrite each other's laws:"
+                " leave out --keep-laws, and make the file with `layerskip laws`"
             )
 
     def kept_laws(self) -> Laws | None:

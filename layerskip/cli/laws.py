@@ -30,8 +30,8 @@ def laws(
 ) -> None:
     """Read your texts with a model, and keep what it says after every four tokens of them.
 
-    With `--laws FILE`, `generate`, `chat` and `benchmark` draft from it: trees of what the model
-    would say after the same tokens. The file is of this model; others refuse it.
+    With `--laws FILE`, `generate`, `chat`, `run`, `serve` and `benchmark` draft from it: trees of
+    what the model would say after the same tokens. The file is of this model; others refuse it.
     """
     texts = [text_in("--text", each) for each in text]
     talk = Talk(quiet)

@@ -110,7 +110,7 @@ def run(
     sampling.check()
     wording.check(sampling.do_sample)
     form.check()
-    sources.refuse_laws("run")
+    sources.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
 
     from layerskip.serving.files import answer_all, open_answers, open_part, shard_of

@@ -72,7 +72,7 @@ def serve(
     """Serve a model to OpenAI's clients: many texts at once, each the one it has alone."""
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
-    sources.refuse_laws("serve")
+    sources.refuse_keeping("serve")
     talk = Talk(quiet)
     found: list[Served] = []
 

@@ -24,6 +24,7 @@ from layerskip.decoding.planning import Plan
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.decoding.speculator import Judged, Offering, Speculator
@@ -37,6 +38,7 @@ from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text, Together
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of, warn_of_branches
 from layerskip.timing.tables import cost_tables, stored
 
+_SERVED = Lookup | LookupLaws | SublayerDraft | TrainedDraft | Assistant
 _MEASURING = 2.0  # seconds, about, before the first task
 
 
@@ -63,7 +65,7 @@ class Batch:
         known: KnownTexts,
         settings: Mapping[str, Any],
     ) -> None:
-        for name in ("seed", "seeds", "known", "progress", "clock", "sources"):
+        for name in ("seed", "seeds", "known", "progress", "clock"):
             if settings.get(name):
                 raise ValueError(f"serving does not support the setting {name}; leave it out")
         decoding = LayerSkipDecoding(**settings)
@@ -80,11 +82,17 @@ class Batch:
             opened, sources = decoding._sources(opened, rejection=False)
         for source in sources:
             whole = isinstance(source, Assistant) and isinstance(source.model, Whole)
-            if whole or not isinstance(source, Lookup | SublayerDraft | TrainedDraft | Assistant):
+            if whole or not isinstance(source, _SERVED):
                 raise ValueError(
                     f"serving does not support drafts by {type(source).__name__}"
-                    f"{' of a model that runs whole' if whole else ''}; allowed are lookups, the "
-                    "model's own sublayers, its trained modules, and second models of Llama's kind"
+                    f"{' of a model that runs whole' if whole else ''}; allowed sources are "
+                    "lookups, of texts and of laws, the model's own sublayers, its trained "
+                    "modules, and second models of Llama's kind"
+                )
+            if isinstance(source, LookupLaws) and source.laws is not None:
+                raise ValueError(
+                    "serving keeps the laws of each text apart; give those that all look up as "
+                    "LookupLaws(known=...)"
                 )
         self.model, self.seats, self.known = opened, seats, known
         limit, theirs = opened.max_positions, [each.max_positions for each in sources]
@@ -141,6 +149,7 @@ class Batch:
                 warn_of_branches(self.model, self._own)
         self.controller = completed(controller)
         self._together = Together(self.places.written)
+        self.places.draws = self._together.few
         self._speculator = Speculator(
             self.places, self._together, self.controller, eos=self._eos, longest=self.longest
         )

@@ -47,6 +47,7 @@ class Metrics(Collector):
             ("memory", "Bytes that keys and values of the batch may take."),
             ("used", "Bytes that they take."),
             ("known_used", "Bytes that keys and values of earlier texts take."),
+            ("laws_used", "Bytes that laws to look up take, about."),
         ):
             yield GaugeMetricFamily(f"layerskip_{name}", what, getattr(stats, name))
 

@@ -215,6 +215,11 @@ class Together(Draws):
             count = self.texts[row].draws.allowed(0, tokens, vocabulary)
         return count
 
+    def few(
+        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
+    ) -> Sequence[float]:
+        return self.texts[row].draws.few(0, offset, tokens, raw)
+
     def draft(
         self,
         raw: Tensor,

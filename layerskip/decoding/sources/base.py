@@ -275,6 +275,11 @@ class State:
     def begin(self, row: int) -> None:
         """Another text takes the row; only where rows join and leave."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it keeps to look up, about."""
+        return 0
+
     def resized(self) -> None:
         """The batch has other `slots`; only where rows join and leave."""
 

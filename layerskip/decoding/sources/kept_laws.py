@@ -31,6 +31,7 @@ MOST = 2**14
 """Places that are kept, at most, where nobody says otherwise."""
 
 _KEPT = 32  # K
+_PLACE = 1024  # bytes of one, about
 _BLOCK = 64  # neighbouring tokens
 _PIECE = 512  # tokens of a text that are read together
 _SCHEMA = "layerskip laws 1"
@@ -64,6 +65,11 @@ class Laws:
     def __len__(self) -> int:
         """Places that are kept."""
         return len(self._contexts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, about."""
+        return _PLACE * len(self)
 
     def _clear(self) -> None:
         self._next = 0

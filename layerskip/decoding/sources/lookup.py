@@ -109,7 +109,7 @@ class Lookup(Source):
         # what a row's encoder has read comes first, in its place
         for row, read in enumerate(batch.model.read[: len(texts)]):
             texts[row] = [*read.tolist(), *texts[row]]
-        return _State(batch, [self.row(text) for text in texts])
+        return _State(batch, self, [self.row(text) for text in texts])
 
     def row(self, prompt: Sequence[int]) -> LookupRow:
         """The history of a row, which begins with its prompt."""
@@ -122,15 +122,18 @@ class Lookup(Source):
 
 
 class _State(State):
-    def __init__(self, batch: Batch, rows: Sequence[LookupRow]) -> None:
+    def __init__(self, batch: Batch, lookup: Lookup, rows: list[LookupRow]) -> None:
         super().__init__(batch)
-        self.rows = rows
+        self.lookup, self.rows = lookup, rows
 
     def offer(self, row: int, most: int) -> Proposal:
         return self.rows[row].find(most)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         self.rows[row].extend(emitted)
+
+    def begin(self, row: int) -> None:
+        self.rows[row] = self.lookup.row(self.batch.prompts[row].tolist())
 
 
 class _Echo(Source):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush, nlargest
-from itertools import count
+from itertools import count, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
 
 _LONGEST = 16  # nodes of a tree
+_OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
 
 
 class LookupLaws(Source):
@@ -60,10 +61,15 @@ class LookupLaws(Source):
 
     def open(self, batch: Batch) -> State:
         laws = Laws() if self.laws is None else self.laws
-        tables = [laws] if self.known_laws is None else [laws, self.known_laws]
+        tables = [laws, *self.others]
         for table in tables:
             table.check(batch.model)
-        return _State(batch, tables, self)
+        return _State(batch, laws, self)
+
+    @property
+    def others(self) -> list[Laws]:
+        """Laws that are looked up only."""
+        return [] if self.known_laws is None else [self.known_laws]
 
     def timed(self) -> Source:
         return Lookup().timed()
@@ -84,10 +90,10 @@ class _Behind(NamedTuple):
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, tables: Sequence[Laws], source: LookupLaws) -> None:
+    def __init__(self, batch: Batch, laws: Laws, source: LookupLaws) -> None:
         super().__init__(batch)
-        self.tables, self.source, self.branches = tables, source, source.branches
-        self.laws = tables[0]  # which learn
+        self.source, self.branches = source, source.branches
+        self.laws = [laws for _ in batch.prompts]  # which each row learns
         self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance = CopyAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, what was last looked up
@@ -143,7 +149,8 @@ class _State(State):
         return Proposal.of(tokens, common, parents, chances)
 
     def _behind(self, row: int, depth: int, context: list[int]) -> _Behind | None:
-        found = [(*table.find(context), table) for table in self.tables]
+        tables = [self.laws[row], *self.source.others]
+        found = [(*table.find(context), table) for table in tables]
         suffix, place, table = max(found, key=itemgetter(0))  # of equals the first
         if not suffix:
             return None
@@ -174,11 +181,14 @@ class _State(State):
             here = next(iter(along(parents, tokens, [token], here)), -1)
 
     def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
-        best = best_of(raw)
-        if self.source.beside:
-            self.laws.keep([[*self.ends[row], *tokens] for row, tokens in seen], *best)
-        else:
-            self._read = seen, *best
+        tokens, logits = best_of(raw)
+        if not self.source.beside:
+            self._read = seen, tokens, logits
+            return
+        for row, own in groupby(range(len(seen)), lambda i: seen[i][0]):
+            places = [*own]
+            contexts = [[*self.ends[row], *seen[i][1]] for i in places]
+            self.laws[row].keep(contexts, tokens[places], logits[places])
 
     def _keep_path(self, row: int, emitted: Sequence[int]) -> None:
         """Keep what the target said along the text alone."""
@@ -190,7 +200,7 @@ class _State(State):
             and list(drafted) == list(emitted[: len(drafted)])
             and len(drafted) < len(emitted)  # behind an end of text nothing is said
         }
-        self.laws.keep([*kept.values()], tokens[[*kept]], logits[[*kept]])
+        self.laws[row].keep([*kept.values()], tokens[[*kept]], logits[[*kept]])
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         if not self.source.beside:
@@ -199,3 +209,14 @@ class _State(State):
         if self.copies is not None:
             self.copies.commit(row, emitted, steps)
         self.ends[row] = [*self.ends[row], *emitted][-SUFFIX:]
+
+    def begin(self, row: int) -> None:
+        self.laws[row] = Laws(_OF_A_TEXT)
+        self.ends[row] = self.batch.prompts[row][-SUFFIX:].tolist()
+        self._trees.pop(row, None)
+        if self.copies is not None:
+            self.copies.begin(row)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in {*self.laws, *self.source.others})
