@@ -592,9 +592,9 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
-            assert replace(got, confidences=(), signal=None) == replace(
-                want, confidences=(), signal=None
-            )
+            apart: dict[str, Any] = {"confidences": (), "signal": None, "steps": 0}
+            assert replace(got, **apart) == replace(want, **apart)
+            assert got.steps >= want.steps  # unread drafts run on behind an end
             ended += any(want.finished) and max(want.drafted) > 0
         assert late.stats == once.stats
         assert late.emitted == once.emitted

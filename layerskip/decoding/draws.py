@@ -58,7 +58,8 @@ class DraftedTokens:
         others: of these rows, the numbers of other sources, and what they propose.
         steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
             empty for looked-up tokens, and where steps draft trees.
-        num_steps, num_wide: how many steps there were, and the tokens of a row they took beyond one each.
+        num_steps, num_wide: how many steps there were, and the tokens of a row that they took
+            beyond one each.
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """

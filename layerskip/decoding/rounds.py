@@ -25,7 +25,8 @@ class Round:
         confidences: per row, each drafted token's confidence; empty if the controller needs none.
         drafts: per row, the drafted tokens.
         parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
-        steps, wide: how many draft steps the batch took, and the tokens of a row they took beyond one each.
+        steps, wide: how many draft steps the batch took, and the tokens of a row that they took
+            beyond one each.
         signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
