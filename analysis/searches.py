@@ -132,6 +132,7 @@ def finalists(search: Search) -> pd.DataFrame:
 
     `predicted` is of the traced prompts, `held_out` of the others, `forecast` the latter where
     known; `measured` has its interval in `low` and `high`; `efficiency` = measured / forecast;
+    `over_chains` is what second-best tokens were measured to bring, where they were predicted to;
     `role` says "winner", "best exit", both or nothing.
     """
     rows = []
@@ -152,7 +153,8 @@ def finalists(search: Search) -> pd.DataFrame:
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
-                "lookup": bool(finalist["decoding"].get("lookup")),
+                **{name: bool(finalist["decoding"].get(name)) for name in ("lookup", "branches")},
+                "over_chains": _number((finalist.get("over_chains") or {}).get("speedup")),
                 "predicted": finalist["predicted"],
                 "held_out": held_out,
                 "forecast": forecast,

@@ -208,6 +208,7 @@ def _draft(search: Search, row: Any) -> str:
         words += f", runs {len(low['attention']) + len(low['mlp'])} in {low['bits']} bits"
     if finalist.get("trained") is not None:
         words += f", with {finalist['trained']}"
+    words += ", with second-best tokens" if row["branches"] else ""
     return f"{words}, joined by lookups" if row["lookup"] else words
 
 

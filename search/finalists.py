@@ -1,8 +1,9 @@
 """The best few drafts of a study: replayed whole, then timed in turn with plain decoding.
 
-Here is decided, too, whether a draft is joined by lookups. What a search found on calibration
-prompts is priced anew as decoding prices it, predicted for held-out prompts, and confirmed on them
-by the clock; the winner is the clock's.
+Here is decided, too, whether a draft is joined by lookups, and whether second-best tokens are
+verified: where simulated rounds say that they pay, both ways are timed, and the clock decides. What
+a search found on calibration prompts is priced anew as decoding prices it, predicted for held-out
+prompts, and confirmed on them by the clock; the winner is the clock's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.trace import Trace
-from layerskip.search.objective import Choice, LookedUp, Objective, best_choice, choices, speedup
+from layerskip.search.objective import (
+    Choice,
+    LookedUp,
+    Objective,
+    best_choice,
+    branching,
+    choices,
+    speedup,
+)
 from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
 from layerskip.timing.tables import analytic, measure
@@ -39,6 +48,9 @@ PRICING_SECONDS = 2.0
 
 DEFAULT = "default"
 """What the method is called that drafts as `generate` does unasked."""
+
+BRANCHES = ":branches"
+"""What a method's name ends with that also verifies second-best tokens."""
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
@@ -73,6 +85,8 @@ class Finalist:
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
         choice: how to decode with it.
+        branching: the same with second-best tokens, where that is expected to be faster; what it is
+            to be timed beside, until the clock has said whether it is.
         costs, looked_up: what rounds of it cost, and of lookups.
         predicted_held_out: speedup over plain decoding of the same options on held-out prompts.
         confirmed: what the clock said, where it was asked: the block of a search file.
@@ -87,6 +101,9 @@ class Finalist:
     looked_up: CostTable
     predicted_held_out: float | None = None
     confirmed: dict[str, Any] | None = field(default=None)
+    branching: Choice | None = field(default=None)
+    over_chains: dict[str, Any] | None = field(default=None)
+    """Of `branching`, what it was timed to be over the same without."""
 
     @property
     def alpha(self) -> float:
@@ -109,14 +126,35 @@ class Finalist:
         Args:
             looked_up: what lookups draft along the traced prompts.
         """
-        found = choices(self.drafts, self.costs, LookedUp(looked_up, self.looked_up))
+        known = LookedUp(looked_up, self.looked_up)
+        found = choices(self.drafts, self.costs, known)
         self.choice = best_choice(found[1:])  # of those that draft
+        self.branching = branching(self.drafts, self.costs, self.choice, known)
         tokens = self.skip.draft_vocabulary
         self.skip = replace(
             self.skip,
             decoding=replace(self.choice.decoding, draft_vocabulary=tokens),
             costs={**(self.skip.costs or {}), **self.costs.to_dict()},
         )
+
+    def judge_branches(self, records: Sequence[dict[str, Any]], name: str) -> str:
+        """Take second-best tokens if they were faster by more than prompts differ.
+
+        Args:
+            name: of the method that had them.
+
+        Returns:
+            The method that is the finalist's.
+        """
+        own, other = (decoding_totals(records, each) for each in (self.name, name))
+        self.over_chains = times_over(other, own)
+        low = self.over_chains["low"]
+        if self.branching is None or low is None or low <= 1:
+            return self.name
+        self.choice, self.branching = self.branching, None
+        known = self.skip.decoding or DecodingOptions()
+        self.skip = replace(self.skip, decoding=replace(known, branches=True))
+        return name
 
 
 def choose(
@@ -267,6 +305,9 @@ def confirm(
     for each in finalists:
         lookup = each.choice.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
+        if each.branching is not None:
+            name = each.name + BRANCHES
+            methods.append(Engine(model, task, name, each.skip, lookup=lookup, branches=True))
     decoded = decoded_records(
         model, task, methods, prompts, repeats=repeats, until=until, note=progress
     )
@@ -275,13 +316,16 @@ def confirm(
     plain = decoding_totals(decoded, "plain")
     usual = decoding_totals(decoded, DEFAULT)
     for finalist in finalists:
-        own = decoding_totals(decoded, finalist.name)
+        name = finalist.name
+        if finalist.branching is not None:
+            name = finalist.judge_branches(decoded, name + BRANCHES)
+        own = decoding_totals(decoded, name)
         finalist.confirmed = {
             **times_over(own, plain),
             "over_default": times_over(own, usual),
             "prompts": len(own.tokens),
             "repeats": 1 + max(each["repeat"] for each in decoded),
-            **_counts([each for each in decoded if each["method"] == finalist.name]),
+            **_counts([each for each in decoded if each["method"] == name]),
         }
     return plain.rate, times_over(usual, plain)
 

@@ -28,6 +28,7 @@ from layerskip.replay.chains import Survival
 from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.replay.stepping import may_branch
 from layerskip.replay.trace import Trace
 from layerskip.search.study import Evaluation, OutOfTime
 from layerskip.vocabulary import ranked
@@ -97,12 +98,27 @@ def speedup(
         tables.insert(0, looked_up.costs)
         known.insert(0, replace(costs, draft=0.0))  # all that a skip config's costs say of lookups
     priors = [each.prior for each in drafts]
-    adaptive = ExpectedGain(known, length, priors=priors)
+    adaptive = ExpectedGain(known, length, priors=priors, branches=how.branches is True)
     rounds = chain.from_iterable(
         simulate(drafts, adaptive, [text], max_draft_length=length)
         for text in range(len(replay.texts))
     )
     return tokens_per_step(rounds, tables)
+
+
+def branching(
+    replay: Replay, costs: CostTable, chosen: Choice, looked_up: LookedUp
+) -> Choice | None:
+    """The same way to decode with second-best tokens, where it is expected to be faster.
+
+    They cost tokens of passes in any case, so that a tie is a reason against them. What a draft
+    says behind them is computed where it has not been, once for a replay.
+    """
+    if chosen.decoding.controller != "expected-gain" or not may_branch(replay.trace):
+        return None
+    how = replace(chosen.decoding, branches=True)
+    found = Choice(how, speedup(replay, costs, how, looked_up))
+    return found if found.speedup > TOLERANCE * chosen.speedup else None
 
 
 def best_choice(found: Sequence[Choice]) -> Choice:

@@ -58,7 +58,9 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
             "lookup": decoding.lookup is True,
+            "branches": decoding.branches is True,
         },
+        "over_chains": finalist.over_chains,
         "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
         "alpha": finalist.alpha,
         "draft_cost": finalist.costs.draft,

@@ -18,6 +18,7 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.pricing import cost_table
+from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.replay.drafts import Replay, follow, replay
@@ -30,6 +31,7 @@ from layerskip.search.objective import (
     Objective,
     _Limit,
     best_choice,
+    branching,
     choices,
 )
 from layerskip.search.space import Space
@@ -269,6 +271,30 @@ def test_drafts_and_lookups_are_priced_each_by_its_own_costs(case: str) -> None:
                 taken.add(round_.source)
         assert ways[-1].speedup == pytest.approx(tokens / spent)
     assert taken >= {0, 1}
+
+
+def test_second_best_tokens_are_looked_at_where_they_may_pay() -> None:
+    trace = traced("greedy")
+    objective = Objective(trace, MACHINES["reads weights"])
+    drafts, free = replay(trace, SkipConfig.low_precision(4)), objective.looked_up
+    flat = CostTable(0.1, (1.0,))
+    alone = choices(drafts, flat)[-1]
+    found = branching(drafts, flat, alone, free)
+    assert found is not None
+    assert found.decoding == dataclasses.replace(alone.decoding, branches=True)
+    spent = tokens = 0.0
+    for text in range(len(trace.texts)):
+        rounds = list(simulate(drafts, ExpectedGain(flat, 8, branches=True), [text]))
+        spent += sum(flat.round_cost(each.drafted[0], each.steps) for each in rounds)
+        tokens += sum(each.emitted[0] for each in rounds)
+        assert any(each.drafts for each in rounds)
+    assert found.speedup == pytest.approx(tokens / spent)
+    assert found.speedup > TOLERANCE * alone.speedup
+    dear = CostTable(0.1, tuple(1.0 + 0.5 * more for more in range(9)))
+    assert branching(drafts, dear, choices(drafts, dear)[-1], free) is None
+    assert branching(drafts, flat, choices(drafts, flat)[1], free) is None  # of a fixed length
+    other = traced("rejection")
+    assert branching(replay(other, SkipConfig.early_exit(3)), flat, alone, free) is None
 
 
 def test_each_config_is_evaluated_once() -> None:

@@ -301,6 +301,55 @@ class TestResult:
         assert len(sources) == 2
         assert sources[0].num_draft_tokens > 0
 
+    def test_second_best_tokens_are_timed_where_they_may_pay(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """One prompt tells nothing of how prompts differ, so that none are taken."""
+
+        def every_second(drafts: Any, costs: Any, chosen: Choice, _: Any) -> Choice | None:
+            how = replace(chosen.decoding, controller="expected-gain", branches=True)
+            return Choice(how, 2 * chosen.speedup) if drafts.skip.exit_layer is None else None
+
+        monkeypatch.setattr(finalists, "branching", every_second)
+        result = find(llama, held_out=HELD_OUT, repeats=1, finalists=1, trials=8)
+        document = checked(result, tmp_path)
+        pairs = [*zip(document["finalists"], result.finalists, strict=True)]
+        assert any(each.branching for _, each in pairs)
+        for row, each in pairs:
+            assert (row["over_chains"] is None) == (each.branching is None)
+            assert row["over_chains"] is None or row["over_chains"]["low"] is None
+            assert row["decoding"]["branches"] is False
+            assert each.skip.decoding is not None
+            assert each.skip.decoding.branches is None
+            assert each.confirmed is not None
+
+    @pytest.mark.parametrize(("faster", "taken"), [(1.5, True), (1.001, False), (0.8, False)])
+    def test_second_best_tokens_are_taken_where_the_clock_says_so(
+        self, timed: SearchResult, faster: float, taken: bool
+    ) -> None:
+        """By more than prompts differ, and not only in prediction."""
+        finalist = replace(timed.finalists[0])
+        way = replace(finalist.choice.decoding, branches=True)
+        finalist.branching = Choice(way, 2 * finalist.choice.speedup)
+        records = [
+            {
+                "method": method,
+                "prompts": [str(number)],
+                "new_tokens": [11],
+                "first_tokens": [1],
+                "seconds": {"total": 1.0 + seconds * (0.9 + 0.1 * (number % 3)), "first": 1.0},
+            }
+            for number in range(6)
+            for method, seconds in ((finalist.name, 1.0), ("other", 1.0 / faster + number / 1e3))
+        ]
+        name = finalist.judge_branches(records, "other")
+        assert name == ("other" if taken else finalist.name)
+        assert finalist.skip.decoding is not None
+        assert finalist.skip.decoding.branches is (True if taken else None)
+        assert finalist.choice.decoding.branches is (True if taken else None)
+        assert finalist.over_chains is not None
+        assert finalist.over_chains["speedup"] == pytest.approx(faster, abs=0.02)
+
     def test_finalists_are_priced_as_they_run(
         self, llama: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -560,11 +560,12 @@ def test_the_record_of_an_exit_trace() -> None:
 
 
 def test_prices_of_simulated_rounds() -> None:
-    rounds = [SimulatedRound((2, 0), (1, 0), (2, 1)), SimulatedRound((0, 0), (0, 0), (1, 1))]
+    one, other = SimulatedRound((2, 0), (1, 0), (2, 1), 0, steps=2), ((0, 0), (0, 0), (1, 1))
+    rounds = [one, SimulatedRound(*other)]
     assert tokens_per_step(rounds, COSTS) == pytest.approx(5 / (0.4 + 1.2 + 1.0))
     assert tokens_per_step([], COSTS) == 1.0
     dearer = ContextCosts(lambda context, rows: COSTS if rows > 1 else CostTable(1.0, (1.0,)))
-    rounds = [replace(rounds[0], rows=2), replace(rounds[0], rows=1)]
+    rounds = [replace(one, rows=2), replace(one, rows=1)]
     assert tokens_per_step(rounds, dearer) == pytest.approx(6 / (0.4 + 1.2 + 3.0))
 
 

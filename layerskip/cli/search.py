@@ -399,7 +399,7 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
             what.append(f"{rounded} in {low['bits']} bits")
         what += [] if row["window"] is None else [f"window {row['window']}"]
         what += [] if vocabulary is None else [f"{vocabulary} tokens"]
-        what += ["lookup"] if row["decoding"]["lookup"] else []
+        what += [name for name in ("lookup", "branches") if row["decoding"][name]]
         line = [row["name"], ", ".join(what)]
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")

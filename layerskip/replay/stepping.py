@@ -194,11 +194,15 @@ class ReplayDrafter:
 
 def grower_of(trace: Trace, controller: Controller) -> Grower | None:
     """The controller, where drafts of its rounds may have branches."""
-    apart = trace.rejection or trace.law.reads_history
     told = controller.needs_confidence and signal_of(controller) == "margin"
-    if told and trace.model.branches and not apart and isinstance(controller, Grower):
+    if told and may_branch(trace) and isinstance(controller, Grower):
         return controller if controller.branches else None
     return None
+
+
+def may_branch(trace: Trace) -> bool:
+    """Whether drafts along a trace may have branches."""
+    return trace.model.branches and not (trace.rejection or trace.law.reads_history)
 
 
 def opened(trace: Trace, sources: Mapping[int, Replay]) -> dict[int, State]:
