@@ -290,7 +290,7 @@ def test_second_best_tokens_are_looked_at_where_they_may_pay() -> None:
         assert any(each.drafts for each in rounds)
     assert found.speedup == pytest.approx(tokens / spent)
     assert found.speedup > TOLERANCE * alone.speedup
-    dear = CostTable(0.1, tuple(1.0 + 0.5 * more for more in range(9)))
+    dear = CostTable(0.1, tuple(1.0 + 0.9 * more for more in range(9)))
     assert branching(drafts, dear, choices(drafts, dear)[-1], free) is None
     assert branching(drafts, flat, choices(drafts, flat)[1], free) is None  # of a fixed length
     other = traced("rejection")
