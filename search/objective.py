@@ -28,7 +28,6 @@ from layerskip.replay.chains import Survival
 from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
-from layerskip.replay.stepping import may_branch
 from layerskip.replay.trace import Trace
 from layerskip.search.study import Evaluation, OutOfTime
 from layerskip.vocabulary import ranked
@@ -114,7 +113,7 @@ def branching(
     They cost tokens of passes in any case, so that a tie is a reason against them. What a draft
     says behind them is computed where it has not been, once for a replay.
     """
-    if chosen.decoding.controller != "expected-gain" or not may_branch(replay.trace):
+    if chosen.decoding.controller != "expected-gain" or not replay.trace.branches:
         return None
     how = replace(chosen.decoding, branches=True)
     found = Choice(how, speedup(replay, costs, how, looked_up))

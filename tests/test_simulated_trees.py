@@ -217,12 +217,12 @@ def test_second_tokens_are_ranked_by_the_noise_of_their_place(
         real = decoded(trace, (0, 1, 2), [draft], GROWERS["expected-gain"](1), 8)
     own = chains.draw
 
-    def elsewhere(law: Law, raw: Tensor, noise: Tensor, *how: Any, seconds: bool) -> Drawn:
-        drawn = own(law, raw, noise, *how, seconds=seconds)
+    def elsewhere(law: Law, raw: Tensor, noise: Tensor, *how: Any, best: int) -> Drawn:
+        drawn = own(law, raw, noise, *how, best=best)
         places = gumbel_noise([1] * len(raw), range(900, 900 + len(raw)), raw.shape[1])
-        other = own(law, raw, places, *how, seconds=True)
-        best = torch.where(other.tokens == drawn.tokens, other.seconds, other.tokens)
-        return drawn._replace(seconds=best)
+        other = own(law, raw, places, *how, best=best)
+        same = other.tokens == drawn.tokens
+        return drawn._replace(others=torch.where(same, other.others[:, 0], other.tokens)[:, None])
 
     def rounds() -> list[SimulatedRound]:
         return list(simulate(replay(trace, draft, 8), GROWERS["expected-gain"](1), (0, 1, 2)))

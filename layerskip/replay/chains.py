@@ -36,20 +36,21 @@ _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are 
 
 
 class ChainDrafts(NamedTuple):
-    """What drafts are, (C, J) each, as a replay has them."""
+    """What drafts are, (C, J) each, as a replay has them; others (C, J, M)."""
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
     entropies: Tensor
-    seconds: Tensor
+    others: Tensor
 
     @classmethod
-    def nothing(cls, *shape: int) -> ChainDrafts:
-        """Zeros (C, J), to be filled in."""
-        sure, margins, entropies = (torch.zeros(shape) for _ in range(3))
-        tokens, seconds = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-        return cls(tokens, sure, margins, entropies, seconds)
+    def nothing(cls, chains: int, steps: int, others: int = 0) -> ChainDrafts:
+        """Zeros, to be filled in."""
+        sure, margins, entropies = (torch.zeros(chains, steps) for _ in range(3))
+        tokens = torch.zeros(chains, steps, dtype=torch.long)
+        more = torch.zeros(chains, steps, others, dtype=torch.long)
+        return cls(tokens, sure, margins, entropies, more)
 
     @classmethod
     def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
@@ -67,6 +68,7 @@ class Chains:
         vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
             same on the text, so that they share everything but the draws; only while followed.
         follow: whether to leave each draft at its first wrong token.
+        best: how many of the best tokens of a place are asked for.
         paths: tokens that each chain is fed behind its first one, before its own.
         draft: what takes the steps, if it is there already.
     """
@@ -80,6 +82,7 @@ class Chains:
         vocabularies: Vocabularies,
         *,
         follow: bool = False,
+        best: int = 1,
         paths: Sequence[Sequence[int]] = (),
         draft: Steps | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class Chains:
         self.vocabularies, self.follow = vocabularies, follow
         self.draft = source.steps(trace, follow=follow) if draft is None else draft
         self.steps = min(steps, self.draft.longest or steps)
+        self.best = min(best, trace.model.vocabulary)
         self.paths = None
         if paths:
             known = [[*path, *[NOTHING] * (self.steps - len(path))] for path in paths]
@@ -113,7 +117,7 @@ class Chains:
         Some of the W end sooner, where it is enough.
         """
         shape = len(self.chains), self.steps
-        drafts = [ChainDrafts.nothing(*shape) for _ in self.vocabularies]
+        drafts = [ChainDrafts.nothing(*shape, self.best - 1) for _ in self.vocabularies]
         if not all(shape):
             return drafts
         few = (size for size in reversed(_GROUPS) if size >= len(self.chains))
@@ -170,7 +174,7 @@ class Chains:
                 mine.confidences[flat, step] = drawn.confidences.cpu()
                 mine.margins[flat, step] = drawn.margins.cpu()
                 mine.entropies[flat, step] = drawn.entropies.cpu()
-                mine.seconds[flat, step] = drawn.seconds.cpu()
+                mine.others[flat, step] = drawn.others.cpu()
                 # behind the last known token of a text no draft is on it
                 wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
                 gone[numbers[wrong]] = places[wrong]
@@ -226,12 +230,12 @@ class Chains:
                 own = None if allowed is None else allowed[texts[some]].to(raw.device)
                 shared = None if noise is None else noise[some]
                 one = narrowed(raw[some], own)
-                tiles.append(draw(trace.law, one, shared, None, seconds=not self.follow))
+                tiles.append(draw(trace.law, one, shared, None, best=self.best))
             return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
         if allowed is not None:
             raw = narrowed(raw, allowed[texts].to(raw.device))
         if not trace.rejection:
-            return draw(trace.law, raw, noise, histories, seconds=not self.follow)
+            return draw(trace.law, raw, noise, histories, best=self.best)
 
         def target(some: Tensor) -> Tensor:
             few = some.cpu()

@@ -3,7 +3,7 @@
 `replay` drafts to the full length, as decoding would.
 `follow` leaves each draft at its first wrong token, which is all that a fixed draft length needs,
 at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
-Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
+Letters: C chains, J steps, M next best tokens, N starts, W vocabularies, V tokens of a whole one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import source_of
-from layerskip.decoding.sources.base import Batch, Source
+from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.steps import Steps
 from layerskip.replay.chains import Chain, ChainDrafts, Chains, Enough, Vocabularies
 from layerskip.replay.drawing import NOTHING, Drawn
@@ -27,8 +28,8 @@ from layerskip.replay.trace import Trace, TraceText
 
 Path = tuple[int, ...]
 """Drafted tokens behind a start, one behind the other."""
-Said = tuple[int, float, int]
-"""The best token of a place, its margin, and the second-best."""
+Said = tuple[tuple[int, ...], float]
+"""The best tokens of a place, in order, and the margin of the first."""
 
 TOGETHER = 16
 """Paths that are looked at in one pass: on a CPU so many cost little more than one."""
@@ -52,8 +53,8 @@ class Replay:
             "margin" are told, (N, J) float32 each.
         entropies: of the laws that each was drawn from, as observers are told, (N, J) float32.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
-        seconds: the second-best token of each place, `NOTHING` for none, (N, J) int64; not of
-            followed drafts.
+        others: the next best tokens of each place, in order, `NOTHING` for none, (N, J, M) int64;
+            not of followed drafts.
         found: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
         longest: how many tokens a draft has at most, where that is less than J.
     """
@@ -67,7 +68,7 @@ class Replay:
     margins: Tensor
     entropies: Tensor
     ends: Tensor
-    seconds: Tensor
+    others: Tensor
     found: Tensor | None = None
     longest: int | None = None
     allowed: Tensor | None = None
@@ -93,57 +94,59 @@ class Replay:
         return self.matches.cumprod(1).float().mean(0).tolist()
 
     def said(self, start: int, path: Path) -> Said:
-        """What the draft says behind a start and some drafted tokens; looked at once.
+        """What the draft says behind a start and some drafted tokens; computed once.
 
         Args:
             start: its number, among the N.
         """
         if (start, ()) not in self._said:
-            self._keep(start, (), *(each[start] for each in self._tables))
+            told = self.tokens, self.others, self.margins
+            self._keep(start, (), *(each[start] for each in told))
         if (start, path) not in self._said:
             self._leave(start, path)
         return self._said[start, path]
 
     @cached_property
+    def state(self) -> State:
+        """A state of the source, which says how it takes steps; nothing is run."""
+        return opened(self.trace, self.source)
+
+    @cached_property
     def _said(self) -> dict[tuple[int, Path], Said]:
         return {}
-
-    @property
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tokens, self.margins, self.seconds
 
     @cached_property
     def _steps(self) -> Steps:
         return self.source.steps(self.trace, follow=False)
 
     def _keep(
-        self, start: int, path: Path, tokens: Tensor, margins: Tensor, seconds: Tensor
+        self, start: int, path: Path, tokens: Tensor, others: Tensor, margins: Tensor
     ) -> None:
-        """Keep what a chain said, (J,) each, which was fed a path and then its own tokens."""
-        rows = zip(tokens.tolist(), margins.tolist(), seconds.tolist(), strict=True)
-        own: Path = ()
-        for place, said in enumerate(rows):
-            here = (*path, *own)[:place] if place > len(path) else path[:place]
-            self._said.setdefault((start, here), said)
+        """Keep what a chain said, (J,) or (J, M), which was fed a path and then its own tokens."""
+        rows = zip(tokens.tolist(), others.tolist(), margins.tolist(), strict=True)
+        fed = path
+        for place, (token, more, margin) in enumerate(rows):
+            self._said.setdefault((start, fed[:place]), ((token, *more), margin))
             if place >= len(path):
-                if said[0] < 0:
+                if token < 0:
                     return
-                own = (*own, said[0])
+                fed = (*fed, token)
 
     @torch.no_grad()
     def _leave(self, start: int, path: Path) -> None:
         """Look at a path that leaves the draft's own, and at others that leave it likeliest.
 
-        They are as many as cost little more: the second-best tokens of the smallest margins.
+        They are as many as cost little more: the next best tokens at the smallest margins.
         """
         number = next(n for n, rows in enumerate(self.texts) if start < rows.stop)
         text = self.trace.texts[number]
         place = text.prompt + start - self.texts[number].start
         margins, here = {path: -1.0}, path[:-1]
         while (start, here) in self._said and len(here) + 1 < self.draft_length:
-            best, margin, second = self._said[start, here]
-            if second >= 0 and second not in self.trace.eos:
-                margins.setdefault((*here, second), margin)
+            (best, *more), margin = self._said[start, here]
+            for rank, other in enumerate(more, 1):
+                if other >= 0 and other not in self.trace.eos:
+                    margins.setdefault((*here, other), rank * margin)
             if best < 0 or best in self.trace.eos:
                 break
             here = (*here, best)
@@ -159,11 +162,13 @@ class Replay:
             [chain] * len(paths),
             self.draft_length,
             [self.allowed],
+            best=self.others.shape[-1] + 1,
             paths=paths,
             draft=self._steps,
         )
         (drafts,) = chains.run()
-        for each, *row in zip(paths, drafts.tokens, drafts.margins, drafts.seconds, strict=True):
+        told = drafts.tokens, drafts.others, drafts.margins
+        for each, *row in zip(paths, *told, strict=True):
             self._keep(start, each, *row)
 
 
@@ -192,7 +197,8 @@ def replay(
     if source.exit_layer is not None:
         drafts = _exit(trace, source, source.exit_layer, length, allowed)
         return _assembled(trace, source, drafts, length, allowed)
-    chains = Chains(trace, source, all_starts(trace), length, [allowed])
+    best = opened(trace, source).best if trace.branches else 1
+    chains = Chains(trace, source, all_starts(trace), length, [allowed], best=best)
     return _assembled(trace, source, chains.run()[0], length, allowed)
 
 
@@ -228,6 +234,15 @@ def follow(
     chains = Chains(trace, source, all_starts(trace), length, vocabularies, follow=True)
     most = length if chains.steps < length and enough is None else 0
     return [_followed(_assembled(trace, source, each, most)) for each in chains.run(enough)]
+
+
+def opened(trace: Trace, source: Source) -> State:
+    """A source's state in a batch in which nothing is run."""
+    prompt = torch.zeros(1, dtype=torch.long)
+    longest = trace.draft_length
+    return Passes(
+        trace.model, [source], [prompt], max_new_tokens=1, max_draft_length=longest
+    ).states[0]
 
 
 def _look_up(trace: Trace, source: Source, length: int) -> Replay:
@@ -286,7 +301,9 @@ def _assembled(
     if most < length:
         rest = (0, length - most)
         nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
-        drafts = ChainDrafts(nothing, *(F.pad(each, rest) for each in drafts[1:]))
+        sure, margins, entropies = (F.pad(each, rest) for each in drafts[1:4])
+        others = F.pad(drafts.others, (0, 0, *rest), value=NOTHING)  # (N, J, M)
+        drafts = ChainDrafts(nothing, sure, margins, entropies, others)
     texts, wanted, first = [], [], 0
     for text in trace.texts:
         texts.append(slice(first, first + text.starts))
@@ -356,9 +373,10 @@ def _exit(
             (text, text.prompt + place + 1, token)
             for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
         ]
-    left = Chains(trace, source, chains, length - 1, [allowed]).run()[0]
+    best = 2 if trace.branches else 1
+    left = Chains(trace, source, chains, length - 1, [allowed], best=best).run()[0]
     # one row and column more, so that there is something to look up where nothing is wrong
-    rest = [F.pad(table, (0, 1, 0, 1)) for table in left]  # (C + 1, J) each
+    rest = [F.pad(t, (*(0,) * (2 * t.dim() - 4), 0, 1, 0, 1)) for t in left]  # (C + 1, J) each
     parts, first = [], 0
     for text, places, proposed in zip(trace.texts, wrong, proposals, strict=True):
         reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
@@ -368,8 +386,16 @@ def _exit(
         chain = (first + number).clamp(max=len(chains))[:, None], behind.clamp_min(0)
         known = _exit_drafts(text, proposed, length)
         tables = zip(known, rest, strict=True)
+        on_text = behind < 0  # (starts, J)
         parts.append(
-            ChainDrafts(*(torch.where(behind < 0, own, later[chain]) for own, later in tables))
+            ChainDrafts(
+                *(
+                    torch.where(
+                        on_text if own.dim() == 2 else on_text[:, :, None], own, later[chain]
+                    )
+                    for own, later in tables
+                )
+            )
         )
         first += len(places)
     return ChainDrafts.concatenated(parts)

@@ -7,7 +7,7 @@ independently of all that follows. So drafts can be drawn after the text is know
 
 The mean of the products of j such w, a share of accepted drafts, would not do: controllers look at
 the drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
-Letters: N places, R of them rejected or off their texts, V vocabulary.
+Letters: N places, M next best tokens, R places rejected or off their texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerskip.decoding.rules import (
     acceptance_probability,
     largest,
     residual,
-    second,
+    runners_up,
     with_margin,
 )
 
@@ -44,17 +44,17 @@ class Drawn(NamedTuple):
         margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
             rejection rule the confidences again, as controllers are told, (N,) float32.
         entropies: of the softmax of the raw logits at temperature 1, in nats, (N,) float32.
+        others: tokens of the next best scores, noise included, `NOTHING` for none, as many as are
+            asked for, (N, M) int64.
         likeliest: tokens of the largest scores, (N,) int64.
-        seconds: tokens of the second-best scores, noise included, `NOTHING` where there is none, or
-            where nobody asked, (N,) int64.
     """
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
     entropies: Tensor
+    others: Tensor
     likeliest: Tensor
-    seconds: Tensor
 
 
 class TextPlaces(NamedTuple):
@@ -96,21 +96,21 @@ def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
 
 
 def draw(
-    law: Law, raw: Tensor, noise: Tensor | None, histories: Histories, *, seconds: bool
+    law: Law, raw: Tensor, noise: Tensor | None, histories: Histories, *, best: int = 1
 ) -> Drawn:
     """What the engine draws from raw logits (N, V), whether of a draft or of the target.
 
     Args:
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
-        seconds: whether the second-best tokens are asked for.
+        best: how many of the best tokens are asked for.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     noisy = scores if noise is None else scores + noise
     tokens, margins = with_margin(noisy)
     likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
     sure, entropies = _certainty(raw, tokens)
-    others = second(noisy, tokens) if seconds else torch.full_like(tokens, NOTHING)
-    return Drawn(tokens, sure, margins, entropies, likeliest, others)
+    others = tokens[:, None][:, :0] if best == 1 else runners_up(noisy, tokens, best - 1)
+    return Drawn(tokens, sure, margins, entropies, others, likeliest)
 
 
 def propose(
@@ -151,8 +151,7 @@ def propose(
         ]
         tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
     sure, entropies = _certainty(raw, tokens)
-    none = torch.full_like(tokens, NOTHING)
-    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1), none)
+    return Drawn(tokens, sure, sure, entropies, tokens[:, None][:, :0], scores.argmax(-1))
 
 
 def stray_noise(

@@ -22,7 +22,7 @@ from layerskip.decoding.sources.base import Batch, Proposal, State
 from layerskip.model.branches import along
 from layerskip.replay.drafts import Replay
 from layerskip.replay.live import Live, TextBatch
-from layerskip.replay.stepping import ReplayDrafter, TextDraft, grower_of, opened
+from layerskip.replay.stepping import ReplayDrafter, TextDraft
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SimulatedRound:
         context, rows: what the controller was told at its start (see `Controller.begin`).
         drafts: of rows whose drafted tokens were known without a step, or chosen behind all steps,
             what they drafted.
-        steps, wide: draft steps, and those of them that took two tokens of a row.
+        steps, wide: draft steps, and the tokens of a row that they took beyond one each.
     """
 
     drafted: tuple[int, ...]
@@ -131,11 +131,7 @@ def simulate(
         learners = _Learners(several, texts)
     controller.reset(len(rows))
     planner = Planner(controller)
-    trace, states = several[0].trace, dict[int, State]()
-    if grower_of(trace, controller) is not None:
-        replays = {n: each for n, each in enumerate(several) if isinstance(each, Replay)}
-        states = opened(trace, replays)
-    drafter = ReplayDrafter(trace, controller, [row.drafts for row in rows], states, longest)
+    drafter = ReplayDrafter(several[0].trace, controller, [row.drafts for row in rows], longest)
     size = len(rows)
     while going := sum(row.left > 0 for row in rows):
         size = remaining(size, going)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from layerskip.decoding.controller import Controller, Grower, Observer, signal_of
 from layerskip.decoding.growing import Others, Place, Spread, chosen, learn
-from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import Plan
-from layerskip.decoding.sources.base import Proposal, State
-from layerskip.replay.drafts import Replay
+from layerskip.decoding.sources.base import Proposal
+from layerskip.replay.drafts import Path, Replay, Said
 from layerskip.replay.trace import Trace
 
 
@@ -23,7 +20,7 @@ class TextDraft:
         self.replay, rows = replay, replay.texts[text]
         self.first = rows.start
         self.tokens = replay.tokens[rows].tolist()
-        self.seconds = replay.seconds[rows].tolist()
+        self.others = replay.others[rows].tolist()
         told = replay.margins if signal == "margin" else replay.confidences
         self.confidences = told[rows].tolist()
         self.entropies = replay.entropies[rows].tolist()
@@ -42,7 +39,7 @@ class TextDraft:
             return Proposal(min(most, self.longest or most))
         return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.found[start])
 
-    def said(self, start: int, path: tuple[int, ...]) -> tuple[int, float, int]:
+    def said(self, start: int, path: Path) -> Said:
         """As `Replay.said`."""
         return self.replay.said(self.first + start, path)
 
@@ -69,7 +66,6 @@ class ReplayDrafter:
 
     Args:
         drafts: of each row, by source.
-        states: of the sources, where drafts may have branches (see `opened`).
         longest: the most tokens of a row that a round verifies.
     """
 
@@ -78,11 +74,10 @@ class ReplayDrafter:
         trace: Trace,
         controller: Controller,
         drafts: Sequence[Mapping[int, TextDraft]],
-        states: Mapping[int, State],
         longest: int,
     ) -> None:
         self.controller, self.drafts = controller, drafts
-        self.states, self.longest = states, longest
+        self.longest = longest
         self.starts: Sequence[int] = ()
         self.ends = [trace.eos] * len(drafts)
         self.observer = controller if isinstance(controller, Observer) else None
@@ -105,20 +100,27 @@ class ReplayDrafter:
                 drafting.setdefault(plan.source, []).append(row)
         for source, rows in drafting.items():
             grower = self.grower
-            if grower is not None and self.states[source].wide and not (known or self.observer):
+            state = None if grower is None else self.drafts[rows[0]][source].replay.state
+            if grower and state and state.wide and not (known or self.observer):
                 self._spread(grower, found, source, rows, plans)
                 self._choose(grower, found, plans, dict.fromkeys(rows, 0))
                 continue
-            self._step(found, source, rows, plans)
-            if grower is not None:
+            self._step(found, source, rows, plans, everywhere=bool(state and state.everywhere))
+            if grower and state:
                 chains = {row: found.counts[row] for row in found.said}
-                anew = not self.states[source].prefix
+                anew = not state.prefix
                 fit = {row: n for row, n in chains.items() if anew or n == found.steps}
                 self._choose(grower, found, plans, fit)
         return found
 
     def _step(
-        self, found: Drafted, source: int, drafting: Sequence[int], plans: Mapping[int, Plan]
+        self,
+        found: Drafted,
+        source: int,
+        drafting: Sequence[int],
+        plans: Mapping[int, Plan],
+        *,
+        everywhere: bool,
     ) -> None:
         """Draft in lockstep: a controller may learn from one row for another."""
         controller, grower = self.controller, self.grower
@@ -134,10 +136,10 @@ class ReplayDrafter:
                 found.counts[row] += 1
                 sure = draft.confidences[start][step] if controller.needs_confidence else 1.0
                 if grower is not None:
-                    both = token, draft.seconds[start][step]
-                    said = Place(sure, both, grower.rates(sure, len(both)))
+                    best = token, *draft.others[start][step]
+                    said = Place(sure, best, grower.rates(sure, len(best)))
                     if row in ends:
-                        ends[row].precede(said, everywhere=self.states[source].everywhere)
+                        ends[row].precede(said, everywhere=everywhere)
                     else:
                         found.said[row] = said
                     ends[row] = said
@@ -165,8 +167,8 @@ class ReplayDrafter:
         while going:
             for row, own in spread.front.items():
                 for number, each in enumerate(own):
-                    token, sure, second = self.drafts[row][source].said(self.starts[row], each.path)
-                    spread.hear(row, number, (token, second), sure)
+                    said = self.drafts[row][source].said(self.starts[row], each.path)
+                    spread.hear(row, number, *said)
             going = spread.go_on()
         found.said, found.steps, found.wide = spread.said, spread.steps, spread.wide
 
@@ -195,21 +197,6 @@ class ReplayDrafter:
 def grower_of(trace: Trace, controller: Controller) -> Grower | None:
     """The controller, where drafts of its rounds may have branches."""
     told = controller.needs_confidence and signal_of(controller) == "margin"
-    if told and may_branch(trace) and isinstance(controller, Grower):
+    if told and trace.branches and isinstance(controller, Grower):
         return controller if controller.branches else None
     return None
-
-
-def may_branch(trace: Trace) -> bool:
-    """Whether drafts along a trace may have branches."""
-    return trace.model.branches and not (trace.rejection or trace.law.reads_history)
-
-
-def opened(trace: Trace, sources: Mapping[int, Replay]) -> dict[int, State]:
-    """The states of replays' sources, which say how these take steps; nothing is run."""
-    prompt = torch.zeros(1, dtype=torch.long)
-    every = [each.source for each in sources.values()]
-    passes = Passes(
-        trace.model, every, [prompt], max_new_tokens=1, max_draft_length=trace.draft_length
-    )
-    return dict(zip(sources, passes.states, strict=True))

@@ -123,6 +123,11 @@ class Trace:
         spans = [text.prompt + text.emitted / 2 for text in self.texts]
         return round(sum(spans) / len(spans))
 
+    @property
+    def branches(self) -> bool:
+        """Whether drafts along its texts may have any."""
+        return self.model.branches and not (self.rejection or self.law.reads_history)
+
     @cached_property
     def offsets(self) -> list[int]:
         """How many of the P places lie in the texts before each."""
@@ -185,7 +190,8 @@ class Trace:
                 noise = None
                 if law.do_sample:
                     noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
-                layers = [draw(law, raw, noise, histories, seconds=True) for raw in raws]
+                best = 2 if self.branches else 1  # what an exit may have verified
+                layers = [draw(law, raw, noise, histories, best=best) for raw in raws]
             for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
                 kind.append(torch.stack(tables).cpu())
         return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
