@@ -18,7 +18,7 @@ from shapes import FULL, SHAPES, SLIDING, config_of
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from layerskip.costs.speculation import CostTable, optimal_draft_length, speedup, speedup_bound
-from layerskip.model.families import Architecture, LayerParts, read_bytes
+from layerskip.model.architecture import Architecture, LayerParts, read_bytes
 
 CONTEXT = 4096
 """Tokens before a pass. It reads their keys and values, in sliding layers those of the window."""

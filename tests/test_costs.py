@@ -28,7 +28,7 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model import families
+from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as costs
 from layerskip.timing.tables import analytic, cost_tables, measure
@@ -477,7 +477,7 @@ def test_analytic_costs_count_bytes_not_numbers() -> None:
     assert after == pytest.approx((draft - saved) / (_read(model)))
     packed = kept.down_proj.weight.detach().float().as_subclass(Quarter)
     packed.packed = torch.zeros(packed.numel(), dtype=torch.uint8)  # type: ignore[attr-defined]
-    assert families._bytes(packed) == packed.numel() == packed.nbytes // 4
+    assert architecture._bytes(packed) == packed.numel() == packed.nbytes // 4
 
 
 def _read(model: Any) -> int:

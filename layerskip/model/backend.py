@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from layerskip.model.architecture import Architecture, LayerParts
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.healed import Deltas
 from layerskip.model.products import Function
 

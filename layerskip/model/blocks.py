@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.config import Trained
+from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block
 from layerskip.model.cache import additive, causal
-from layerskip.model.families import Architecture
 from layerskip.model.modules import Modules
 from layerskip.model.trained import TOKENS, trained_weights
 

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step
 from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
-from layerskip.model.families import Architecture
 from layerskip.model.fused import Attention, Fused
 from layerskip.model.norms import gathered
 from layerskip.model.products import compilable

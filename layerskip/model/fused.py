@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerskip.model.architecture import Architecture, LayerParts
 from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
-from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.joined import together
 from layerskip.model.norms import Angles, FusedRotary, rms_norm, rotated

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerskip.model.architecture import Architecture, LayerParts, device_of
 from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
-from layerskip.model.families import Architecture, LayerParts, device_of
 from layerskip.model.healed import Deltas, healed
 from layerskip.model.products import Function, plain
 from layerskip.model.rounded import copies_of, linears

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.model import fused
+from layerskip.model.architecture import Architecture, LayerParts
 from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture
 from layerskip.model.extension import extension
-from layerskip.model.families import Architecture, LayerParts
 from layerskip.model.fused import Fused
 from layerskip.model.healed import Deltas
 from layerskip.model.norms import FusedRotary

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from layerskip.model.families import Architecture, foreign_hooks
+from layerskip.model.architecture import Architecture, foreign_hooks
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

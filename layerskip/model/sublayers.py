@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from layerskip.costs.speculation import keys_read
 from layerskip.model import compiled, extension, native, plain
+from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.compiled import Compiled
-from layerskip.model.families import Architecture
 from layerskip.model.fused import Fused
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native

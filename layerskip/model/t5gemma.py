@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.model.architecture import LayerParts, foreign_hooks, read_bytes
 from layerskip.model.backend import Block, Rotary, Step
 from layerskip.model.cache import RowCache, additive
-from layerskip.model.families import FAMILIES, LayerParts, foreign_hooks, read_bytes
+from layerskip.model.families import FAMILIES
 from layerskip.model.handed import Places
 from layerskip.model.modules import LinearOf, Modules, twin
 from layerskip.model.rounded import linears

@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from layerskip.config import SkipConfig, Trained
+from layerskip.model.architecture import Architecture, read_bytes
 from layerskip.model.backend import Backend, Block
 from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
-from layerskip.model.families import Architecture, read_bytes
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.healed import Deltas, paired
 from layerskip.model.plain import head_refusal

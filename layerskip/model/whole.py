@@ -24,10 +24,11 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from layerskip.config import SkipConfig
+from layerskip.model.architecture import device_of, foreign_hooks, read_bytes
 from layerskip.model.backend import Backend, Block, Rotary, Step
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import device_of, foreign_hooks, read_bytes, unopened
+from layerskip.model.families import unopened
 from layerskip.model.handed import Encoded, Places, WholeCache
 from layerskip.model.healed import Deltas
 from layerskip.model.modules import twin

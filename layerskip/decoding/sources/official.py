@@ -20,8 +20,8 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.chain_cache import ChainCache
 from layerskip.decoding.sources.steps import Steps, Texts, states_behind
+from layerskip.model.architecture import LayerParts, read_bytes
 from layerskip.model.cache import RowCache
-from layerskip.model.families import LayerParts, read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
 

@@ -24,11 +24,11 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.steps import Steps, Texts, read, states_behind
 from layerskip.decoding.sources.sublayers import SharedSteps, key_of
+from layerskip.model.architecture import read_bytes
 from layerskip.model.backend import Block
 from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
 from layerskip.model.branches import Branches
 from layerskip.model.cache import RowCache
-from layerskip.model.families import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
 _BEST = 8  # of a place; what they say first is wrong more often than not

@@ -1,0 +1,417 @@
+"""A model of a family: the parts of its layers, what they read and weigh, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.config import SINK
+from layerskip.model.experts import Mixture, mixture_of
+from layerskip.model.families import ASSISTANTS, FAMILIES, unopened
+from layerskip.model.rounded import rounded_bytes
+from layerskip.model.wrappers import UnsupportedModelError, unwrapped
+
+_ATTENTION = ("eager", "sdpa")
+_NORMS = {  # before and after the attention, before and after the MLP
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "around": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    "behind": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+}
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A decoder layer, and how its two sublayers are wired.
+
+    Attributes:
+        number: of the layer.
+        module: the layer.
+        window: its sliding window in tokens, or None for full attention.
+        sink: of a draft, how many of the first slots are seen beside the window (see `narrowed`).
+        kind: which of the rotary tables it turns by; "nope": it does not turn.
+        before, after: the norms around the attention, if there are any.
+        pre, post: the norms around the MLP.
+        residual: what the output of a sublayer is multiplied by (Granite).
+        keys: the layer whose keys and values it attends to, in the cache; in an assistant the
+            first layer of its kind, which stands for the target's.
+        tail: something follows the MLP, even where that is left out (Gemma 4): the layer's own
+            input, a scalar.
+    """
+
+    number: int
+    module: Any
+    window: int | None
+    kind: str
+    before: Any
+    after: Any
+    pre: Any
+    post: Any
+    residual: float = 1.0
+    keys: int = 0
+    tail: bool = False
+    sink: int = 0
+
+    @property
+    def attention(self) -> Any:
+        """The attention module."""
+        return self.module.self_attn
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many heads of keys its attention reads, and how wide they are."""
+        attention = self.attention
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return heads, attention.head_dim
+
+    @property
+    def mlp(self) -> Any:
+        """The MLP module."""
+        return self.module.mlp
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture of experts, if it has one."""
+        return mixture_of(self.module)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return not getattr(self.attention, "is_kv_shared_layer", False)
+
+    def narrowed(self, window: int | None) -> LayerParts:
+        """The same for a draft with a window (`SkipConfig.window`)."""
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        # a layer that slides is used to texts without their first slots
+        return replace(self, window=window, sink=SINK if self.window is None else 0)
+
+
+class Architecture:
+    """A causal language model that can be opened, and its parts.
+
+    Args:
+        model: of a family in `FAMILIES`, alone or inside one of `CONDITIONAL`, or PEFT's wrapper
+            of one.
+
+    Attributes:
+        config: of the text decoder.
+        decoder, layers: the modules whose parts are called one by one.
+        unembedding: the head's linear.
+        parts: every decoder layer.
+        eager: attention is the library's eager function, not torch's.
+        windows: sliding window in tokens of each layer, or None for full attention.
+        placeholders: tokens that embed as padding wherever no picture stands for them.
+        spread: layers lie on several devices; hidden states travel to them.
+        dtype, device: of the embedding, where tokens come in and logits come out.
+
+    Raises:
+        UnsupportedModelError: naming what is not supported and what is.
+        ValueError: the model is in training mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        model = unwrapped(model)
+        reason = unopened(getattr(model, "config", None))
+        if reason is None and not hasattr(model, "lm_head"):
+            reason = f"{type(model).__name__} has no head, it is not a causal language model"
+        if reason is not None:
+            raise UnsupportedModelError(reason)
+        if model.training:
+            raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
+        outer: Any = model.config
+        config: Any = outer.get_text_config()
+        attention = config._attn_implementation
+        if attention not in _ATTENTION:
+            raise UnsupportedModelError(
+                f"attention implementation {attention!r} is not supported; load the model with "
+                f"attn_implementation={' or '.join(map(repr, _ATTENTION))}"
+            )
+        self._held: Any = model
+        self._known = weakref.ref(model)
+        self.config = config
+        self.eager = attention == "eager"
+        self.family = FAMILIES[config.model_type]
+        inner: Any = model.get_submodule("model")
+        decoder: Any = getattr(inner, "language_model", inner)
+        self.decoder = decoder
+        self.unembedding: Any = model.lm_head
+        self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
+        self._check_hooks(inner)
+        self._check_rope()
+        self.num_layers = len(self.layers)
+        self.num_sublayers = 2 * self.num_layers
+        self.layer_types = tuple(self._layer_type(i) for i in range(self.num_layers))
+        self.windows = tuple(
+            config.sliding_window if kind == "sliding_attention" else None
+            for kind in self.layer_types
+        )
+        self.distinct_windows = tuple(dict.fromkeys(self.windows))
+        self.parts = tuple(self._parts())
+        self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
+        self.placeholders = _placeholders(outer)
+        self.vocabulary: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        embedding = decoder.embed_tokens
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.device: torch.device = device_of(embedding)
+        ends = [decoder.norm, self.unembedding, *(part.before or part.after for part in self.parts)]
+        self.spread = len({device_of(each) for each in ends} | {self.device}) > 1
+
+    @property
+    def model(self) -> Any:
+        """The model; only a weak reference is kept (see `Sublayers.handle`)."""
+        return self._known()
+
+    def _parts(self) -> Iterator[LayerParts]:
+        own: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own
+        for number, layer in enumerate(self.layers):
+            kind = self.layer_types[number]
+            part = self.parts_of(number, layer, self.windows[number], kind)
+            if part.writes or kind not in own:  # an assistant has none of its own
+                own[kind] = number
+            yield replace(part, keys=own[kind], tail=hasattr(layer, "layer_scalar"))
+
+    def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
+        """A decoder layer of this family, with keys of its own and without a tail."""
+        before, after, pre, post = (
+            getattr(layer, name, None) for name in _NORMS[self.family.layout]
+        )
+        turns = getattr(layer.self_attn, "use_rope", True)
+        return LayerParts(
+            number,
+            layer,
+            window,
+            kind if turns else "nope",
+            *(before, after, pre, post),
+            residual=getattr(layer, "residual_multiplier", 1.0),
+            keys=number,
+        )
+
+    @property
+    def inputs_width(self) -> int:
+        """The width of every layer's own input (Gemma 4), 0 where layers have none."""
+        return getattr(self.config, "hidden_size_per_layer_input", 0) or 0
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts of its layers, in their order."""
+        return [part.mixture for part in self.parts if part.mixture is not None]
+
+    @property
+    def first_reader(self) -> int:
+        """The first layer from which on none has keys and values of its own; else the number."""
+        readers = sum(not part.writes for part in self.parts)
+        return self.num_layers - readers
+
+    @property
+    def read_layers(self) -> list[int]:
+        """The layers whose keys and values others read, ascending."""
+        return sorted({part.keys for part in self.parts if not part.writes})
+
+    def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
+        """A layer whose attention is left out, and one that still reads its keys, if any."""
+        out = {*attention}
+        pairs = ((part.keys, part.number) for part in self.parts)
+        return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
+
+    def weight_bytes(
+        self, bits: int | None = None, *, tokens: int = 1, experts: int | None = None
+    ) -> dict[str, Any]:
+        """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
+
+        Norms count with their sublayer or head. The embedding does not: a pass reads one row. Of a
+        mixture's experts those count that the tokens are expected to take.
+
+        Args:
+            bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
+                model has them.
+            tokens: of the pass, all rows together.
+            experts: how many a draft takes of every token; None: as many as the model.
+        """
+
+        def read(module: nn.Module) -> int:
+            return read_bytes(module, bits)
+
+        sublayers = []
+        for part in self.parts:
+            own = (part.attention, part.before, part.after)
+            attention = sum(read(each) for each in own if each is not None)
+            mlp, mixture = read(part.module) - attention, part.mixture
+            if mixture is not None:
+                share = mixture.share_read(tokens, experts)
+                mlp -= read(mixture.experts) + read(mixture.router)
+                mlp += round(share * _experts_bytes(mixture, bits))
+                mlp += 0 if experts == 0 else read_bytes(mixture.router, None)  # stays exact
+            sublayers += [attention, mlp]
+        head = read(self.decoder.norm) + read(self.unembedding)
+        return {"sublayers": sublayers, "head": head}
+
+    def pass_bytes(self, counts: Sequence[int]) -> list[float]:
+        """Bytes of all weights that passes over so many tokens each read, as `weight_bytes`."""
+        none, every = (
+            sum(read["sublayers"]) + read["head"]
+            for read in (self.weight_bytes(tokens=0), self.weight_bytes(tokens=sys.maxsize))
+        )
+        # layers differ in how many bytes their experts have, not in how many of them run
+        share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
+        return [none + share(count) * (every - none) for count in counts]
+
+    def key_bytes(
+        self, layers: Iterable[int] | None = None, window: int | None = None
+    ) -> dict[int | None, float]:
+        """Bytes of a token's keys and values that a pass through attentions reads, for one row.
+
+        They are given by how many tokens the layers that read them see at most, None for full
+        attention. Layers that share keys and values each read them.
+
+        Args:
+            layers: numbers of the layers whose attention runs; all by default.
+            window: of a draft (`SkipConfig.window`).
+        """
+        found: dict[int | None, float] = defaultdict(float)
+        for number in range(self.num_layers) if layers is None else layers:
+            part = self.parts[number].narrowed(window)
+            seen = None if part.window is None else part.window + part.sink
+            found[seen] += 2 * math.prod(part.heads) * self.dtype.itemsize
+        return dict(found)
+
+    @property
+    def softcap(self) -> float | None:
+        """The softcap of the final logits, if there is one."""
+        # the conditional class around Gemma 3 has none, nor have assistants
+        wrapped = self.model.config.model_type in ("gemma3", *ASSISTANTS)
+        return self.config.final_logit_softcapping if self.family.softcap and not wrapped else None
+
+    @property
+    def logits_scaling(self) -> float:
+        """What the logits are divided by (Granite)."""
+        return getattr(self.config, "logits_scaling", 1.0)
+
+    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
+        """Refuse lengths whose positions the model cannot serve exactly.
+
+        Args:
+            prompt_lengths: tokens of each prompt, pads not counted.
+            total: the longest sequence, prompt and new tokens together.
+
+        Raises:
+            ValueError: past the position limit, or across the switch of a longrope model.
+        """
+        if total > self.max_positions:
+            raise ValueError(
+                f"prompt plus new tokens must be at most {self.max_positions} tokens for this "
+                f"model, got {total} (longest prompt: {max(prompt_lengths)}); shorten the prompt "
+                "or lower max_new_tokens"
+            )
+        for parameters in self._rope_types():
+            if parameters.get("rope_type") != "longrope":
+                continue
+            switch = parameters["original_max_position_embeddings"]
+            if total > switch and min(prompt_lengths) <= switch:
+                raise UnsupportedModelError(
+                    f"longrope changes its angles at {switch} tokens; prompts of "
+                    f"{min(prompt_lengths)} and {total} tokens in all lie on both sides of it; "
+                    f"stay at or below {switch}, or start above it"
+                )
+
+    def _check_hooks(self, inner: nn.Module) -> None:
+        """Refuse hooks on modules that are never called as a whole: they would not run."""
+        named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
+        named |= {"the model": self.model, "its inner model": inner, "the decoder": self.decoder}
+        for name, module in named.items():
+            if foreign_hooks(module):
+                raise UnsupportedModelError(
+                    f"{name} ({type(module).__name__}) has forward hooks, which are not supported "
+                    "there: it is never called as a whole; hook its self_attn, its mlp or a norm "
+                    "instead, or remove the hooks"
+                )
+
+    def _check_rope(self) -> None:
+        for parameters in self._rope_types():
+            if "dynamic" in parameters.get("rope_type", "default"):
+                raise UnsupportedModelError(
+                    "rope type 'dynamic' is not supported: its angles depend on the length of the "
+                    "whole batch, so cached keys and drafts would disagree; supported are "
+                    "default, linear, llama3, yarn, and longrope on one side of its switch"
+                )
+
+    def _rope_types(self) -> Iterator[dict[str, Any]]:
+        parameters = self.config.rope_parameters
+        kinds = [value for value in parameters.values() if isinstance(value, dict)]
+        yield from kinds or [parameters]  # by layer type, or one for all
+
+    def _layer_type(self, layer: int) -> str:
+        if self.family.windows == "by type":
+            return str(self.config.layer_types[layer])
+        sliding = self.family.windows == "all" and self.config.sliding_window is not None
+        return "sliding_attention" if sliding else "full_attention"
+
+
+def _placeholders(config: Any) -> tuple[int, ...]:
+    """Tokens that a conditional model embeds as its padding, also where they were drawn."""
+    if config.model_type in ("gemma4", "gemma4_unified"):
+        found = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+        return tuple(token for token in found if token is not None)
+    return ()
+
+
+def read_bytes(module: nn.Module, bits: int | None) -> int:
+    """Bytes of a module's weights, as in `Architecture.weight_bytes`."""
+    return sum(_bytes(weight, bits) for weight in module.parameters())
+
+
+def _bytes(weight: Tensor, bits: int | None = None) -> int:
+    """A weight's bytes in memory; with `bits`, of its rounded copy if that is smaller.
+
+    For a weight packed by a subclass, the bytes of its parts.
+    """
+    packed = getattr(weight, "__tensor_flatten__", None)
+    whole = (
+        weight.nbytes
+        if packed is None
+        else sum(_bytes(getattr(weight, name)) for name in packed()[0])
+    )
+    if bits is None or weight.dim() != 2:
+        return whole
+    return min(whole, rounded_bytes(weight, bits))
+
+
+def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
+    """Bytes of all experts, as `_bytes`."""
+    whole = read_bytes(mixture.experts, None)
+    weights = list(mixture.experts.parameters())
+    if bits is None or any(type(weight) is not nn.Parameter for weight in weights):
+        return whole
+    return min(whole, sum(rounded_bytes(weight, bits) for weight in weights))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: its offloading hook's device, or its weights'."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", [hook]):
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
+def foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks other than the library's own.
+
+    The library's collect outputs for `output_hidden_states` and stay, idle, after the first use.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks
+    )
