@@ -1,0 +1,151 @@
+"""The "whole" backend: the library's own forward as one block, and its head as another.
+
+Letters: B rows, T tokens of a pass, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from layerskip.model.backend import Backend, Block, Step
+from layerskip.model.cache import RowCache, additive
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.handed import WholeCache
+from layerskip.model.healed import Deltas
+from layerskip.model.modules import twin
+from layerskip.model.rounded import copies_of
+
+if TYPE_CHECKING:
+    from layerskip.model.whole import Whole
+
+
+class Forward(Backend):
+    """The "whole" backend: the library's forward as one block."""
+
+    name = "whole"
+
+    def __init__(self, model: Whole) -> None:
+        self.model = model
+        self.copies = copies_of(model.model)
+        self.blocks = (self._block(model.base),)
+
+    def _block(self, base: Any) -> Block:
+        model = self.model
+        together, eager, dtype, device = model.together, model.eager, model.dtype, model.device
+        windows = model.window_by_type
+
+        placed = "position_ids" in inspect.signature(type(base).forward).parameters
+
+        def states(
+            tokens: Tensor, places: Tensor, cache: WholeCache, rows: Any = None, **more: Any
+        ) -> Tensor:
+            if placed:
+                more["position_ids"] = places
+            if cache.encoded is not None:
+                encoded = cache.encoded if rows is None else cache.encoded.of(rows)
+                more["encoder_hidden_states"] = encoded.states
+                more["encoder_attention_mask"] = encoded.mask
+            handed = cache.handed(rows, tokens.shape[1])
+            return base(input_ids=tokens, past_key_values=handed, use_cache=True, **more)[0]  # type: ignore[no-any-return]
+
+        def masks(cache: RowCache) -> Any:
+            """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
+            found = {}
+            for kind, window in windows.items():
+                seen = cache.seen(window, device)
+                found[kind] = additive(seen, dtype) if eager else seen
+            return found if len({*windows.values()}) > 1 else next(iter(found.values()))
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            tokens, cache, places = hidden[..., 0], step.cache, step.rope["places"]
+            if cache.in_step:
+                return states(tokens, places, cache)
+            if together:
+                return states(tokens, places, cache, attention_mask=masks(cache))
+            starts, total, out = cache.firsts, step.rotary.total, None
+            for start in dict.fromkeys(starts):
+                rows = [row for row, first in enumerate(starts) if first == start]
+                count = min(tokens.shape[1], total - start)  # the rest are pads
+                if count > 0:
+                    part = states(tokens[rows, :count], places[rows, :count], cache, rows)
+                    if out is None:
+                        out = part.new_zeros(*tokens.shape, part.shape[-1])  # (B, T, H)
+                    out[rows, :count] = part
+            assert out is not None
+            return out
+
+        return block
+
+    def low(
+        self,
+        sublayer: int,
+        bits: int | None,
+        deltas: Deltas | None = None,
+        experts: int | None = None,
+        window: int | None = None,
+    ) -> Block:
+        assert bits is not None
+        return self._block(twin(self.model.base, self._low(bits), "the decoder"))
+
+    def _low(self, bits: int) -> Any:
+        return lambda linear: self.copies.of(linear.weight, bits).linear(linear.bias)
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        """What the library's forward makes of a decoder's states: it is given them."""
+        whole = self.model.model
+        parts = {
+            name: _Handing(self.model.base.config) if part is self.model.inner else part
+            for name, part in whole._modules.items()
+        }
+        if bits is not None:
+            for name, part in self.model.head_parts().items():
+                parts[name] = twin(part, self._low(bits), name)
+        made = copy(whole)
+        made._modules = parts
+        forward, device, both = type(whole).forward, self.model.device, self.model.both
+
+        def head(hidden: Tensor, _: Step | None) -> Tensor:
+            given: dict[str, Any] = {"decoder_inputs_embeds" if both else "inputs_embeds": hidden}
+            if both:
+                given["encoder_outputs"] = BaseModelOutput(hidden)  # which nobody reads
+            logits: Tensor = forward(made, **given)[0]  # (B, T, V)
+            return logits.to(device)
+
+        return head
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(self.model.refusal("nothing inside can be computed alone"))
+
+    tail = inputs = extra_layer = product = rotary = _refused
+
+
+class _Handing:
+    """Stands for a decoder where its states are given.
+
+    Some families call the decoder inside of their decoder (OPT), or read its config (T5Gemma).
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.decoder = config, self
+
+    def get_decoder(self) -> _Handing:
+        return self
+
+    def __call__(self, *_: Any, **given: Any) -> _Handed:
+        return _Handed([given.get("decoder_inputs_embeds", given.get("inputs_embeds"))])
+
+
+class _Handed(tuple[Any, ...]):
+    """A decoder's output with nothing but its states."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> None:
+        return None
