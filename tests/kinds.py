@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import near
+from models import Erratic, Fickle, Growing, near, ragged
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
@@ -111,6 +111,66 @@ def draft_of(kind: str, model: Any, folder: Path) -> SkipConfig | Assistant:
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
     return skip_of(kind, model, folder)
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
+    "history": {
+        **{"do_sample": True, "top_p": 0.9, "top_k": 0, "seed": 6},
+        **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
+    },
+}
+CONTROLLERS: dict[str, Any] = {
+    "fixed": lambda: "fixed",
+    "expected-gain": lambda: "expected-gain",
+    "erratic": lambda: Erratic(3),
+    "fickle": lambda: Fickle(2),
+    "growing": lambda: Growing(3),
+}
+COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
+LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
+FEW = 24  # tokens of a vocabulary, so that texts repeat some stretches
+ENDS = [4, 9]
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Of few tokens, and their mask, (B, W) each."""
+    ids, mask = ragged(LENGTHS, seed=3)
+    return torch.where(mask.bool(), ids % (FEW - 2) + 2, 0), mask
+
+
+def decoded(
+    model: Any,
+    drafts: Sequence[Any],
+    law: str,
+    controller: Any,
+    execution: str,
+    ended: bool = False,
+    *,
+    new: int,
+    longest: int = 5,
+) -> Any:
+    """What `generate()` gives for the prompts."""
+    how, (ids, mask) = dict(LAWS[law]), prompts()
+    decoding = Several(
+        drafts,
+        COSTS,
+        controller=controller,
+        execution=execution,
+        max_draft_length=longest,
+        seed=how.pop("seed", None),
+    )
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=decoding,
+        return_dict_in_generate=True,
+        max_new_tokens=new,
+        eos_token_id=ENDS if ended else None,
+        pad_token_id=0,
+        **how,
+    )
 
 
 class Several(LayerSkipDecoding):

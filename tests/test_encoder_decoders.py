@@ -10,20 +10,17 @@ import pytest
 import torch
 import transformers
 from models import VOCABULARY, Erratic, prompt, ragged, tiny_model
+from test_whole import BATCHES, COSTS, EIGHT, NEW_TOKENS, decoded, every_draft
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.config import LowPrecision
-from layerskip.costs.speculation import CostTable
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import Whole, level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.replay.trace import take_trace
 
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
-NEW_TOKENS = 12
-EIGHT = SkipConfig.low_precision(8)
 _GEMMA: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -118,7 +115,6 @@ def model_of(family: str) -> Any:
 _SLOW = ("umt5", "mbart", "pegasus", "marian")
 FAMILIES: list[Any] = ["t5", "t5gemma", "t5gemma2", "bart"]
 FAMILIES += [pytest.param(family, marks=pytest.mark.slow) for family in _SLOW]
-BATCHES = {"one": (13,), "ragged": (13, 5, 9)}
 
 
 def texts(batch: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,29 +135,12 @@ def reference(family: str, batch: str) -> list[list[int]]:
     return model_of(family).generate(ids, **how)[:, 1:].tolist()  # type: ignore[no-any-return]
 
 
-def decode(family: str, batch: str, *, sample: bool = False, **settings: Any) -> Any:
-    ids, mask = texts(batch)
-    return model_of(family).generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=sample,
-        return_dict_in_generate=True,
-    )
+def decode(family: str, batch: str, **settings: Any) -> Any:
+    return decoded(model_of(family), texts(batch), **settings)
 
 
 def new_tokens(out: Any) -> list[list[int]]:
     return out.sequences[:, 1:].tolist()  # type: ignore[no-any-return]
-
-
-def drafts_of(family: str) -> list[dict[str, Any]]:
-    erratic = {"max_draft_length": 5, "lookup": False}
-    return [
-        {"lookup": True},
-        {**erratic, "controller": Erratic(), "assistant": model_of(family)},
-        {**erratic, "controller": Erratic(1), "skip": EIGHT},
-    ]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -171,7 +150,7 @@ def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -
     assert isinstance(sublayers_of(model_of(family)), Whole)
     assert len({token for row in reference(family, "ragged") for token in row}) > 2
     assert new_tokens(decode(family, batch, enabled=False)) == expected
-    for settings in drafts_of(family):
+    for settings in every_draft(model_of(family), EIGHT):
         out = decode(family, batch, **settings)
         assert new_tokens(out) == expected
         assert out.stats.num_draft_tokens > 0
@@ -182,7 +161,7 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> 
     how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
     assert len({*map(tuple, expected)}) == 3
-    for settings in drafts_of(family):
+    for settings in every_draft(model_of(family), EIGHT):
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
 
 

@@ -15,8 +15,8 @@ import pytest
 import test_assistant
 import torch
 from covering import covering
-from kinds import BLOCKS, KINDS, Several, draft_of
-from models import Erratic, Fickle, Growing, lively_model, ragged
+from kinds import BLOCKS, CONTROLLERS, COSTS, ENDS, FEW, KINDS, LAWS, LENGTHS, decoded, draft_of, prompts
+from models import Erratic, Fickle, Growing, lively_model
 from test_sampling import (
     LEVEL,
     PROCESSORS,
@@ -48,10 +48,7 @@ from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
 
-COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
-LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
-VOCABULARY, NEW = 24, 16
-ENDS = [4, 9]
+NEW = 16
 DTYPES = (torch.float32, torch.bfloat16)
 BESIDE: dict[str, tuple[Any, ...]] = {
     "alone": (),
@@ -86,32 +83,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
     kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
     both = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     how = {"layer_types": both} if family in kinds else {}
-    return lively_model(family, dtype=dtype, vocab_size=VOCABULARY, num_hidden_layers=4, **how)
-
-
-def prompts() -> tuple[Tensor, Tensor]:
-    ids, mask = ragged(LENGTHS, seed=3)
-    return torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0), mask
+    return lively_model(family, dtype=dtype, vocab_size=FEW, num_hidden_layers=4, **how)
 
 
 # ---------------------------------------------------------------------------------------------
 # The text.
 
-LAWS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
-    "history": {
-        **{"do_sample": True, "top_p": 0.9, "top_k": 0, "seed": 6},
-        **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
-    },
-}
-CONTROLLERS: dict[str, Any] = {
-    "fixed": lambda: "fixed",
-    "expected-gain": lambda: "expected-gain",
-    "erratic": lambda: Erratic(3),
-    "fickle": lambda: Fickle(2),
-    "growing": lambda: Growing(3),
-}
 TEXTS = covering(
     KINDS,
     tuple(BESIDE),
@@ -139,44 +116,13 @@ def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
     return [tokens + [0] * (longest - len(tokens)) for tokens in new]
 
 
-def decoded(
-    model: Any,
-    drafts: Sequence[Any],
-    law: str,
-    controller: Any,
-    execution: str,
-    ended: bool = False,
-    longest: int = 5,
-) -> Any:
-    """What `generate()` gives for the prompts."""
-    how, (ids, mask) = dict(LAWS[law]), prompts()
-    decoding = Several(
-        drafts,
-        COSTS,
-        controller=controller,
-        execution=execution,
-        max_draft_length=longest,
-        seed=how.pop("seed", None),
-    )
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=decoding,
-        return_dict_in_generate=True,
-        max_new_tokens=NEW,
-        eos_token_id=ENDS if ended else None,
-        pad_token_id=0,
-        **how,
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
         model = model_of(family)
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
-        out = decoded(model, drafts, law, CONTROLLERS[controller](), execution, ended)
+        out = decoded(model, drafts, law, CONTROLLERS[controller](), execution, ended, new=NEW)
         assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
         accepted += out.stats.sources[0].num_accepted_tokens
@@ -200,7 +146,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
         plain = generate(model, ids, enabled=False, execution="native", **how).sequences
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
-        out = decoded(model, drafts, law, (Fickle, Growing)[number % 2](2), "native")
+        out = decoded(model, drafts, law, (Fickle, Growing)[number % 2](2), "native", new=NEW)
         assert torch.equal(out.sequences, plain), (kind, family, law, beside)
         accepted[kind] += out.stats.sources[0].num_accepted_tokens
     assert all(accepted.values()), accepted
@@ -214,7 +160,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
 def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
     model = model_of(family)
     drafts = (draft_of(kind, model, folder), Lookup())
-    out = decoded(model, drafts, "coupled", Fickle(1), "compiled", longest=3)
+    out = decoded(model, drafts, "coupled", Fickle(1), "compiled", new=NEW, longest=3)
     assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
 

@@ -15,9 +15,9 @@ import torch
 import transformers
 from checkpoints import save_checkpoint
 from covering import covering
-from kinds import Several
+from kinds import CONTROLLERS, COSTS, ENDS, FEW, LAWS, LENGTHS, decoded, prompts
 from models import VOCABULARY as WORDS
-from models import WINDOW, Erratic, Fickle, Growing, lively_model, ragged
+from models import WINDOW, Erratic, Fickle, lively_model
 from test_cli import PROMPT, document, refused, run
 from test_sampling import (
     LEVEL,
@@ -54,14 +54,12 @@ from layerskip.replay.trace import Trace, take_trace
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
 
 TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")
-VOCABULARY, NEW = 24, 24
-LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
+NEW = 24
 KINDS = ["sliding_attention"] * 3 + ["full_attention"]
-COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 
 
 @functools.cache
-def target_of(family: str, tokens: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> Any:
+def target_of(family: str, tokens: int = FEW, dtype: torch.dtype = torch.float64) -> Any:
     """A model of so few tokens that texts repeat some stretches."""
     how: dict[str, Any] = {"vocab_size": tokens}
     if family == "gemma4":
@@ -80,7 +78,7 @@ def target_of(family: str, tokens: int = VOCABULARY, dtype: torch.dtype = torch.
 def assistant_of(
     family: str,
     centroids: bool = False,
-    tokens: int = VOCABULARY,
+    tokens: int = FEW,
     dtype: torch.dtype = torch.float64,
     noise: float = 0.1,
     **text: Any,
@@ -127,11 +125,6 @@ def assistant_of(
         members = head[built.masked_embedding.token_ordering].view(groups, -1, 32)
         built.masked_embedding.centroids.weight.data.copy_(members.mean(1))
     return built.to(dtype).requires_grad_(False)
-
-
-def prompts() -> tuple[Tensor, Tensor]:
-    ids, mask = ragged(LENGTHS, seed=3)
-    return torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0), mask
 
 
 def source_of(
@@ -221,21 +214,13 @@ def test_its_steps_are_those_of_the_librarys_own_class(
             own, other = got[step][row], got[step][row] == float("-inf")
             torch.testing.assert_close(own[~other], want[~other], rtol=0, atol=5e-6)
             # behind the candidates the library puts a number below theirs
-            assert other.sum() == (VOCABULARY // 2 if centroids else 0)
+            assert other.sum() == (FEW // 2 if centroids else 0)
             assert (want[other] == want[~other].min() - 1).all()
 
 
 # ---------------------------------------------------------------------------------------------
 # The text.
 
-LAWS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
-    "history": {
-        **{"do_sample": True, "top_p": 0.9, "top_k": 0, "seed": 6},
-        **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
-    },
-}
 BESIDE: dict[str, tuple[Any, ...]] = {
     "alone": (),
     "lookup": (Lookup(),),
@@ -244,14 +229,6 @@ BESIDE: dict[str, tuple[Any, ...]] = {
         SkipConfig(attention=(0, 3), mlp=(2, 5)),
     ),
 }
-CONTROLLERS: dict[str, Any] = {
-    "fixed": lambda: "fixed",
-    "expected-gain": lambda: "expected-gain",
-    "erratic": lambda: Erratic(3),
-    "fickle": lambda: Fickle(2),
-    "growing": lambda: Growing(2),
-}
-ENDS = [4, 9]
 
 
 @functools.cache
@@ -264,31 +241,6 @@ def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
         return layerskip.generate(model, ids, **how).sequences[:, ids.shape[1] :].tolist()
     found: Tensor = model.generate(ids, attention_mask=mask, pad_token_id=0, **how)
     return found[:, ids.shape[1] :].tolist()
-
-
-def drafted(
-    model: Any, drafts: Any, law: str, execution: str, controller: Any, ended: bool = False
-) -> Any:
-    """What `generate()` gives for the prompts."""
-    how, (ids, mask) = dict(LAWS[law]), prompts()
-    decoding = Several(
-        drafts,
-        COSTS,
-        controller=controller,
-        execution=execution,
-        max_draft_length=5,
-        seed=how.pop("seed", None),
-    )
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=decoding,
-        return_dict_in_generate=True,
-        max_new_tokens=NEW,
-        eos_token_id=ENDS if ended else None,
-        pad_token_id=0,
-        **how,
-    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +256,7 @@ def test_the_text_is_that_of_the_target(family: str) -> None:
             execution = "modules"
         drafts = (source_of(family, centroids, execution), *BESIDE[beside])
         controls = CONTROLLERS[controller]()
-        out = drafted(target_of(family), drafts, law, execution, controls, ended)
+        out = decoded(target_of(family), drafts, law, controls, execution, ended, new=NEW)
         assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
         tried += out.stats.sources[0].num_draft_tokens
         accepted += out.stats.sources[0].num_accepted_tokens
@@ -358,7 +310,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(dtype: torch
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
         plain = layerskip.generate(model, ids, enabled=False, execution="native", **how).sequences
         drafts = (Official(opened, second), *BESIDE[beside])
-        out = drafted(model, drafts, law, "native", Fickle(1))
+        out = decoded(model, drafts, law, Fickle(1), "native", new=NEW)
         assert torch.equal(out.sequences, plain), (family, centroids, law, beside)
         accepted += out.stats.sources[0].num_accepted_tokens
     assert accepted > 10
@@ -393,7 +345,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
 @pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
 def test_compiled_texts_are_those_of_plain_decoding() -> None:
     drafts = (source_of("gemma4", True, "compiled"),)
-    out = drafted(target_of("gemma4"), drafts, "coupled", "compiled", Fixed(3))
+    out = decoded(target_of("gemma4"), drafts, "coupled", Fixed(3), "compiled", new=NEW)
     assert out.sequences[:, max(LENGTHS) :].tolist() == wanted("gemma4", "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
 
@@ -594,7 +546,7 @@ def test_another_models_assistant_is_refused() -> None:
     )
     refused("made for 5 tokens, the model has 24", assistant_of("gemma4", tokens=5))
     refused("reads keys of sliding_attention layers", assistant_of("gemma4"), lively_model("llama"))
-    wide = lively_model("gemma4", hidden_size=64, vocab_size=VOCABULARY)
+    wide = lively_model("gemma4", hidden_size=64, vocab_size=FEW)
     refused("hidden states of 32 numbers, the model has 64", assistant_of("gemma4"), wide)
 
 

@@ -533,6 +533,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
         Recipe()
+    with pytest.raises(ValueError, match="must be one of adamw, muon, got 'sgd'"):
+        Recipe(tokens=1, optimizer="sgd")
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
         Recipe(tokens=1, optimizer="muon")

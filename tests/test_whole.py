@@ -181,11 +181,12 @@ def reference(family: str, batch: str) -> list[list[int]]:
     return new
 
 
-def decode(family: str, batch: str, *, sample: bool = False, **settings: Any) -> Any:
-    ids, mask = ragged(BATCHES[batch], seed=3)
-    return model_of(family).generate(
-        ids,
-        attention_mask=mask,
+def decoded(
+    model: Any, inputs: tuple[torch.Tensor, torch.Tensor], *, sample: bool = False, **settings: Any
+) -> Any:
+    return model.generate(
+        inputs[0],
+        attention_mask=inputs[1],
         custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
         max_new_tokens=NEW_TOKENS,
         do_sample=sample,
@@ -193,19 +194,27 @@ def decode(family: str, batch: str, *, sample: bool = False, **settings: Any) ->
     )
 
 
+def decode(family: str, batch: str, **settings: Any) -> Any:
+    return decoded(model_of(family), ragged(BATCHES[batch], seed=3), **settings)
+
+
 def new_tokens(out: Any) -> list[list[int]]:
     return out.sequences[:, -NEW_TOKENS:].tolist()  # type: ignore[no-any-return]
 
 
-def drafts_of(family: str) -> list[dict[str, Any]]:
-    """Settings of every kind of draft; products of GPT-2's and Falcon's own classes stay exact."""
+def every_draft(model: Any, *own: SkipConfig) -> list[dict[str, Any]]:
+    """Settings of every kind of draft."""
     erratic = {"max_draft_length": 5, "lookup": False}
-    own = [] if family in ("gpt2", "falcon") else [EIGHT]
     return [
         {"lookup": True},
-        {**erratic, "controller": Erratic(), "assistant": model_of(family)},
+        {**erratic, "controller": Erratic(), "assistant": model},
         *({**erratic, "controller": Erratic(1), "skip": each} for each in own),
     ]
+
+
+def drafts_of(family: str) -> list[dict[str, Any]]:
+    """Products of GPT-2's and Falcon's own classes stay exact."""
+    return every_draft(model_of(family), *([] if family in ("gpt2", "falcon") else [EIGHT]))
 
 
 @pytest.mark.parametrize("batch", BATCHES)

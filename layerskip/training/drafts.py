@@ -26,7 +26,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.training import data, features, processes
-from layerskip.training.loop import optimizers_for, schedule, train, windows_of
+from layerskip.training.loop import OPTIMIZERS, optimizers_for, schedule, train, windows_of
 from layerskip.training.losses import Laws, TrainingBatch
 from layerskip.training.students import RANK, RATES, Student, skip_for, student_of
 from layerskip.vocabulary import ranked
@@ -91,6 +91,10 @@ class Recipe:
             raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
         if self.tokens is None and self.minutes is None:
             raise ValueError("say how long to train: tokens or minutes")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
+            )
         if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
             raise ValueError(
                 f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; take adamw"
