@@ -15,7 +15,19 @@ import pytest
 import test_assistant
 import torch
 from covering import covering
-from kinds import BLOCKS, CONTROLLERS, COSTS, ENDS, FEW, KINDS, LAWS, LENGTHS, decoded, draft_of, prompts
+from kinds import (
+    BLOCKS,
+    CONTROLLERS,
+    COSTS,
+    ENDS,
+    FEW,
+    KINDS,
+    LAWS,
+    LENGTHS,
+    decoded,
+    draft_of,
+    prompts,
+)
 from models import Erratic, Fickle, Growing, lively_model
 from test_sampling import (
     LEVEL,
