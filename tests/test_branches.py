@@ -106,6 +106,10 @@ def test_nodes_see_their_path_alone(family: str, execution: str) -> None:
     check(lively_model(family), execution, (9, 4), 2, nodes=33)
 
 
+def test_queries_that_are_scaled_by_their_place_go_by_depth() -> None:
+    check(lively_model("ministral3"), "modules", (9, 4), 0, nodes=33)
+
+
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])

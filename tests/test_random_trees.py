@@ -11,10 +11,12 @@ import functools
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kinds import BLOCKS, skip_of
 from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
 from test_branches import Guesses
 
@@ -33,6 +35,7 @@ PASSES = (
     (torch.float32, "native"),
     (torch.bfloat16, "native"),
 )
+STEPPING = ("exit", "8 bits", "assistant", *BLOCKS)
 seen: Counter[Any] = Counter()
 
 
@@ -57,6 +60,12 @@ def laws_of(family: str, window: int, dtype: torch.dtype) -> Laws:
 
 
 @functools.cache
+def module_of(kind: str, folder: Path, family: str, window: int, dtype: torch.dtype) -> SkipConfig:
+    """An untrained module: what it says is wrong, but now and then."""
+    return skip_of(kind, model_of(family, window, dtype), folder)
+
+
+@functools.cache
 def second_of(family: str, window: int, dtype: torch.dtype) -> Any:
     return near(model_of(family, window, dtype), 0.3)
 
@@ -70,7 +79,7 @@ def trees(draw: random.Random, kept: Laws, texts: list[list[int]]) -> list[Sourc
         if kind == "guesses":
             found.append(Guesses(texts, draw.randrange(99)))
         else:
-            how = {"longest": draw.randint(1, 20), "beside": draw.random() < 0.8}
+            how = {"longest": draw.randint(1, 32), "beside": draw.random() < 0.8}
             lookup = Lookup() if kind == "laws and lookups" else None
             laws = kept if kind == "kept laws" else None
             found.append(LookupLaws(laws, draw.randint(1, 8), lookup, **how))
@@ -78,7 +87,7 @@ def trees(draw: random.Random, kept: Laws, texts: list[list[int]]) -> list[Sourc
     return found
 
 
-def check(number: int, native: bool) -> None:
+def check(number: int, native: bool, folder: Path) -> None:
     draw = random.Random(number)
     dtype, execution = draw.choice(PASSES if native else PASSES[:2])
     family = draw.choice(NATIVE if execution == "native" else EVERY)
@@ -88,7 +97,10 @@ def check(number: int, native: bool) -> None:
         tuple(draw.randint(1, 14) for _ in range(draw.choice((1, 1, 2, 3, 4)))), seed=number
     )
     ids = torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": draw.randint(2, 24)}
+    how: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": draw.randint(2, draw.choice((24, 24, 48))),
+    }
     how |= {"eos_token_id": draw.choice((None, None, draw.sample(range(2, VOCABULARY), 3)))}
     if reads := draw.random() < 0.1:  # there trees are their trunks
         how |= draw.choice(({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}))
@@ -108,9 +120,11 @@ def check(number: int, native: bool) -> None:
 
     sources = trees(draw, kept, texts)
     drafting: dict[str, Any] = {"draft_memory": 0}
-    if (beside := draw.choice(("nothing", "nothing", "exit", "8 bits", "assistant"))) != "nothing":
+    if (beside := draw.choice(("nothing", *STEPPING))) != "nothing":
         if beside == "assistant":
             drafting["assistant"] = second_of(*named)
+        elif beside in BLOCKS:
+            drafting = {"skip": module_of(beside, folder, *named)}
         else:
             low = SkipConfig.low_precision(8)
             drafting = {"skip": SkipConfig.early_exit(2) if beside == "exit" else low}
@@ -126,7 +140,7 @@ def check(number: int, native: bool) -> None:
         ids,
         sources=sources,
         controller=controller,
-        max_draft_length=draw.randint(1, 20),
+        max_draft_length=draw.choice((draw.randint(1, 20), 32)),
         costs=draw.choice((FLAT, DEAR)),
         execution=execution,
         **drafting,
@@ -142,6 +156,7 @@ def check(number: int, native: bool) -> None:
                 stepped = beside != "nothing" and source == len(sources) + drafting["lookup"]
                 seen[f"trees by {beside if stepped else 'known tokens'}"] += 1
                 seen["nodes"] += len(parents)
+                seen["large"] += len(parents) > 20
                 taken = round_.taken(row)
                 seen["taken"] += len(taken)
                 seen["moved"] += taken != [*range(1, len(taken) + 1)]
@@ -151,20 +166,21 @@ def check(number: int, native: bool) -> None:
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21))]
 )
-def test_random_cases(part: int, request: pytest.FixtureRequest) -> None:
+def test_random_cases(part: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Twenty slow parts of 500 cases each, in all passes; by default a few, in float64."""
     seen.clear()
     if part:
         request.getfixturevalue("built")
     for number in range(12) if not part else range(part * 500, part * 500 + 500):
         try:
-            check(number, native=part > 0)
+            check(number, part > 0, tmp_path)
         except BaseException as error:
             error.add_note(f"case {number}, native {part > 0}")
             raise
     logging.getLogger(__name__).info("part %d: %s", part, dict(seen))
     assert seen["nodes"] > seen["taken"] > seen["moved"] > 0
     if part:
-        assert all(seen[f"trees by {each}"] for each in ("exit", "8 bits", "assistant"))
+        assert all(seen[f"trees by {each}"] for each in STEPPING)
+        assert seen["large"]
         assert all(seen[each] for each in (*EVERY, *CONTROLLERS, "laws", "kept laws", "guesses"))
         assert all(seen[each] for case in PASSES for each in case)

@@ -160,9 +160,12 @@ class Modules(Backend):
                 hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
             if mask is not None:  # an additive one in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
-            more: dict[str, Any] = {"position_ids": step.slots} if positions else {}
+            more: dict[str, Any] = {}
             # blocks are trained without a cache
             cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
+            if positions:
+                own = step.slots if cache is None else step.cache.positions(hidden.device)
+                more["position_ids"] = own
             if shares:  # layers without keys and values of their own look here
                 read = {}
                 if not part.writes and cache is not None:
