@@ -5,16 +5,16 @@ r"""Compare rules by replay: what accepts one of several drafts, what stops one,
     python scripts/rules.py stops smollm2 --prompts spec-bench --chat --temperature .8 \
         --output stops.json
     python scripts/rules.py trees smollm2 --prompts spec-bench --chat --decode --output trees.json
-    python scripts/rules.py branches smollm2 --skip trained/trained.json --prompts spec-bench \
-        --chat --costs .05 1 --output branches.json
+    python scripts/rules.py branches smollm2 --prompts spec-bench --chat --decode --costs .55 1 \
+        --output branches.json
 
 `several`: how often one of 1, 2, 3, 4 drafts of a place is accepted, by accept rule. `stops`: the
 rounds of every stop rule on development prompts (the first half of each category) and held-out ones
 (the second), priced with one cost table, beside those of the fixed length that turned out best.
 What drafts is the model itself in 8 bits or in 4. `trees`: tokens a verify pass of trees of laws
 looked up, by size and by children of a node, replayed along the target's own answers; with --decode
-by decoding, too, where what is said beside the text is learnt as well. `branches`: tokens a pass of
-the chains and trees of any draft, decoded, verified where the given or measured costs say it pays.
+by decoding, too, where what is said beside the text is learnt as well. `branches`: chains of a draft
+(--skip FILE, else these) and trees with its second-best tokens, simulated; with --decode decoded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controller import Choice, Controller, Offer
 from layerskip.decoding.controllers import Confidence, Fixed, make_controller
-from layerskip.decoding.engine import Decoder
+from layerskip.decoding.engine import Decoder, DraftOrSkip
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.observers import Classifier, Entropy, Features, TargetConfidence
-from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.kept_laws import Laws
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.lookup_laws import LookupLaws
@@ -129,7 +128,7 @@ def looked_up(args: Namespace, kept: bool, size: int, children: int, *, beside: 
     return LookupLaws(laws, children, joined, longest=size, least=0.0, beside=beside)
 
 
-def decoded(at: Setting, draft: LookupLaws | SkipConfig, rule: Controller, longest: int) -> float:
+def decoded(at: Setting, draft: DraftOrSkip, longest: int, rule: Controller) -> float:
     """Tokens a pass of all answers, behind their first ones."""
     tokens = passes = 0
     args = at.args
@@ -163,7 +162,7 @@ def compare_trees(args: Namespace) -> None:
             for name, beside in (("decoded", False), ("beside", True)) if args.decode else ():
                 at.talk.progress(f"decode, {known} known, {size} tokens, {children} children")
                 source = looked_up(args, kept, size, children, beside=beside)
-                row[name] = decoded(at, source, All(), size)
+                row[name] = decoded(at, source, size, All())
             rows.append(row)
         rows.append({"costs": costs.to_dict()})
         finish(at, "trees", rows)
@@ -175,24 +174,38 @@ def compare_trees(args: Namespace) -> None:
     print(aligned(lines))
 
 
+# ---------------------------------------------------------------------------------------------
+# Second-best tokens
+
+
 @torch.no_grad()
 def compare_branches(args: Namespace) -> None:
-    """Chains and trees of a draft: tokens a verify pass, by how many tokens that takes at most."""
+    """Chains and trees of a draft: tokens a verify pass and a target step, simulated, decoded."""
     rows: list[dict[str, Any]] = []
+    drafts = DRAFTS if args.skip is None else {str(args.skip): SkipConfig.load(args.skip)}
     with setting(args) as at:
-        draft = SkipConfig.load(args.skip).resolve(at.opened.num_layers)
-        costs = costs_of(at, draft)
-        for longest, branches in product(args.longest, (False, True)):
-            what = "trees" if branches else "chains"
-            at.talk.progress(f"{what} of up to {longest} tokens")
-            priors = [source_of(at.opened, draft).prior]
-            rule = ExpectedGain(costs, longest, priors=priors, branches=branches)
-            found = decoded(at, draft, rule, longest)
-            rows.append({"longest": longest, "drafts": what, "tokens": found})
-        rows.append({"costs": costs.to_dict()})
+        trace = texts_of(at, max(args.longest))
+        texts = range(len(trace.texts))
+        for name, skip in drafts.items():
+            at.talk.progress(f"replay: {name}")
+            draft = skip.resolve(at.opened.num_layers)
+            played, costs = replay(trace, draft), costs_of(at, draft)
+            for longest, branches in product(args.longest, (False, True)):
+                row: dict[str, Any] = {"draft": name, "longest": longest, "branches": branches}
+                at.talk.progress(f"{name}, {'trees' if branches else 'chains'} up to {longest}")
+                rule = ExpectedGain(costs, longest, priors=[played.prior], branches=branches)
+                rounds = [each for text in texts for each in simulate(played, rule, [text])]
+                row["simulated"] = trace.starts / len(rounds)
+                row["gain"] = tokens_per_step(rounds, costs)
+                if args.decode:
+                    row["decoded"] = decoded(at, draft, longest, rule)
+                rows.append(row | {"costs": costs.to_dict()})
         finish(at, "branches", rows)
-    lines = [["longest", "drafts", "tokens a pass"]]
-    lines += [[str(row["longest"]), row["drafts"], f"{row['tokens']:.3f}"] for row in rows[:-1]]
+    names = ("draft", "longest", "branches", "simulated", "decoded", "gain")
+    lines = [[*names]]
+    for row in rows:
+        found = [row.get(name, "-") for name in names]
+        lines.append([f"{x:.3f}" if isinstance(x, float) else str(x) for x in found])
     print(aligned(lines))
 
 
@@ -315,8 +328,9 @@ def arguments() -> ArgumentParser:
         "branches", parents=[asked], description=compare_branches.__doc__
     )
     branches.set_defaults(run=compare_branches)
-    branches.add_argument("--skip", required=True, help="the draft's file")
-    branches.add_argument("--longest", type=int, nargs="+", default=[12, 32], metavar="N")
+    branches.add_argument("--skip", help="the draft's file")
+    branches.add_argument("--longest", type=int, nargs="+", default=[LONGEST], metavar="TOKENS")
+    branches.add_argument("--decode", action="store_true", help="decode, too")
     with_costs(branches)
     stops = commands.add_parser("stops", parents=[asked], description=compare_stops.__doc__)
     stops.set_defaults(run=compare_stops)

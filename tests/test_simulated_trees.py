@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import test_every_kind as kinds
 import torch
 from covering import covering
+from kinds import draft_of
 from models import All, Erratic, Fickle, Growing
 from torch import Tensor
 
@@ -195,6 +197,18 @@ def test_trees_of_steps_are_those_of_decoding(
     assert_equal(simulated, real)
     costs = [CHEAP] * len(sources)
     assert tokens_per_step(simulated, costs) > 0
+
+
+@pytest.mark.parametrize("kind", ["exit-block", "feature-block", "heads", "streams", "assistant"])
+def test_trees_of_trained_drafts_are_those_of_decoding(kind: str, tmp_path: Path) -> None:
+    """Second models and feature blocks take several tokens a step; modules say eight of a place."""
+    trace = traced("llama", "coupled", False)
+    draft = draft_of(kind, kinds.model_of("llama"), tmp_path)
+    with torch.no_grad():
+        real = decoded(trace, (0, 1), [draft], GROWERS["expected-gain"](1), 8)
+    simulated = list(simulate(replay(trace, draft, 8), GROWERS["expected-gain"](1), (0, 1)))
+    assert_equal(simulated, real)
+    assert any(any(each.parents) for each in real)
 
 
 def assert_equal(simulated: Sequence[SimulatedRound], real: Sequence[Round]) -> None:
