@@ -12,6 +12,7 @@ from models import lively_model, prompt, ragged
 import layerskip
 from layerskip import LookupLaws
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
+from layerskip.bench.judge import Judge
 from layerskip.bench.methods import (
     Decoded,
     Engine,
@@ -20,7 +21,7 @@ from layerskip.bench.methods import (
     early_exit_peer,
 )
 from layerskip.bench.plans import price
-from layerskip.bench.runner import Judge, benchmark, interleaved, loops, repeated_share
+from layerskip.bench.runner import benchmark, interleaved, loops, repeated_share
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run

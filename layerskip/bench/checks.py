@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.comparison import Comparison
+from layerskip.bench.judge import Judge
 from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.bench.runner import Judge
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request

@@ -214,6 +214,7 @@ class _State(State):
         self.laws[row] = Laws(_OF_A_TEXT)
         self.ends[row] = self.batch.prompts[row][-SUFFIX:].tolist()
         self._trees.pop(row, None)
+        self._copied.pop(row, None)
         if self.copies is not None:
             self.copies.begin(row)
 
