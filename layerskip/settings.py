@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.speculation import ContextCosts, Costs, CostTable
+from layerskip.costs.observed import LaterCosts
+from layerskip.costs.speculation import Costs, CostTable
 from layerskip.decoding.controllers import Controller, completed, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.known import KnownTexts
@@ -144,6 +147,7 @@ class Settings:
                 priors=[source.prior for source in sources],
                 sampling=sampling,
                 branches=self.branches,
+                now=time.perf_counter,
             )
         longest = self.max_draft_length or LONGEST_DRAFT
         decoder = Decoder(
@@ -271,17 +275,9 @@ class Settings:
             # measured costs would let a clock decide the text
             rows = request.input_ids.shape[0]
             return [by_bytes(model, source, rows) for source in sources]
-        found: list[ContextCosts] = []
-
-        def later(number: int) -> ContextCosts:
-            def table(context: int, rows: int) -> CostTable:
-                if not found:  # behind the first token, which need not wait for it
-                    found.extend(cost_tables(model, sources, request))
-                return found[number].at(context, rows)
-
-            return ContextCosts(table)
-
-        return [later(number) for number in range(len(sources))]
+        # behind the first token, which need not wait for it
+        make = cache(lambda: cost_tables(model, sources, request))
+        return [LaterCosts(make, number) for number in range(len(sources))]
 
     def row_seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""

@@ -13,8 +13,8 @@ rounds of every stop rule on development prompts (the first half of each categor
 (the second), priced with one cost table, beside those of the fixed length that turned out best.
 What drafts is the model itself in 8 bits or in 4. `trees`: tokens a verify pass of trees of laws
 looked up, by size and by children of a node, replayed along the target's own answers; with --decode
-by decoding, too, where what is said beside the text is learnt as well. `branches`: chains of a draft
-(--skip FILE, else these) and trees with its second-best tokens, simulated; with --decode decoded.
+by decoding, too, where what is said beside the text is learnt as well. `branches`: chains of these
+drafts (or of --skip FILE) and trees of their second-best tokens, simulated; with --decode decoded.
 """
 
 from __future__ import annotations
@@ -184,22 +184,22 @@ def compare_branches(args: Namespace) -> None:
     rows: list[dict[str, Any]] = []
     drafts = DRAFTS if args.skip is None else {str(args.skip): SkipConfig.load(args.skip)}
     with setting(args) as at:
-        trace = texts_of(at, max(args.longest))
-        texts = range(len(trace.texts))
-        for name, skip in drafts.items():
-            at.talk.progress(f"replay: {name}")
-            draft = skip.resolve(at.opened.num_layers)
-            played, costs = replay(trace, draft), costs_of(at, draft)
-            for longest, branches in product(args.longest, (False, True)):
-                row: dict[str, Any] = {"draft": name, "longest": longest, "branches": branches}
-                at.talk.progress(f"{name}, {'trees' if branches else 'chains'} up to {longest}")
-                rule = ExpectedGain(costs, longest, priors=[played.prior], branches=branches)
-                rounds = [each for text in texts for each in simulate(played, rule, [text])]
-                row["simulated"] = trace.starts / len(rounds)
-                row["gain"] = tokens_per_step(rounds, costs)
-                if args.decode:
-                    row["decoded"] = decoded(at, draft, longest, rule)
-                rows.append(row | {"costs": costs.to_dict()})
+        for longest in args.longest:
+            trace = texts_of(at, longest)
+            texts = range(len(trace.texts))
+            for name, skip in drafts.items():
+                draft = skip.resolve(at.opened.num_layers)
+                at.talk.progress(f"{name}, up to {longest}")
+                played, costs = replay(trace, draft), costs_of(at, draft)
+                for branches in (False, True):
+                    row: dict[str, Any] = {"draft": name, "longest": longest, "branches": branches}
+                    rule = ExpectedGain(costs, longest, priors=[played.prior], branches=branches)
+                    rounds = [each for text in texts for each in simulate(played, rule, [text])]
+                    row["simulated"] = trace.starts / len(rounds)
+                    row["gain"] = tokens_per_step(rounds, costs)
+                    if args.decode:
+                        row["decoded"] = decoded(at, draft, longest, rule)
+                    rows.append(row | {"costs": costs.to_dict()})
         finish(at, "branches", rows)
     names = ("draft", "longest", "branches", "simulated", "decoded", "gain")
     lines = [[*names]]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from layerskip.files.schema import POSITIVE, has, items, text
 
@@ -140,6 +140,8 @@ class CostTable:
     """verify[n - 1] = v(n): one verify pass over n positions. Longer passes are extrapolated."""
     source: str = "given"
     """Where the numbers come from: "measured", "analytic" or "given"."""
+    step: float = field(default=1.0, compare=False, repr=False)
+    """What a target step takes, in seconds, about."""
 
     def __post_init__(self) -> None:
         if self.draft != 0.0:
@@ -237,7 +239,15 @@ class ContextCosts:
         return bool(self._made)
 
 
-Costs = CostTable | ContextCosts
+class Costs(Protocol):
+    """The costs of a source: a table, or tables by context and rows."""
+
+    def at(self, context: int, rows: int = 1) -> CostTable:
+        """The table for that many tokens before a pass, in each of so many rows."""
+
+    @property
+    def used(self) -> bool:
+        """Whether any table has been asked for."""
 
 
 def keys_read(per_token: Mapping[int | None, float], context: int) -> float:

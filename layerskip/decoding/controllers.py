@@ -147,12 +147,13 @@ def make_controller(
     sampling: bool = False,
     ahead: float = AHEAD,
     branches: bool = False,
+    now: Callable[[], float] | None = None,
 ) -> Controller:
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`); of others see their classes. Only `expected-gain`
-    reads `costs` and `priors` (see `Source.prior`), one of each source, `ahead` and `branches`.
+    reads `costs` and `priors` (see `Source.prior`), one of each source, and what is named behind.
     Raises ValueError for an unknown name and for settings out of range; warns where one has no
     effect.
     """
@@ -181,4 +182,6 @@ def make_controller(
         case "heuristic":
             return Heuristic(**length)
         case _:
-            return ExpectedGain(costs, priors=priors, ahead=ahead, branches=branches, **length)
+            return ExpectedGain(
+                costs, priors=priors, ahead=ahead, branches=branches, now=now, **length
+            )

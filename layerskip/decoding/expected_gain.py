@@ -6,10 +6,11 @@ See `controller` for what a controller is, and `controllers` for the published r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from layerskip.costs.observed import MOST_SPARE, SPARE, HealingCosts, LaterCosts
 from layerskip.costs.speculation import (
     Costs,
     CostTable,
@@ -32,6 +33,7 @@ _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft add
 _HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
 _BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
 _LEAST_BESIDE = 0.05  # the least chance of a token that a step takes beside the likeliest
+_SHOWN = 8  # known tokens of a round that is to show what many cost
 AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
@@ -44,6 +46,7 @@ class _Source:
         self.all_costs, self.most = costs, longest
         self.prior = prior
         self.costs: CostTable | None = None
+        self.healing: HealingCosts | None = None  # once there are any
 
     def at(self, context: int, rows: int) -> None:
         """Take the costs of a round there."""
@@ -51,6 +54,9 @@ class _Source:
         if costs is self.costs:
             return
         self.costs = costs
+        found = self.all_costs
+        found = found.found if isinstance(found, LaterCosts) else found
+        self.healing = found if isinstance(found, HealingCosts) else None
         self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
         self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
         self.step = costs.draft
@@ -117,6 +123,13 @@ class _Round:
     wide: int = 0
     """How many tokens of a row they took, beyond one each."""
     probing: bool = False
+    seeing: bool = False
+    """Whether it is to show what something costs."""
+    began: float = 0.0
+    """When it was chosen, when so many steps (`noted`) were taken, and when a row last reported."""
+    drafted: float = 0.0
+    noted: int = 0
+    ended: float = 0.0
     accepted: dict[int, int] = field(default_factory=dict)
     """By row, for the rows that have reported."""
 
@@ -160,6 +173,8 @@ class ExpectedGain(Controller):
             and leave, all do.
         branches: whether trees are drafted, with second-best tokens, where these are expected to
             pay: each by its chance and what another token in a pass costs.
+        now: a clock in seconds. With it rounds correct costs that heal (see `observed.py`), and a
+            few rounds are spent on work that was not seen yet. None: no costs are corrected.
 
     Raises:
         ValueError: not as many priors as costs.
@@ -176,8 +191,10 @@ class ExpectedGain(Controller):
         priors: Sequence[float] | None = None,
         ahead: float = AHEAD,
         branches: bool = False,
+        now: Callable[[], float] | None = None,
     ) -> None:
         self.branches = branches
+        self._now, self._place = now, (0, 1)
         tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length
         self._ahead = ahead
@@ -197,6 +214,7 @@ class ExpectedGain(Controller):
 
     def begin(self, context: int, rows: int) -> None:
         self._end_round()
+        self._place = context, rows
         for source in self._sources:
             source.at(context, rows)
         if not self._begun:
@@ -239,6 +257,8 @@ class ExpectedGain(Controller):
         self._round.offers = offers
         source = self._round.source = self._decide(offers)
         lookups = self._round.lookups
+        if self._now is not None:
+            self._round.began = self._now()
         return {row: lookups.get(row, source) for row in self._round.rows} if lookups else source
 
     def learn(self, draft: int, row: int, known: int, right: int) -> None:
@@ -259,7 +279,8 @@ class ExpectedGain(Controller):
         state.limit = allowed
         if round_.source is not None:
             number = round_.lookups.get(row, round_.source)
-            state.limit = min(allowed, self._sources[number].longest)
+            longest = self._sources[number].longest or 2 * round_.seeing
+            state.limit = min(allowed, longest)
             if round_.offers and round_.offers[number].matches is not None:
                 state.limit = min(state.limit, round_.cut)
                 self._count(row, state.limit)
@@ -272,6 +293,8 @@ class ExpectedGain(Controller):
             return False
         state = self._rows[row]
         confidence_bin = bin_of(confidence)
+        if self._now is not None:
+            self._round.drafted, self._round.noted = self._now(), self._round.steps
         state.bins.append(confidence_bin)
         state.survival *= self._taken.acceptance.given_confidence[confidence_bin]
         return True
@@ -357,6 +380,8 @@ class ExpectedGain(Controller):
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
         state, round_, source = self._rows[row], self._round, self._taken
+        if self._now is not None:
+            round_.ended = self._now()
         round_.accepted[row] = accepted
         if not state.told:
             self._count(row, drafted)
@@ -408,6 +433,8 @@ class ExpectedGain(Controller):
             gain, cut, lookups = self._promise(number, offer, known)
             if gain > gained:
                 best, gained, round_.cut, round_.lookups = number, gain, cut, lookups
+        if self._now is not None and not late and self._to_see(offers, gained):
+            return self._round.source
         if best is not None:
             return best
         for number, offer in enumerate(offers):
@@ -418,14 +445,57 @@ class ExpectedGain(Controller):
                 return number
         return None
 
-    def _expected(self, number: int, offer: Offer, row: int) -> list[float]:
-        """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft."""
+    def _to_see(self, offers: Sequence[Offer], gained: float) -> bool:
+        """Whether the round is to show what was not seen of late, for less than may be spared.
+
+        Sets `source` and `cut`.
+
+        Args:
+            gained: tokens that the best choice is expected to gain over a plain step.
+        """
+        round_, rows = self._round, self._place[1]
+        healing = self._sources[0].healing
+        if healing is None:
+            return False
+        observed, price = healing.observed, len(round_.judges) * self.rate
+        shown: list[tuple[float, int | None, int]] = []  # for what loss, of which source, how many
+        for number, source in enumerate(self._sources):
+            known = offers[number].matches is not None
+            most = min(max(offers[number].lengths.values()), source.most)
+            length = min(most, _SHOWN if known else 1)
+            healing = source.healing
+            if not length or not healing or healing.knows(rows, length + 1 if known else 0):
+                continue
+            expected = (
+                self._expected(number, offers[number], row, length)[-1] for row in round_.judges
+            )
+            loss = source.round_costs[length] - 1.0 + (gained - sum(expected)) / price
+            shown.append((loss, number, length))
+        if gained > 0.0 and observed.needs_plain(rows):
+            # where it was seen before, what was never seen comes first
+            shown.append((gained / price + observed.knows((rows, None, 1)), None, 0))
+        for loss, chosen, length in shown:
+            if loss <= observed.spare:
+                observed.spare -= max(0.0, loss)
+                round_.source, round_.cut, round_.lookups = chosen, length, {}
+                round_.seeing = True
+                return True
+        return False
+
+    def _expected(
+        self, number: int, offer: Offer, row: int, longest: int | None = None
+    ) -> list[float]:
+        """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft.
+
+        Args:
+            longest: the most tokens; by default as many as may pay.
+        """
         source, matches = self._sources[number], offer.matches
+        most = min(offer.lengths[row], source.longest if longest is None else longest)
         if row in offer.chances:
-            most = min(offer.lengths[row], source.longest)
             return [0.0, *accumulate(offer.chances[row][:most])]
         survival, found = 1.0, [0.0]
-        for drafted in range(min(offer.lengths[row], source.longest)):
+        for drafted in range(most):
             if matches is None:
                 survival *= source.acceptance.next
             else:
@@ -492,6 +562,8 @@ class ExpectedGain(Controller):
         round_, taken, self._round = self._round, self._taken, _Round()
         if not round_.rows:
             return
+        if round_.ended:
+            self._heal(round_, taken)
         for source in self._sources:
             if source is not taken or round_.steps == 0:
                 source.unused += 1
@@ -509,6 +581,21 @@ class ExpectedGain(Controller):
             taken.unused = taken.probe_interval  # it paid: look again at once
         else:
             taken.probe_interval *= 2
+
+    def _heal(self, round_: _Round, source: _Source) -> None:
+        """Report what the round took, where that can be told."""
+        healing = source.healing
+        if healing is None:
+            return
+        healing.observed.spare = min(MOST_SPARE, healing.observed.spare + SPARE)
+        seconds = round_.ended - round_.began
+        if round_.steps and source.step:
+            if not round_.noted or round_.wide:
+                return
+            step = (round_.drafted - round_.began) / round_.noted
+            healing.see(*self._place, 0, step)
+            seconds -= round_.steps * step
+        healing.see(*self._place, 1 + max(round_.steps, round_.known), seconds)
 
     def _pays(self, rows: Sequence[int]) -> bool:
         """Whether some stop later than now is expected to gain over stopping now."""

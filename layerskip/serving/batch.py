@@ -7,6 +7,7 @@ Letters: R rows of a pass, N positions, V vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -144,6 +145,7 @@ class Batch:
                 priors=priors,
                 ahead=math.inf,
                 branches=decoding.branches,
+                now=time.perf_counter,
             )
             if decoding.branches:
                 warn_of_branches(self.model, self._own)

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PrefixConstrainedLogitsProcessor
 
 from layerskip.config import SkipConfig
+from layerskip.costs.observed import HealingCosts, healing
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read, rising
 from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
@@ -71,7 +72,8 @@ class _Costs:
         self.read = False
         self.calls: dict[_Kind, int] = {}
         self.asked: set[_Kind] = set()  # measured by calls for just that
-        self.tables: list[ContextCosts] | None = None
+        self.tables: list[HealingCosts] | None = None
+        self.guessed: dict[int, list[HealingCosts]] = {}  # by rows, until they are measured
 
     def wants(self, kind: _Kind) -> bool:
         """Whether the next call is to measure these rounds, again or for the first time."""
@@ -151,7 +153,7 @@ class _Seconds(NamedTuple):
         """In target steps; a longer pass is never cheaper."""
         step = self.passes[0]
         verify = [max(1.0, each / step) for each in accumulate(self.passes, max)]
-        return CostTable(self.draft / step, tuple(verify), "measured")
+        return CostTable(self.draft / step, tuple(verify), "measured", step)
 
 
 @dataclass(frozen=True)
@@ -398,7 +400,7 @@ class _Read:
         step = self.step + keys
         draft = self.draft + rows * keys_read(self.draft_keys, context)
         verify = [(each + keys) / (self.verify[0] + keys) for each in self.verify]
-        return CostTable.analytic([draft], [step], verify)
+        return replace(CostTable.analytic([draft], [step], verify), step=step / _READ)
 
 
 def _measured(times: Mapping[_Kind, Sequence[_Seconds]], read: _Read, number: int) -> ContextCosts:
@@ -512,7 +514,7 @@ def cost_tables(
     request: Request,
     *,
     seconds: float | None = None,
-) -> list[ContextCosts]:
+) -> list[HealingCosts]:
     """The costs of each source, measured at the first calls and remembered.
 
     Rounds of one row and of as many rows as the call has are timed, and such rounds behind a long
@@ -562,11 +564,13 @@ def cost_tables(
                 quiet = {kind: times for kind, times in measured.items() if not times.disturbed()}
                 kept.write(costs.file, quiet)
             seconds_of = {each: times.seconds() for each, times in measured.items()}
-            costs.tables = [
+            costs.tables = healing(
                 _measured(seconds_of, _Read.of(model, source), number)
                 for number, source in enumerate(sources)
-            ]
-        return costs.tables or [by_bytes(model, source, rows) for source in sources]
+            )
+        if costs.tables is None and rows not in costs.guessed:
+            costs.guessed[rows] = healing(by_bytes(model, source, rows) for source in sources)
+        return costs.tables or costs.guessed[rows]
 
 
 def _kinds(model: Sublayers, rows: int, context: int) -> Iterator[_Kind]:
