@@ -163,6 +163,7 @@ def check(number: int, native: bool, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
+@pytest.mark.filterwarnings("ignore:branches has no effect beside logits processors")
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21))]
 )
