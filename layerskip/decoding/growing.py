@@ -13,7 +13,7 @@ from layerskip.decoding.controller import Grower
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.branches import ROOT, along
 
-LEAST = 0.02
+LEAST = 0.01
 """The least chance of a token, but of those that are drafted on."""
 
 WIDEST = 8
