@@ -148,16 +148,15 @@ def sources(run: Run) -> pd.DataFrame:
 
 
 def sizes(run: Run) -> pd.DataFrame:
-    """Tokens a pass by how many were drafted, of methods that draft trees; all batch sizes.
+    """Tokens a pass by how many were drafted, all batch sizes; empty where no method drafts trees.
 
     `branching`: the share of the rounds whose tokens had branches; `depth`: how many could be
     accepted, on average; `accepted` of them; `tokens_per_pass` emitted.
     """
     rows = []
-    for method in run.drafting:
-        rounds = run.all_rounds(method)
-        if not any(each.tree for each in rounds):
-            continue
+    every = {method: run.all_rounds(method) for method in run.drafting}
+    trees = any(each.tree for rounds in every.values() for each in rounds)
+    for method, rounds in every.items() if trees else ():
         for size in sorted({each.drafted for each in rounds}):
             own = [each for each in rounds if each.drafted == size]
             rows.append(

@@ -19,7 +19,7 @@ from optuna import Study
 from optuna.trial import FrozenTrial
 from torch import Tensor
 
-from layerskip.bench.methods import Engine, Task
+from layerskip.bench.methods import BRANCHES, Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import decoding_totals, times_over
@@ -48,9 +48,6 @@ PRICING_SECONDS = 2.0
 
 DEFAULT = "default"
 """What the method is called that drafts as `generate` does unasked."""
-
-BRANCHES = ":branches"
-"""What a method's name ends with that also verifies second-best tokens."""
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]

@@ -729,6 +729,8 @@ def test_branches_are_measured_beside_chains(folder, two_prompts, tmp_path, monk
     run_ = read_run(output)
     names = {each["name"]: each.get("branches") for each in run_.header["methods"]}
     assert names == {"plain": None, "self": None, "self:branches": True, "self-lookup": None}
+    one, other = (each["costs"] for each in run_.header["methods"][1:3])
+    assert one == other
     trees = {r["method"] for r in run_.records if r["rounds"] and r["rounds"].get("parents")}
     assert trees == {"self:branches"}
     assert all(all(record["equal"]) for record in run_.records)

@@ -36,6 +36,9 @@ _ASSISTED = (
     "assistant_confidence_threshold",
 )
 
+BRANCHES = ":branches"
+"""What a method's name ends with that is another one with second-best tokens."""
+
 
 @dataclass(frozen=True)
 class Task:

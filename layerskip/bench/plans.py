@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.methods import (
+    BRANCHES,
     Engine,
     Method,
     Peer,
@@ -193,8 +194,7 @@ class Plan:
             several = sum(other == kind for other, _, _ in sources) > 1
             parts = [kind, *([label] if several else [])]
             parts += [str(each.controller)] if len(controllers) > 1 else []
-            parts += ["branches"] if way else []
-            name = ":".join(parts)
+            name = ":".join(parts) + (BRANCHES if way else "")
             like = sum(other.partition("#")[0] == name for other in found)
             each.name = f"{name}#{like + 1}" if like else name
             found[each.name] = each
@@ -212,8 +212,13 @@ class Plan:
     ) -> list[Method]:
         """All methods to measure, what their drafts cost measured."""
         model, task = self.loaded.model, self.task
+        named = {each.name: each for each in engines}
         for each in engines:
-            self._price(each)
+            twin = named.get(each.name.removesuffix(BRANCHES))
+            if twin is None or twin is each:
+                self._price(each)
+            else:  # so that they differ by their branches alone
+                each.prices, each.costs = twin.prices, twin.costs
         methods: list[Method] = [Engine(model, task), *engines]
         if "generate" in kinds:
             methods.append(Peer(model, task))
