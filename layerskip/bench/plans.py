@@ -212,9 +212,9 @@ class Plan:
     ) -> list[Method]:
         """All methods to measure, what their drafts cost measured."""
         model, task = self.loaded.model, self.task
-        named = {each.name: each for each in engines}
+        by_name = {each.name: each for each in engines}
         for each in engines:
-            twin = named.get(each.name.removesuffix(BRANCHES))
+            twin = by_name.get(each.name.removesuffix(BRANCHES))
             if twin is None or twin is each:
                 self._price(each)
             else:  # so that they differ by their branches alone
