@@ -32,7 +32,8 @@ from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
 from layerskip.requests import sampling_of, warpers
-from layerskip.timing.tables import by_bytes, cost_tables, stored
+from layerskip.timing.analytic import by_bytes
+from layerskip.timing.tables import cost_tables, stored
 from layerskip.vocabulary import warn_of_vocabularies
 
 DEFAULT_CONTROLLER = "expected-gain"

@@ -39,7 +39,8 @@ from layerskip.search.objective import (
 )
 from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
-from layerskip.timing.tables import analytic, measure
+from layerskip.timing.analytic import analytic
+from layerskip.timing.rounds import measure
 
 MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""

@@ -28,7 +28,8 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.timing import tables as timing
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.timing.analytic import analytic
+from layerskip.timing.tables import cost_tables
 from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))

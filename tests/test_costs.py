@@ -30,8 +30,11 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
+from layerskip.timing import rounds
 from layerskip.timing import tables as costs
-from layerskip.timing.tables import analytic, cost_tables, measure
+from layerskip.timing.analytic import Read, analytic
+from layerskip.timing.rounds import measure
+from layerskip.timing.tables import cost_tables
 
 SKIP = SkipConfig.early_exit(2).resolve(6)
 LOOKUP = Lookup()
@@ -67,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
 
     monkeypatch.setattr(Passes, "draft_step", slow_draft)
     monkeypatch.setattr(Passes, "verify", slow_verify)
-    monkeypatch.setattr(costs, "_BUDGET", 1e9)
+    monkeypatch.setattr(rounds, "BUDGET", 1e9)
     return lambda: now[0]
 
 
@@ -76,7 +79,7 @@ def opened() -> Sublayers:
     return Sublayers(lively_model("llama"))
 
 
-def _one(times: costs._Times | None) -> CostTable:
+def _one(times: rounds.Times | None) -> CostTable:
     assert times is not None
     (table,) = times.tables()
     return table
@@ -134,7 +137,7 @@ def test_several_drafts_are_measured_together(
 def test_the_budget_ends_the_sweeps(
     opened: Sublayers, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "_BUDGET", 1.0)
+    monkeypatch.setattr(rounds, "BUDGET", 1.0)
     table = _one(measure(opened, [SKIP], request(), now=clock))
     assert table.draft == pytest.approx(DRAFT / VERIFY[1])
     one_sweep = VERIFY[1] + sum(VERIFY.values()) + DRAFT * (1 + 2 + 4 + 8)
@@ -142,11 +145,11 @@ def test_the_budget_ends_the_sweeps(
 
 
 def test_a_longer_pass_is_never_cheaper_and_one_disturbed_does_not_raise_longer_ones() -> None:
-    table = costs._seconds(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0}).table()
+    table = rounds._seconds(3.0, {0: 10.0, 1: 12.0, 2: 18.0, 4: 23.0}).table()
     assert table.draft == pytest.approx(0.3)
     assert table.verify == pytest.approx((1.0, 1.0, 1.15, 1.15, 1.15))  # of 1, .9, 1.2, 1.1
     # 1, 1.6, 1.3, 1.4 and 1.5 for 0, 1, 2, 4 and 8 drafted tokens
-    table = costs._seconds(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0}).table()
+    table = rounds._seconds(2.0, {0: 10.0, 1: 18.0, 2: 17.0, 4: 22.0, 8: 31.0}).table()
     level = 43 / 30
     rest = [level + (1.5 - level) * part for part in (0.25, 0.5, 0.75, 1.0)]
     assert table.verify == pytest.approx((1.0, level, level, level, level, *rest))
@@ -177,10 +180,10 @@ def test_tables_are_measured_once_for_each_model_and_kind_of_law(
 ) -> None:
     calls: list[int] = []
 
-    def count(model: Sublayers, drafts: Any, asked: Request, rows: int, **_: Any) -> costs._Times:
+    def count(model: Sublayers, drafts: Any, asked: Request, rows: int, **_: Any) -> rounds.Times:
         calls.append(rows)
         numbers = range(len(drafts))
-        return costs._Times(
+        return rounds.Times(
             rounds={(draft, length): [10.0, 10.0] for draft in numbers for length in (0, 4)},
             steps={draft: [0.1 * (len(calls) + 1)] for draft in numbers},
             weights=[1.0 for _ in drafts],
@@ -216,19 +219,19 @@ def test_tables_are_measured_once_for_each_model_and_kind_of_law(
     assert len(calls) == 2 * (2 + len(others)) + 1
 
 
-def _costs_of(times: dict[tuple[int, int], costs._Seconds], model: Sublayers) -> ContextCosts:
-    kinds = {costs._Kind(*kind): [each] for kind, each in times.items()}
-    return costs._measured(kinds, costs._Read.of(model, SKIP), 0)
+def _costs_of(times: dict[tuple[int, int], rounds.Seconds], model: Sublayers) -> ContextCosts:
+    kinds = {rounds.Kind(*kind): [each] for kind, each in times.items()}
+    return costs._measured(kinds, Read.of(model, SKIP), 0)
 
 
 def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> None:
     """Where it was not measured; between two sizes that were, each row costs something beside."""
-    one = costs._Seconds(0.6, (2.0, 2.2, 2.4, 2.8))
+    one = rounds.Seconds(0.6, (2.0, 2.2, 2.4, 2.8))
     of_two = _costs_of({(1, 32): one}, opened).at(0, 2)
     assert of_two.draft == pytest.approx(0.3)
     # 2, 4, 6 and 8 tokens over 2, on the last ones' line beyond 4
     assert of_two.verify == pytest.approx((1.0, 2.8 / 2.2, 3.6 / 2.2, 4.4 / 2.2))
-    measured = _costs_of({(1, 32): one, (4, 32): costs._Seconds(1.2, (5.0, 8.2))}, opened)
+    measured = _costs_of({(1, 32): one, (4, 32): rounds.Seconds(1.2, (5.0, 8.2))}, opened)
     assert measured.at(0, 1).verify == pytest.approx((1.0, 1.1, 1.2, 1.4))
     assert measured.at(0, 4).verify == pytest.approx((1.0, 8.2 / 5))
     # four rows cost 2.2 more than as many tokens of one
@@ -241,7 +244,7 @@ def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> N
 
 def test_costs_follow_the_bytes_of_keys(opened: Sublayers) -> None:
     """Between two measured lengths and beyond; layers with windows stop to cost more."""
-    near, far = costs._Seconds(1.0, (2.0, 3.0)), costs._Seconds(3.0, (6.0, 11.0))
+    near, far = rounds.Seconds(1.0, (2.0, 3.0)), rounds.Seconds(3.0, (6.0, 11.0))
     for model, most in ((opened, None), (Sublayers(lively_model("mistral")), 8)):
         windows = set(model.windows)
         assert windows == {most}
@@ -253,7 +256,7 @@ def test_costs_follow_the_bytes_of_keys(opened: Sublayers) -> None:
             assert table.verify_cost(2) == pytest.approx((3 + 8 * part) / (2 + 4 * part), abs=0.02)
     # of a length that was not measured: keys cost what weights do
     alone = _costs_of({(1, 32): near}, opened).at(10**6)
-    keys = sum(opened.key_bytes().values()) * 10**6 / costs._Read.of(opened, SKIP).step
+    keys = sum(opened.key_bytes().values()) * 10**6 / Read.of(opened, SKIP).step
     assert alone.verify_cost(2) == pytest.approx((3 + 2 * keys) / (2 + 2 * keys), rel=0.05)
 
 
@@ -311,7 +314,7 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them(
     """Round by round; the next calls go on, and until then tables are analytic."""
     longest = DRAFT * 8 + VERIFY[9]
     model = Sublayers(lively_model("llama"))
-    monkeypatch.setattr(costs, "_BUDGET", 60.0)
+    monkeypatch.setattr(rounds, "BUDGET", 60.0)
     monkeypatch.setattr(costs, "measure", partial(measure, now=clock))
     found, spent = [], []
     for _ in range(12):
@@ -398,10 +401,10 @@ def test_sweeps_go_on_while_other_work_shows(
 ) -> None:
     """A table of two disturbed sweeps would turn drafting off; of more it is right."""
     other = Disturbed(monkeypatch, drafts=drafts, passes=passes)
-    monkeypatch.setattr(costs, "_BUDGET", 1.0)
-    monkeypatch.setattr(costs, "_PATIENCE", 1.0)
+    monkeypatch.setattr(rounds, "BUDGET", 1.0)
+    monkeypatch.setattr(rounds, "_PATIENCE", 1.0)
     hasty = measure(opened, [SKIP], request(), now=lambda: other.now)
-    monkeypatch.setattr(costs, "_PATIENCE", 1e9)
+    monkeypatch.setattr(rounds, "_PATIENCE", 1e9)
     other.left = {"draft_step": drafts, "verify": passes}
     patient = measure(opened, [SKIP], request(), now=lambda: other.now)
     assert hasty is not None
@@ -409,7 +412,7 @@ def test_sweeps_go_on_while_other_work_shows(
     assert hasty.disturbed() == bool(drafts)
     assert not patient.disturbed()
     # where two of a kind agree, they are right, nearly
-    assert _one(patient).draft == pytest.approx(RIGHT, rel=costs._REPEATED - 1)
+    assert _one(patient).draft == pytest.approx(RIGHT, rel=rounds._REPEATED - 1)
     assert (len(patient.steps[0]) > 2) == bool(drafts)
     if drafts and not passes:
         assert _one(hasty).draft > 2 * RIGHT
@@ -418,7 +421,7 @@ def test_sweeps_go_on_while_other_work_shows(
 @torch.no_grad()
 def test_the_next_calls_measure_again_what_was_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Disturbed(monkeypatch, drafts=2 * STEPS, passes=0)
-    monkeypatch.setattr(costs, "_PATIENCE", 1.0)
+    monkeypatch.setattr(rounds, "_PATIENCE", 1.0)
     monkeypatch.setattr(costs, "measure", partial(measure, now=lambda: other.now))
     model = Sublayers(lively_model("llama"))
     asked = partial(cost_tables, drafts=[SKIP], request=request((40,)), seconds=1.0)

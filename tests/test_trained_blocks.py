@@ -36,7 +36,8 @@ from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.timing.analytic import analytic
+from layerskip.timing.tables import cost_tables
 
 LOW = {
     f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)

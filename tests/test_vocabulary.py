@@ -38,7 +38,8 @@ from layerskip.decoding.laws import Law
 from layerskip.model import draft_head as vocabulary
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import analytic, cost_tables, place, stored
+from layerskip.timing.analytic import analytic
+from layerskip.timing.tables import cost_tables, place, stored
 from layerskip.vocabulary import ranked
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here

@@ -32,7 +32,8 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.opening import opened_of
 from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import Stopwatch, machine, typical
+from layerskip.timing.rounds import Stopwatch, typical
+from layerskip.timing.tables import machine
 
 COUNTS = tuple(range(1, 10))
 """Tokens of the passes timed, per row: those that verify 0 to 8 drafted tokens."""
