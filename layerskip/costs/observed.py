@@ -47,9 +47,8 @@ class Observed:
         self._off: dict[Kind, deque[float]] = {}  # logarithms of times over expected ones, and pace
         self._last: dict[Kind, int] = {}
         self._by: dict[Kind, float] = {}  # what is typical among them
-        self._pace = deque(
-            [0.0] * _PACE, maxlen=_PACE
-        )  # of times of any kind, what is left of that
+        # what that leaves of the last times of any kind
+        self._pace = deque([0.0] * _PACE, maxlen=_PACE)
         self._seen = 0
         self._lock = threading.Lock()
 
@@ -65,7 +64,7 @@ class Observed:
             own.append(over - median(self._pace))
             if len(own) > _FEW:
                 self._pace.append(over - before)
-            by = median(own)
+            by = min(own) if kind == plain and len(own) < _FEW else median(own)
             if abs(by - before) > _MOVED or len(own) == _FEW:
                 self._by[kind] = by
                 self.version += 1
