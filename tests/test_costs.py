@@ -242,6 +242,14 @@ def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> N
     assert measured.at(0, 8).verify_cost(2) == pytest.approx((5 + 3 * 3.2) / 8.2)
 
 
+def test_disturbed_times_of_few_rows_give_no_negative_costs(opened: Sublayers) -> None:
+    few = costs._Seconds(0.001, [0.001, 0.001, 0.001, 0.02])  # four tokens were disturbed
+    many = costs._Seconds(0.001, [0.002, 0.003])
+    table = _costs_of({(1, 4): few, (4, 4): many}, opened).at(0, 3)
+    assert table.draft > 0.0
+    assert min(table.verify) == 1.0
+
+
 def test_costs_follow_the_bytes_of_keys(opened: Sublayers) -> None:
     """Between two measured lengths and beyond; layers with windows stop to cost more."""
     near, far = rounds.Seconds(1.0, (2.0, 3.0)), rounds.Seconds(3.0, (6.0, 11.0))

@@ -241,7 +241,8 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
         assert got.sequences.tolist() == plain.sequences.tolist()
     opened = Sublayers(model)
     request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
-    (table,) = (each.at(0) for each in cost_tables(opened, [skip.resolve(6)], request))
+    found = cost_tables(opened, [skip.resolve(6)], request, seconds=0.1)  # two sweeps at least
+    (table,) = (each.at(0) for each in found)
     assert table.source == "measured"
     exact = analytic(opened, SkipConfig.early_exit(EXIT)).draft
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")

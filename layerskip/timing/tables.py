@@ -120,6 +120,9 @@ def _measured(times: Mapping[Kind, Sequence[Seconds]], read: Read, number: int) 
                 for count in counts
             ]
             draft = low.draft + part * (high.draft - low.draft)
+            # times that other work has disturbed may lie on lines that fall below all of them
+            least = min(low.over(1), high.over(1))
+            seconds = [max(least, each) for each in seconds]
         return Seconds(draft, seconds).table()
 
     return ContextCosts(table)
