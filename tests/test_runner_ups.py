@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import Growing, lively_model, ragged
 from torch import Tensor
+from transformers import TemperatureLogitsWarper
 
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -22,9 +23,11 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Drawn, Draws
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
+from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position
 from layerskip.decoding.sources.base import Proposal
 from layerskip.generation import generate
+from layerskip.model import extension
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
@@ -129,6 +132,25 @@ def test_native_texts_are_the_targets(dtype: torch.dtype) -> None:
             out = generate(model, ids, skip=skip, controller=controller, max_draft_length=8, **how)
             assert out.sequences.tolist() == plain.sequences.tolist()
             assert controller.seconds[1]
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("sample", [False, True])
+def test_native_draws_rank_the_best_tokens_as_torch_does(sample: bool) -> None:
+    law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)
+    raw = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
+    raw[1, 4:] = -torch.inf  # fewer tokens than are asked for
+    how: dict[str, Any] = {"history": torch.zeros(1, 9, dtype=torch.long), "width": 4}
+    how |= {"rejection": False, "prompt_lengths": [4], "emitted": [[5]], "remembers": False}
+    found = []
+    for native in (None, extension.extension().drawn):
+        draws = Draws(law, [7], native=native, **how)
+        found.append(draws.draft(raw, [(0, 0), (0, 1), (0, 2)], "margin", best=8))
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    assert found[0].others is not None
+    assert found[1].others is not None
+    assert torch.equal(found[0].others, found[1].others)
+    assert found[0].others[1].tolist().count(-1) == 4
 
 
 @pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"acceptance": "rejection"}])

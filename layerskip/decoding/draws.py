@@ -216,10 +216,15 @@ class Draws:
                 the scores it is drawn by; None for none.
             best: how many of the best tokens are asked for.
         """
-        if self.native is not None and signal != "probability" and best <= 2:
+        if self.native is not None and signal != "probability":
             tokens, behind, second = self._drawn(self.native, raw, positions)
-            sure = ahead(behind) if signal == "margin" else None
-            return Drawn(tokens, sure, second[:, None], [])
+            sure, ranked = ahead(behind) if signal == "margin" else None, [tokens, second]
+            while len(ranked) < best:  # the two best of what is left
+                found = torch.stack(ranked[-2:], 1)  # (N, 2)
+                raw = raw.scatter(1, found.clamp_min(0), -math.inf)
+                token, _, second = self._drawn(self.native, raw, positions)
+                ranked += [token, second]
+            return Drawn(tokens, sure, torch.stack(ranked[1 : max(2, best)], 1), [])
         drawn: list[Tensor] = []
         others: list[Tensor] = []
         margins: list[Tensor] = []
