@@ -243,8 +243,8 @@ def test_a_batch_costs_what_as_many_tokens_of_one_row_do(opened: Sublayers) -> N
 
 
 def test_disturbed_times_of_few_rows_give_no_negative_costs(opened: Sublayers) -> None:
-    few = costs._Seconds(0.001, [0.001, 0.001, 0.001, 0.02])  # four tokens were disturbed
-    many = costs._Seconds(0.001, [0.002, 0.003])
+    few = rounds.Seconds(0.001, [0.001, 0.001, 0.001, 0.02])  # four tokens were disturbed
+    many = rounds.Seconds(0.001, [0.002, 0.003])
     table = _costs_of({(1, 4): few, (4, 4): many}, opened).at(0, 3)
     assert table.draft > 0.0
     assert min(table.verify) == 1.0

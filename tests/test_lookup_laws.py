@@ -160,7 +160,7 @@ def test_the_text_is_that_of_the_target(law: str) -> None:
     for beside, _, execution, family, controller, ended in (t for t in TEXTS if t[1] == law):
         drafts = LookupLaws(), *BESIDE[beside]
         made = kinds.CONTROLLERS[controller]()
-        out = kinds.decoded(kinds.model_of(family), drafts, law, made, execution, ended)
+        out = kinds.decoded(kinds.model_of(family), drafts, law, made, execution, ended, new=kinds.NEW)
         new = out.sequences[:, max(kinds.LENGTHS) :].tolist()
         assert new == kinds.wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
@@ -177,7 +177,7 @@ def test_native_texts_are_those_of_native_plain_decoding(law: str) -> None:
     model, (ids, mask) = kinds.model_of("gemma3", torch.bfloat16), kinds.prompts()
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": kinds.NEW, **kinds.LAWS[law]}
     plain = generate(model, ids, enabled=False, execution="native", **how).sequences
-    out = kinds.decoded(model, (LookupLaws(), Lookup()), law, Fickle(2), "native")
+    out = kinds.decoded(model, (LookupLaws(), Lookup()), law, Fickle(2), "native", new=kinds.NEW)
     assert torch.equal(out.sequences, plain)
     assert out.stats.sources[0].num_accepted_tokens
 

@@ -70,9 +70,9 @@ class Machine:
         weights._exact, weights._head = list(self.model.blocks), slow_head
         exact = weights._changed
 
-        def slow_low(sublayer: int | None, skip: SkipConfig) -> Any:
+        def slow_low(sublayer: int | None, skip: SkipConfig, bits: int | None) -> Any:
             """A third of the exact one's time, of the head a quarter."""
-            block = exact(sublayer, skip)
+            block = exact(sublayer, skip, bits)
 
             def slow(hidden: Tensor, step: Any) -> Tensor:
                 context = 16 if step.cache.start < 40 else 64
@@ -267,9 +267,9 @@ def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
     asked: list[Any] = []
     rounded = machine.model.weights._changed
 
-    def noted(sublayer: int | None, skip: SkipConfig) -> Any:
+    def noted(sublayer: int | None, skip: SkipConfig, bits: int | None) -> Any:
         asked.append(skip.trained)
-        return rounded(sublayer, skip)
+        return rounded(sublayer, skip, bits)
 
     machine.model.weights._changed = noted  # type: ignore[method-assign]
     record = machine.measure(low=whole)
