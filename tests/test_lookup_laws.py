@@ -160,7 +160,9 @@ def test_the_text_is_that_of_the_target(law: str) -> None:
     for beside, _, execution, family, controller, ended in (t for t in TEXTS if t[1] == law):
         drafts = LookupLaws(), *BESIDE[beside]
         made = kinds.CONTROLLERS[controller]()
-        out = kinds.decoded(kinds.model_of(family), drafts, law, made, execution, ended, new=kinds.NEW)
+        out = kinds.decoded(
+            kinds.model_of(family), drafts, law, made, execution, ended, new=kinds.NEW
+        )
         new = out.sequences[:, max(kinds.LENGTHS) :].tolist()
         assert new == kinds.wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
