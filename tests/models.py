@@ -380,7 +380,7 @@ class Growing(Fickle):
         return self.draws.randint(0, self.draws.choice((2, 2, WIDEST)))
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
-        return [self.draws.random() for _ in range(20)]
+        return [self.draws.random() for _ in range(32)]
 
     def instead(self, draft: int) -> float:
         return self.draws.random()
