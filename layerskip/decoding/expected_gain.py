@@ -332,7 +332,9 @@ class ExpectedGain(Controller):
             more = right * sum(chances[width] for chances in judged if len(chances) > width)
             nodes = min(round_.steps + round_.wide + width, source.most) - 1
             least = price * (wider + source.step_costs[nodes] - source.step)
-            if more <= max(least, _LEAST_BESIDE * len(judged)):
+            # it takes the place of the last token on the likeliest path that fits
+            last = likely * right ** (source.most - nodes)
+            if more <= max(least, last, _LEAST_BESIDE * len(judged)):
                 break
             gain += more - price * wider
         for steps in range(round_.steps, source.most):
