@@ -132,29 +132,32 @@ class Settings:
             sources.insert(0, Forced(request.law.stateful))
         if not sources:
             return self._plain(opened, request), None
-        brought = self.costs
-        if brought is None and self.skip is not None and self.assistant is None:
-            brought = stored(self.skip, opened, request.input_ids.shape[0])
-        costs = self._tables(opened, sources, request, brought)
+        costs = self._tables(opened, sources, request)
         if self.branches:
             warn_of_branches(opened, sources, request)
-        controller = self.controller
-        if isinstance(controller, str):
-            controller = make_controller(
-                controller,
-                max_draft_length=self.max_draft_length,
-                threshold=self.threshold,
-                costs=[table or CostTable(1.0, (1.0,)) for table in costs],
-                priors=[source.prior for source in sources],
-                sampling=sampling,
-                branches=self.branches,
-                now=time.perf_counter,
-            )
+        controller = self._control(sources, costs, sampling=sampling)
         longest = self.max_draft_length or LONGEST_DRAFT
         decoder = Decoder(
             opened, sources, controller, request, max_draft_length=longest, known=self.known
         )
         return decoder, costs[-1]
+
+    def _control(
+        self, sources: Sequence[Source], costs: Sequence[Costs | None], **how: Any
+    ) -> Controller:
+        """The controller; one that is given by name, for those sources."""
+        if not isinstance(self.controller, str):
+            return self.controller
+        return make_controller(
+            self.controller,
+            max_draft_length=self.max_draft_length,
+            threshold=self.threshold,
+            costs=[table or CostTable(1.0, (1.0,)) for table in costs],
+            priors=[source.prior for source in sources],
+            branches=self.branches,
+            now=time.perf_counter,
+            **how,
+        )
 
     def _sources(self, opened: Sublayers, *, rejection: bool) -> tuple[Sublayers, list[Source]]:
         """The model, perhaps with a draft vocabulary, and its sources, the own draft last."""
@@ -259,14 +262,17 @@ class Settings:
         nothing = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
         return Decoder(model, [], nothing, request, max_draft_length=0, known=self.known)
 
+    def _brought(self, model: Sublayers, rows: int) -> CostTable | None:
+        """The costs that are given, or those of the skip config."""
+        if self.costs is None and self.skip is not None and self.assistant is None:
+            return stored(self.skip, model, rows)
+        return self.costs
+
     def _tables(
-        self,
-        model: Sublayers,
-        sources: Sequence[Source],
-        request: Request,
-        brought: CostTable | None,
+        self, model: Sublayers, sources: Sequence[Source], request: Request
     ) -> Sequence[Costs | None]:
         """The costs of each source; None where the controller does not need them."""
+        brought = self._brought(model, request.input_ids.shape[0])
         if brought is not None:
             free = replace(brought, draft=0.0)
             return [free if source.known else brought for source in sources]

@@ -7,7 +7,6 @@ Letters: R rows of a pass, N positions, V vocabulary.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.costs.observed import LaterCosts
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controller import completed
 from layerskip.decoding.controllers import make_controller
@@ -36,8 +36,8 @@ from layerskip.model.whole import Whole
 from layerskip.serving.places import Places
 from layerskip.serving.tasks import Task
 from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text, Together
-from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, law_of, warn_of_branches
-from layerskip.timing.tables import cost_tables, stored
+from layerskip.settings import LONGEST_DRAFT, law_of, warn_of_branches
+from layerskip.timing.tables import cost_tables
 
 _SERVED = Lookup | LookupLaws | SublayerDraft | TrainedDraft | Assistant
 _MEASURING = 2.0  # seconds, about, before the first task
@@ -121,31 +121,17 @@ class Batch:
             controller = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
         elif isinstance(controller, str):
             timed = [Lookup(), *self._own]
-            brought = decoding.costs
-            if brought is None and decoding.skip is not None and decoding.assistant is None:
-                brought = stored(decoding.skip, self.model, self.seats)
             ids = torch.ones(self.seats, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
             law = law_of(self.model.model, self.seats, (), do_sample=False)
             new = max(1, min(256, self.max_tokens - 4))
             request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
-            if brought is None and controller == DEFAULT_CONTROLLER:
+            tables = decoding._tables(self.model, timed, request)
+            if any(isinstance(each, LaterCosts) for each in tables):  # later is now
                 with torch.no_grad():
                     cost_tables(self.model, timed, request, seconds=_MEASURING)
-            tables = [
-                each or CostTable(1.0, (1.0,))
-                for each in decoding._tables(self.model, timed, request, brought)
-            ]
-            costs = [tables[0]] * self._first + list(tables[1:])
-            priors = [timed[0].prior] * self._first + [source.prior for source in self._own]
-            controller = make_controller(
-                controller,
-                max_draft_length=decoding.max_draft_length,
-                threshold=decoding.threshold,
-                costs=costs,
-                priors=priors,
-                ahead=math.inf,
-                branches=decoding.branches,
-                now=time.perf_counter,
+            found = [timed[0]] * self._first, [tables[0]] * self._first
+            controller = decoding._control(
+                [*found[0], *self._own], [*found[1], *tables[1:]], ahead=math.inf
             )
             if decoding.branches:
                 warn_of_branches(self.model, self._own)
