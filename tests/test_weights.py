@@ -1,6 +1,7 @@
 """Joined weights and products: the same model, the same tokens, and everything given back."""
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_a_joined_model_is_the_same_model_and_is_given_back(family, tmp_path):
 def test_commands_join_what_fused_passes_read(execution):
     loading = Loading(device="cpu", execution=execution)
     loaded = open_model(loading, Talk(quiet=True))
+    assert gc.isenabled()  # turned off while much is imported
     with open_passes(loaded, loading, Talk(quiet=True)):
         found = list(groups(loaded.model))
         assert len(found) == 2 * len(loaded.model.model.layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import math
 import os
@@ -324,12 +326,30 @@ def by_source(counted: dict[str, Any]) -> str:
 
 def open_model(loading: Loading, talk: Talk) -> Loaded:
     talk.progress("importing torch and transformers")
-    from layerskip.checkpoints import load
+    with _unsearched():
+        from layerskip.checkpoints import load
 
     talk.progress(f"loading {loading.model}")
     loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet)
     talk.say(loaded.describe())
     return loaded
+
+
+@contextmanager
+def _unsearched() -> Iterator[None]:
+    """No search for garbage looks at what is made inside, there or later, but at the very end.
+
+    The library makes a million objects that stay; searches through them take a second.
+    """
+    searching = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        if searching:
+            gc.enable()
 
 
 @contextmanager
