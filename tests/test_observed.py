@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.models import lively_model
+from models import lively_model
 
 import layerskip
 from layerskip.config import SkipConfig
